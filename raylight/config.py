@@ -132,14 +132,15 @@ class EngineConfig(Config):
     take turns may each use all cores; this pays off above about ten million parameters."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a replica, and for each worker of vLLM. At most 1, unless the engine is a
-    class of your own."""
+    class of your own. If not set: a GPU, or a part of one, if the cluster has GPUs."""
     resources: CustomResources = Field(default_factory=dict)
     """Custom resources that Ray reserves for a replica, and for each worker of vLLM, such as
     {"engine_node": 1}: only nodes that have them, by `ray start --resources`, run replicas."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of weights and computation."""
+    """Data type of weights and computation. If not set: bfloat16 on a GPU."""
     max_model_len: int = Field(default=2048, ge=8, le=MAX_COUNT)
-    """Longest prompt plus response, in tokens; the model's own limit applies if it is lower."""
+    """Longest prompt plus response, in tokens; the model's own limit applies if it is lower. If not set: that
+    limit on a GPU, up to 16384 tokens and a learner's longest row."""
     max_concurrent: int = Field(default=128, ge=1, le=MAX_CONCURRENT)
     """Sequences that a replica decodes at the same time."""
     max_waiting: int = Field(default=4096, ge=1, le=MAX_CONCURRENT)
@@ -274,7 +275,8 @@ class LearnerConfig(Config):
     num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
-    """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU."""
+    """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU. If
+    not set: a GPU, or a part of one, if the cluster has GPUs."""
     resources: CustomResources = Field(default_factory=dict)
     """Custom resources that Ray reserves for a rank: only nodes that have them run ranks."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -284,13 +286,14 @@ class LearnerConfig(Config):
     start_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the ranks must be ready."""
     collective_timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
-    """Seconds for which the ranks may make no progress: for a rank that waits for another one, and for a
-    micro-batch. An update of many micro-batches may take longer. After that the stacks of the ranks are logged
-    and all ranks are restarted."""
+    """Seconds for which the ranks may make no progress: the limit of a micro-batch, and of the wait of one
+    rank for another. A whole update may take longer. When it passes, the stacks of the ranks are logged and
+    all ranks are restarted."""
     max_restarts: int = Field(default=2, ge=0, le=MAX_COUNT)
     """Restarts of all ranks together, after one of them died or hung, before the run ends."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Data type of computation. Trained parameters and optimizer state are always float32."""
+    """Data type of computation. Trained parameters and optimizer state are always float32. If not set: bf16
+    on a GPU."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter with these settings instead of the whole model."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
@@ -302,9 +305,10 @@ class LearnerConfig(Config):
     """Treatment of longer rows: raise an error, drop them, or cut off the tokens beyond the limit. The
     metrics count dropped and truncated rows."""
     packed: bool = False
-    """Concatenate the rows of a micro-batch instead of padding them to the longest."""
+    """Concatenate the rows of a micro-batch instead of padding them to the longest. If not set: True on a GPU
+    with flash attention."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them."""
+    """Recompute activations in the backward pass instead of storing them. If not set: True on a GPU."""
     param_offload: bool = False
     """Keep parameters in host memory while the learners are idle."""
     optimizer_offload: bool = False
@@ -322,7 +326,8 @@ class LearnerConfig(Config):
     """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509). More
     than one needs `packed`, GPUs and flash attention."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation. auto: flash_attention_2 if it is installed and there is a GPU, else sdpa."""
+    """Attention implementation. auto: flash_attention_2 on a GPU in bf16 if flash-attn is installed, else
+    sdpa."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

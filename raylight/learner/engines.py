@@ -113,16 +113,17 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     """Return the attention implementation, eager if the architecture supports no faster one.
 
     Raises:
-        ConfigError: flash attention is configured, or required by `ulysses`, but not available.
+        ConfigError: flash attention is configured, or required by `ulysses`, but not available, or not for
+            float32.
     """
     from transformers.utils import is_flash_attn_2_available
 
-    flash = on_gpu and is_flash_attn_2_available()
+    flash = on_gpu and is_flash_attn_2_available() and config.dtype == "bf16"
     if not flash and (config.attention == "flash_attention_2" or config.ulysses > 1):
         setting = f"ulysses={config.ulysses}" if config.ulysses > 1 else "attention='flash_attention_2'"
         raise ConfigError(
-            f"learner.{setting} needs a GPU and the package flash-attn on every learner; remove the "
-            "setting, or install the package"
+            f"learner.{setting} needs a GPU and the package flash-attn on every learner, and dtype='bf16' "
+            f"({config.dtype!r} now); remove the setting, or provide them"
         )
     if config.attention != "auto":
         return config.attention

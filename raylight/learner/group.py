@@ -75,9 +75,9 @@ async def wait_while_progressing(
 class LearnerGroup:
     """Starts, calls, restarts and stops the ranks.
 
-    Laws: every call has a deadline, for all of it or for each of its parts; the first failure of a rank ends the call for all ranks, because the
-    others may wait for the failed one forever. After a LearnerError the ranks are out of step, and every call
-    raises until `restart`.
+    Laws: every call has a deadline, for all of it or for each of its parts. The first failure of a rank ends
+    the call for all ranks, because the others may wait for the failed one forever. After a LearnerError the
+    ranks are out of step, and every call raises until `restart`.
 
     Args:
         placement: a placed group with one bundle per rank.

@@ -5,6 +5,7 @@ The driver builds vLLM's deployment, and replicas run it on nodes with GPUs. Bot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -40,7 +41,8 @@ def engine_on_nodes(requested: EngineConfig, engine: EngineConfig) -> EngineConf
     if requested.kind not in ("auto", "vllm"):
         return engine
     nodes = [node for node in ray.nodes() if node["Alive"] and can_run(engine, node["Resources"])]
-    answers = ask_nodes({node["NodeID"]: node["NodeManagerAddress"] for node in nodes})
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+    answers = ask_nodes(addresses, has_vllm)
     return decide(requested, engine, has_vllm(), answers)
 
 
@@ -83,23 +85,24 @@ def decide(
     )
 
 
-def ask_nodes(nodes: dict[str, str]) -> dict[str, bool]:
-    """Return True for each node with vLLM, by address.
+def ask_nodes(nodes: dict[str, str], question: Callable[[], bool]) -> dict[str, bool]:
+    """Return what a function returns on each node, by address.
 
     Args:
         nodes: address of each node, by node ID.
+        question: a function of raylight.
 
     Raises:
         ConfigError: a node cannot load raylight, or does not respond.
     """
     own = ray.get_runtime_context().get_node_id()
-    task = ray.remote(num_cpus=0, max_retries=0)(has_vllm)
+    task = ray.remote(num_cpus=0, max_retries=0)(question)
     calls = {
         address: task.options(scheduling_strategy=OnNode(node_id, soft=False)).remote()
         for node_id, address in nodes.items()
         if node_id != own
     }
-    answers = {nodes[own]: has_vllm()} if own in nodes else {}
+    answers = {nodes[own]: question()} if own in nodes else {}
     for address, call in calls.items():
         try:
             answers[address] = ray.get(call, timeout=ANSWER_TIMEOUT_S)

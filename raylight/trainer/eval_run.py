@@ -24,6 +24,7 @@ from raylight.trainer.cluster_monitor import run_until_lost
 from raylight.trainer.display import make_display, print_scores
 from raylight.trainer.engine_nodes import plan_for_nodes
 from raylight.trainer.eval_session import EvalPlan, EvalSession, EvalSettings, find_adapter
+from raylight.trainer.hardware import plan_for_hardware
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.plan import MODEL_NAME, merge_resources, with_policy
@@ -94,7 +95,10 @@ class EvalRun:
             progress = ProgressReporter(display)
             progress.stage(f"run {self.plan.name}")
             connection.announce(display.note, display.stage)
-            self.plan = plan_for_nodes(self.plan, self.trainer.engine)
+            plan, notes = plan_for_hardware(self.plan, self.trainer.engine)
+            for note in notes:
+                display.note(note)
+            self.plan = plan_for_nodes(plan, self.trainer.engine)
             work = self._work(progress, connection.owns_cluster)
             figures = run_until_lost(work, "Start the evaluation again")
         if show:

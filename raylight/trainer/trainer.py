@@ -46,6 +46,7 @@ from raylight.trainer.display import make_display
 from raylight.trainer.engine_nodes import plan_for_nodes
 from raylight.trainer.eval_run import EvalRun
 from raylight.trainer.eval_session import EvalSettings
+from raylight.trainer.hardware import plan_for_hardware
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
 from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
 from raylight.trainer.loggers import find_loggers
@@ -363,6 +364,7 @@ class Trainer:
         ):
             if self.runner.external:
                 check_joinable(name, connection.owns_cluster)
+            run.plan, run.hardware_notes = plan_for_hardware(run.plan, self.engine)
             run.plan = plan_for_nodes(run.plan, self.engine)
             run.finalize_plan()
             report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)

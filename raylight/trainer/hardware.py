@@ -1,0 +1,229 @@
+"""Settings that follow the hardware, where the user has set none. An explicit setting always wins."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from raylight.config import Config, EngineConfig, LearnerConfig, cpu_threads
+from raylight.engines.registry import choose_engine
+from raylight.errors import ConfigError
+from raylight.trainer.engine_nodes import ask_nodes
+from raylight.trainer.plan import PolicyPlan, RunPlan, ServedPlan
+
+LEARNER_SHARE, ENGINE_SHARE = 0.6, 0.4
+"""GPU fractions of a learner and of an engine's worker on one GPU. Two of a kind do not fit on one."""
+MAX_CONTEXT = 16_384
+"""Longest default of `engine.max_model_len` on a GPU."""
+LARGE_MODEL_BYTES = 40_000_000
+"""Size of a model's files above which several threads pay off on a CPU: ten million float32 parameters."""
+C = TypeVar("C", bound=Config)
+Plan = TypeVar("Plan", bound=RunPlan)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a cluster offers, as far as defaults depend on it."""
+
+    cpus: float
+    gpus: float
+    flash_attention: bool = False
+    """True if flash-attn is installed on every node with GPUs."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the defaults depend on, of a model's folder."""
+
+    context: int | None = None
+    """Longest sequence of the model, in tokens."""
+    size: int = 0
+    """Bytes of its weights' files."""
+
+
+@dataclass(frozen=True)
+class HardwareChoice:
+    """Settings with the defaults for the hardware, and messages for the user."""
+
+    engine: EngineConfig
+    learner: LearnerConfig | None
+    notes: tuple[str, ...] = ()
+
+
+def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[str, ...]]:
+    """Return a run's plan with the defaults for the cluster's hardware, and messages for the user.
+
+    Args:
+        requested: the user's settings of the engine, whose kind may be "auto".
+
+    Raises:
+        ConfigError: see `choose`.
+    """
+    if not isinstance(plan, ServedPlan) or plan.engine.kind == "upstream":
+        return plan, ()
+    learner = plan.learner if isinstance(plan, PolicyPlan) else None
+    on_gpu = requested.model_copy(update={"num_gpus": 1})
+    hardware = _cluster_hardware()
+    kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else plan.engine.kind
+    choice = choose(
+        hardware, plan.engine.model_copy(update={"kind": kind}), learner, _facts(Path(plan.model_path))
+    )
+    engine = choice.engine
+    if not engine.num_gpus:
+        engine = engine.model_copy(update={"kind": plan.engine.kind})
+    if isinstance(plan, PolicyPlan) and choice.learner is not None:
+        return replace(plan, engine=engine, learner=choice.learner), choice.notes
+    return replace(plan, engine=engine), choice.notes
+
+
+def choose(
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, model: ModelFacts
+) -> HardwareChoice:
+    """Return the settings with the defaults for the hardware. Nothing changes without GPUs.
+
+    Args:
+        engine: its kind is the one that it has on a GPU.
+        learner: None for a run without learners.
+
+    Raises:
+        ConfigError: learners and engines do not fit on the GPUs together, not even if they share them.
+    """
+    engine, learner, notes = _assign_gpus(hardware, engine, learner)
+    if learner is not None and learner.num_gpus:
+        learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True)
+        flash = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
+        learner = _with_defaults(learner, packed=hardware.flash_attention and flash)
+    if engine.num_gpus:
+        engine = _engine_on_gpu(engine, learner, model)
+    return HardwareChoice(engine, learner, (*notes, *_notes(hardware, engine, learner, model)))
+
+
+def _assign_gpus(
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None
+) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
+    """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
+    ranks = 0 if learner is None else learner.n
+    workers = engine.replicas * _workers(engine)
+    free = hardware.gpus
+    open_learner = learner is not None and "num_gpus" not in learner.model_fields_set
+    open_engine = "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
+    if not free or not (open_learner or open_engine):
+        return engine, learner, []
+    if open_engine and learner is not None and open_learner:
+        if ranks + workers <= free:
+            return _with_defaults(engine, num_gpus=1), _with_defaults(learner, num_gpus=1), []
+        if max(ranks, workers) <= free:
+            return _share(engine, learner)
+        raise ConfigError(
+            f"{ranks} learner(s) (learner.n) and {workers} engine worker(s) (engine.replicas x "
+            f"engine.args.tensor_parallel_size) do not fit on {free:g} GPU(s), not even in pairs of one "
+            "learner and one worker; lower them, add GPUs, or set learner.num_gpus and engine.num_gpus"
+        )
+    if open_engine:
+        if workers <= free - (ranks * learner.num_gpus if learner is not None else 0):
+            return _with_defaults(engine, num_gpus=1), learner, []
+        note = "the engine computes on a CPU, because the learners take the GPUs: give learner.num_gpus=0.6"
+        return engine, learner, [f"{note} and engine.num_gpus=0.4 to share them"]
+    assert learner is not None
+    if ranks <= free - workers * engine.num_gpus:
+        return engine, _with_defaults(learner, num_gpus=1), []
+    note = "the learners compute on CPUs, because the engines take the GPUs: give engine.num_gpus=0.4"
+    return engine, learner, [f"{note} and learner.num_gpus=0.6 to share them"]
+
+
+def _share(
+    engine: EngineConfig, learner: LearnerConfig
+) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
+    """Put one learner and one engine worker on each GPU. They take turns, and free its memory meanwhile."""
+    shared = _with_defaults(engine, num_gpus=ENGINE_SHARE, sleep_while_learning=engine.kind == "vllm")
+    offloading = _with_defaults(learner, num_gpus=LEARNER_SHARE, param_offload=True, optimizer_offload=True)
+    return shared, offloading, ["learners and engines share GPUs, because there are too few for both"]
+
+
+def _engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, model: ModelFacts) -> EngineConfig:
+    longest = min(model.context or MAX_CONTEXT, MAX_CONTEXT)
+    if learner is not None:
+        longest = min(longest, learner.row_limit)
+    engine = _with_defaults(engine, dtype="bfloat16", max_model_len=max(longest, 8))
+    if engine.kind != "vllm" or engine.num_gpus >= 1:
+        return engine
+    args: dict[str, Any] = {"gpu_memory_utilization": engine.num_gpus}
+    if engine.sleep_while_learning:
+        args["enable_sleep_mode"] = True
+    return engine.model_copy(update={"args": args | engine.args})
+
+
+def _notes(
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, model: ModelFacts
+) -> list[str]:
+    """Return messages on what the hardware is used for, and on what is idle."""
+    notes = []
+    if hardware.gpus:
+        used = engine.replicas * _workers(engine) * engine.num_gpus
+        roles = [
+            f"{engine.num_gpus:g} for each engine worker ({engine.dtype}, {engine.max_model_len} tokens)"
+        ]
+        if learner is not None:
+            used += learner.n * learner.num_gpus
+            names = {"gradient_checkpointing": "gradient checkpointing", "packed": "packed rows"}
+            details = ", ".join(
+                [learner.dtype, *(text for name, text in names.items() if getattr(learner, name))]
+            )
+            roles.insert(0, f"{learner.num_gpus:g} for each learner ({details})")
+        notes.append(f"GPUs: {hardware.gpus:g} in the cluster; {', '.join(roles)}")
+        idle = hardware.gpus - used
+        if idle >= 1:
+            more = "engine.replicas" if learner is None else "learner.n and engine.replicas"
+            notes.append(f"{int(idle)} of {hardware.gpus:g} GPUs are idle in this run; {more} use more")
+    if learner is not None and not learner.num_gpus:
+        large = model.size > LARGE_MODEL_BYTES and hardware.cpus >= 2
+        if large and cpu_threads(learner) == 1:
+            notes.append(
+                f"each learner computes on one thread, of {hardware.cpus:g} CPUs in the cluster; "
+                "learner.num_threads sets more"
+            )
+    return notes
+
+
+def _workers(engine: EngineConfig) -> int:
+    """Return the GPU workers of a replica."""
+    args = engine.args
+    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+
+
+def _with_defaults(config: C, **defaults: Any) -> C:
+    """Return settings with other defaults: those that the user has not set."""
+    return config.model_copy(
+        update={name: value for name, value in defaults.items() if name not in config.model_fields_set}
+    )
+
+
+def _cluster_hardware() -> Hardware:
+    resources = ray.cluster_resources()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+    answers = ask_nodes(addresses, has_flash_attention) if nodes else {}
+    return Hardware(
+        cpus=resources.get("CPU", 0.0),
+        gpus=resources.get("GPU", 0.0),
+        flash_attention=bool(answers) and all(answers.values()),
+    )
+
+
+def has_flash_attention() -> bool:
+    """True if the package flash-attn is installed."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _facts(folder: Path) -> ModelFacts:
+    config = json.loads((folder / "config.json").read_text())
+    longest = (config | config.get("text_config", {})).get("max_position_embeddings")
+    return ModelFacts(
+        context=longest if isinstance(longest, int) and longest > 0 else None,
+        size=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+    )

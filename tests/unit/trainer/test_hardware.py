@@ -1,0 +1,176 @@
+"""Defaults that follow the hardware: what each cluster gets, and that explicit settings win."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylight.config import EngineConfig, LearnerConfig
+from raylight.errors import ConfigError
+from raylight.trainer.hardware import Hardware, ModelFacts, _facts, choose
+
+MODEL = ModelFacts(context=32_768, size=3_000_000_000)
+ON_GPU = {"dtype": "bf16", "gradient_checkpointing": True, "packed": False}
+ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
+
+
+def changed(before: Any, after: Any) -> dict[str, Any]:
+    """Return the settings that differ."""
+    old, new = before.model_dump(), after.model_dump()
+    return {name: value for name, value in new.items() if value != old[name]}
+
+
+def choice(
+    gpus: float,
+    learner: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    model: ModelFacts = MODEL,
+    flash: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
+    found = choose(Hardware(8, gpus, flash), *given, model)
+    return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
+
+
+SHARED_LEARNER = {
+    "num_gpus": 0.6,
+    "param_offload": True,
+    "optimizer_offload": True,
+    "dtype": "bf16",
+    "gradient_checkpointing": True,
+}
+SHARED_ENGINE = {
+    "num_gpus": 0.4,
+    "sleep_while_learning": True,
+    "args": {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True},
+} | ENGINE_ON_GPU
+OWN_LEARNER = {"num_gpus": 1, "dtype": "bf16", "gradient_checkpointing": True}
+OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "engine", "expected_learner", "expected_engine"),
+    [
+        # no GPU: nothing changes
+        (0, {}, {}, {}, {}),
+        # one GPU, of whatever size: shared
+        (1, {}, {}, SHARED_LEARNER, SHARED_ENGINE),
+        (1, {"n": 1}, {"replicas": 1, "dtype": "float16"}, SHARED_LEARNER, SHARED_ENGINE | {"dtype": ...}),
+        # eight GPUs
+        (8, {}, {}, OWN_LEARNER, OWN_ENGINE),
+        (8, {"n": 4}, {"replicas": 4}, OWN_LEARNER, OWN_ENGINE),
+        (8, {"n": 8}, {"replicas": 8}, SHARED_LEARNER, SHARED_ENGINE),
+        (8, {"n": 8}, {"args": {"tensor_parallel_size": 8}}, SHARED_LEARNER, ...),
+        # two nodes of eight
+        (16, {"n": 8}, {"replicas": 4, "args": {"tensor_parallel_size": 2}}, OWN_LEARNER, OWN_ENGINE),
+        # explicit settings win
+        (8, {"num_gpus": 0}, {"num_gpus": 0}, {}, {}),
+        (8, {"num_gpus": 0}, {}, {}, OWN_ENGINE),
+        (8, {}, {"num_gpus": 1}, OWN_LEARNER, ENGINE_ON_GPU),
+        (8, {"dtype": "fp32", "gradient_checkpointing": False}, {}, {"num_gpus": 1}, OWN_ENGINE),
+        (8, {}, {"dtype": "float32", "max_model_len": 512}, OWN_LEARNER, {"num_gpus": 1}),
+        # an explicit GPU is on a node that has yet to start
+        (
+            0,
+            {"num_gpus": 1},
+            {"num_gpus": 1},
+            {"dtype": "bf16", "gradient_checkpointing": True},
+            ENGINE_ON_GPU,
+        ),
+        # taken GPUs
+        (1, {}, {"num_gpus": 1}, {}, ENGINE_ON_GPU),
+        (1, {"num_gpus": 1}, {}, {"dtype": "bf16", "gradient_checkpointing": True}, {}),
+        # shares of the user: the engine's share of the memory follows
+        (
+            1,
+            {"num_gpus": 0.7},
+            {"num_gpus": 0.3},
+            {"dtype": "bf16", "gradient_checkpointing": True},
+            ENGINE_ON_GPU | {"args": {"gpu_memory_utilization": 0.3}},
+        ),
+        (
+            1,
+            {"num_gpus": 0.7},
+            {"num_gpus": 0.3, "args": {"gpu_memory_utilization": 0.5}},
+            {"dtype": "bf16", "gradient_checkpointing": True},
+            ENGINE_ON_GPU,
+        ),
+        # an engine of the user's own decides itself
+        (8, {}, {"kind": "package.module:Engine"}, OWN_LEARNER, {}),
+    ],
+)
+def test_the_defaults_of_a_cluster(
+    gpus: float, learner: dict, engine: dict, expected_learner: dict, expected_engine: Any
+) -> None:
+    found_learner, found_engine, _ = choice(gpus, learner, engine)
+    assert found_learner == expected_learner
+    if expected_engine is not ...:
+        assert found_engine == {name: value for name, value in expected_engine.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("learner", "flash", "packed"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"dtype": "fp32"}, True, False),
+        ({"attention": "sdpa"}, True, False),
+    ],
+)
+def test_rows_are_packed_where_flash_attention_can_be_used(learner: dict, flash: bool, packed: bool) -> None:
+    found, _, _ = choice(8, learner, flash=flash)
+    assert found.get("packed", False) == packed
+
+
+@pytest.mark.parametrize(
+    ("context", "learner", "length"),
+    [(None, {}, 16_384), (4096, {}, 4096), (131_072, {}, 16_384), (131_072, {"max_row_tokens": 8000}, 8000)],
+)
+def test_the_context_is_the_models_within_bounds(context: int | None, learner: dict, length: int) -> None:
+    _, engine, _ = choice(8, learner, model=ModelFacts(context))
+    assert engine["max_model_len"] == length
+
+
+def test_too_few_gpus_are_refused_with_the_settings() -> None:
+    with pytest.raises(ConfigError, match=r"8 learner\(s\) \(learner.n\) and 2 engine worker") as caught:
+        choice(4, {"n": 8}, {"replicas": 2})
+    assert "engine.replicas" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "engine", "message"),
+    [
+        (8, {}, {}, "6 of 8 GPUs are idle in this run; learner.n and engine.replicas use more"),
+        (8, {"num_gpus": 0}, {"num_gpus": 0}, "8 of 8 GPUs are idle"),
+        (1, {}, {}, "learners and engines share GPUs"),
+        (1, {}, {"num_gpus": 1}, "the learners compute on CPUs, because the engines take the GPUs"),
+        (1, {"num_gpus": 1}, {}, "the engine computes on a CPU, because the learners take the GPUs"),
+        (8, {}, {}, "1 for each learner (bf16, gradient checkpointing), 1 for each engine worker (bfloat16"),
+        (0, {}, {}, "each learner computes on one thread, of 8 CPUs"),
+    ],
+)
+def test_what_the_hardware_is_used_for_is_said(
+    gpus: float, learner: dict, engine: dict, message: str
+) -> None:
+    assert any(message in note for note in choice(gpus, learner, engine)[2])
+
+
+def test_a_small_model_on_a_cpu_needs_no_message() -> None:
+    assert choice(0, model=ModelFacts(512, 1_000_000))[2] == ()
+    assert choice(0, {"num_threads": 4})[2] == ()
+
+
+def test_an_engine_without_learners_takes_a_gpu() -> None:
+    engine = EngineConfig(kind="vllm")
+    found = choose(Hardware(8, 2), engine, None, MODEL)
+    assert changed(engine, found.engine) == OWN_ENGINE
+    assert found.learner is None
+
+
+def test_facts_are_read_from_the_models_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    assert _facts(tmp_path) == ModelFacts(77, 5)
