@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from raylight.config import Config, EngineConfig, LearnerConfig, cpu_threads
+from raylight.config import Config, EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.trainer.engine_nodes import ask_nodes
@@ -20,8 +20,6 @@ LEARNER_SHARE, ENGINE_SHARE = 0.6, 0.4
 """GPU fractions of a learner and of an engine's worker on one GPU. Two of a kind do not fit on one."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
-LARGE_MODEL_BYTES = 40_000_000
-"""Size of a model's files above which several threads pay off on a CPU: ten million float32 parameters."""
 C = TypeVar("C", bound=Config)
 Plan = TypeVar("Plan", bound=RunPlan)
 
@@ -30,20 +28,9 @@ Plan = TypeVar("Plan", bound=RunPlan)
 class Hardware:
     """What a cluster offers, as far as defaults depend on it."""
 
-    cpus: float
     gpus: float
     flash_attention: bool = False
     """True if flash-attn is installed on every node with GPUs."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the defaults depend on, of a model's folder."""
-
-    context: int | None = None
-    """Longest sequence of the model, in tokens."""
-    size: int = 0
-    """Bytes of its weights' files."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +58,10 @@ def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[
     hardware = _cluster_hardware()
     kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else plan.engine.kind
     choice = choose(
-        hardware, plan.engine.model_copy(update={"kind": kind}), learner, _facts(Path(plan.model_path))
+        hardware,
+        plan.engine.model_copy(update={"kind": kind}),
+        learner,
+        _longest_sequence(Path(plan.model_path)),
     )
     engine = choice.engine
     if not engine.num_gpus:
@@ -82,13 +72,14 @@ def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[
 
 
 def choose(
-    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, model: ModelFacts
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, context: int | None
 ) -> HardwareChoice:
     """Return the settings with the defaults for the hardware. Nothing changes without GPUs.
 
     Args:
         engine: its kind is the one that it has on a GPU.
         learner: None for a run without learners.
+        context: tokens of the model's longest sequence; None if unknown.
 
     Raises:
         ConfigError: learners and engines do not fit on the GPUs together, not even if they share them.
@@ -99,8 +90,8 @@ def choose(
         flash = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
         learner = _with_defaults(learner, packed=hardware.flash_attention and flash)
     if engine.num_gpus:
-        engine = _engine_on_gpu(engine, learner, model)
-    return HardwareChoice(engine, learner, (*notes, *_notes(hardware, engine, learner, model)))
+        engine = _engine_on_gpu(engine, learner, context)
+    return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
 def _assign_gpus(
@@ -108,7 +99,7 @@ def _assign_gpus(
 ) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
     """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
     ranks = 0 if learner is None else learner.n
-    workers = engine.replicas * _workers(engine)
+    workers = (engine.max_replicas or engine.replicas) * _workers(engine)
     free = hardware.gpus
     open_learner = learner is not None and "num_gpus" not in learner.model_fields_set
     open_engine = "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
@@ -145,8 +136,8 @@ def _share(
     return shared, offloading, ["learners and engines share GPUs, because there are too few for both"]
 
 
-def _engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, model: ModelFacts) -> EngineConfig:
-    longest = min(model.context or MAX_CONTEXT, MAX_CONTEXT)
+def _engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: int | None) -> EngineConfig:
+    longest = min(context or MAX_CONTEXT, MAX_CONTEXT)
     if learner is not None:
         longest = min(longest, learner.row_limit)
     engine = _with_defaults(engine, dtype="bfloat16", max_model_len=max(longest, 8))
@@ -158,36 +149,19 @@ def _engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, model: M
     return engine.model_copy(update={"args": args | engine.args})
 
 
-def _notes(
-    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, model: ModelFacts
-) -> list[str]:
-    """Return messages on what the hardware is used for, and on what is idle."""
-    notes = []
-    if hardware.gpus:
-        used = engine.replicas * _workers(engine) * engine.num_gpus
-        roles = [
-            f"{engine.num_gpus:g} for each engine worker ({engine.dtype}, {engine.max_model_len} tokens)"
-        ]
-        if learner is not None:
-            used += learner.n * learner.num_gpus
-            names = {"gradient_checkpointing": "gradient checkpointing", "packed": "packed rows"}
-            details = ", ".join(
-                [learner.dtype, *(text for name, text in names.items() if getattr(learner, name))]
-            )
-            roles.insert(0, f"{learner.num_gpus:g} for each learner ({details})")
-        notes.append(f"GPUs: {hardware.gpus:g} in the cluster; {', '.join(roles)}")
-        idle = hardware.gpus - used
-        if idle >= 1:
-            more = "engine.replicas" if learner is None else "learner.n and engine.replicas"
-            notes.append(f"{int(idle)} of {hardware.gpus:g} GPUs are idle in this run; {more} use more")
-    if learner is not None and not learner.num_gpus:
-        large = model.size > LARGE_MODEL_BYTES and hardware.cpus >= 2
-        if large and cpu_threads(learner) == 1:
-            notes.append(
-                f"each learner computes on one thread, of {hardware.cpus:g} CPUs in the cluster; "
-                "learner.num_threads sets more"
-            )
-    return notes
+def _summary(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None) -> list[str]:
+    """Return a line on what the GPUs are used for."""
+    if not hardware.gpus:
+        return []
+    roles = []
+    if learner is not None and learner.num_gpus:
+        names = {"gradient_checkpointing": "gradient checkpointing", "packed": "packed rows"}
+        details = [learner.dtype, *(text for name, text in names.items() if getattr(learner, name))]
+        roles.append(f"{learner.num_gpus:g} for each learner ({', '.join(details)})")
+    if engine.num_gpus:
+        details = [engine.dtype, f"{engine.max_model_len} tokens"]
+        roles.append(f"{engine.num_gpus:g} for each engine worker ({', '.join(details)})")
+    return [f"GPUs: {hardware.gpus:g} in the cluster; {', '.join(roles)}"] if roles else []
 
 
 def _workers(engine: EngineConfig) -> int:
@@ -204,13 +178,11 @@ def _with_defaults(config: C, **defaults: Any) -> C:
 
 
 def _cluster_hardware() -> Hardware:
-    resources = ray.cluster_resources()
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
     answers = ask_nodes(addresses, has_flash_attention) if nodes else {}
     return Hardware(
-        cpus=resources.get("CPU", 0.0),
-        gpus=resources.get("GPU", 0.0),
+        gpus=ray.cluster_resources().get("GPU", 0.0),
         flash_attention=bool(answers) and all(answers.values()),
     )
 
@@ -220,10 +192,8 @@ def has_flash_attention() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _facts(folder: Path) -> ModelFacts:
+def _longest_sequence(folder: Path) -> int | None:
+    """Return the tokens of the longest sequence of a model; None if its configuration does not say."""
     config = json.loads((folder / "config.json").read_text())
     longest = (config | config.get("text_config", {})).get("max_position_embeddings")
-    return ModelFacts(
-        context=longest if isinstance(longest, int) and longest > 0 else None,
-        size=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-    )
+    return longest if isinstance(longest, int) and longest > 0 else None

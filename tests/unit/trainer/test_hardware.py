@@ -10,10 +10,9 @@ import pytest
 
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
-from raylight.trainer.hardware import Hardware, ModelFacts, _facts, choose
+from raylight.trainer.hardware import Hardware, _longest_sequence, choose
 
-MODEL = ModelFacts(context=32_768, size=3_000_000_000)
-ON_GPU = {"dtype": "bf16", "gradient_checkpointing": True, "packed": False}
+CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
 
 
@@ -27,11 +26,11 @@ def choice(
     gpus: float,
     learner: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
-    model: ModelFacts = MODEL,
+    context: int | None = CONTEXT,
     flash: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
-    found = choose(Hardware(8, gpus, flash), *given, model)
+    found = choose(Hardware(gpus, flash), *given, context)
     return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
 
 
@@ -130,7 +129,7 @@ def test_rows_are_packed_where_flash_attention_can_be_used(learner: dict, flash:
     [(None, {}, 16_384), (4096, {}, 4096), (131_072, {}, 16_384), (131_072, {"max_row_tokens": 8000}, 8000)],
 )
 def test_the_context_is_the_models_within_bounds(context: int | None, learner: dict, length: int) -> None:
-    _, engine, _ = choice(8, learner, model=ModelFacts(context))
+    _, engine, _ = choice(8, learner, context=context)
     assert engine["max_model_len"] == length
 
 
@@ -143,13 +142,10 @@ def test_too_few_gpus_are_refused_with_the_settings() -> None:
 @pytest.mark.parametrize(
     ("gpus", "learner", "engine", "message"),
     [
-        (8, {}, {}, "6 of 8 GPUs are idle in this run; learner.n and engine.replicas use more"),
-        (8, {"num_gpus": 0}, {"num_gpus": 0}, "8 of 8 GPUs are idle"),
         (1, {}, {}, "learners and engines share GPUs"),
         (1, {}, {"num_gpus": 1}, "the learners compute on CPUs, because the engines take the GPUs"),
         (1, {"num_gpus": 1}, {}, "the engine computes on a CPU, because the learners take the GPUs"),
         (8, {}, {}, "1 for each learner (bf16, gradient checkpointing), 1 for each engine worker (bfloat16"),
-        (0, {}, {}, "each learner computes on one thread, of 8 CPUs"),
     ],
 )
 def test_what_the_hardware_is_used_for_is_said(
@@ -158,19 +154,19 @@ def test_what_the_hardware_is_used_for_is_said(
     assert any(message in note for note in choice(gpus, learner, engine)[2])
 
 
-def test_a_small_model_on_a_cpu_needs_no_message() -> None:
-    assert choice(0, model=ModelFacts(512, 1_000_000))[2] == ()
-    assert choice(0, {"num_threads": 4})[2] == ()
+def test_a_cluster_without_gpus_needs_no_message() -> None:
+    assert choice(0)[2] == ()
 
 
 def test_an_engine_without_learners_takes_a_gpu() -> None:
     engine = EngineConfig(kind="vllm")
-    found = choose(Hardware(8, 2), engine, None, MODEL)
+    found = choose(Hardware(2), engine, None, CONTEXT)
     assert changed(engine, found.engine) == OWN_ENGINE
     assert found.learner is None
 
 
-def test_facts_are_read_from_the_models_folder(tmp_path: Path) -> None:
+def test_the_longest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
-    (tmp_path / "model.safetensors").write_bytes(b"12345")
-    assert _facts(tmp_path) == ModelFacts(77, 5)
+    assert _longest_sequence(tmp_path) == 77
+    (tmp_path / "config.json").write_text("{}")
+    assert _longest_sequence(tmp_path) is None
