@@ -135,6 +135,14 @@ class LearnerActor:
         # slow storage may exceed the timeout of a collective
         self._writing_group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         self._policy = Policy(model_path, self._config, settings, total_steps)
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        """Return unused memory of a GPU that an engine shares. Torch would keep the peak of an update."""
+        if 0 < self._config.num_gpus < 1:
+            import torch
+
+            torch.cuda.empty_cache()
 
     def update(self, shards: list[Any]) -> dict[str, float]:
         """Update the policy with a batch; return metrics, equal on all ranks except for the time.
@@ -145,6 +153,7 @@ class LearnerActor:
         start = time.perf_counter()
         shard: BatchShard = ray.get(shards[self._policy.engine.get_data_parallel_rank()])
         metrics = self._policy.update_shard(shard)
+        self._release_memory()
         return metrics | {"learner/update_s": time.perf_counter() - start}
 
     def logprobs(self, ids: list[int]) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ class Hardware:
     """What a cluster offers, as far as defaults depend on it."""
 
     gpus: float
+    """GPUs on nodes whose torch can use them."""
     flash_attention: bool = False
     """True if flash-attn is installed on every node with GPUs."""
 
@@ -180,11 +182,15 @@ def _with_defaults(config: C, **defaults: Any) -> C:
 def _cluster_hardware() -> Hardware:
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
-    answers = ask_nodes(addresses, has_flash_attention) if nodes else {}
-    return Hardware(
-        gpus=ray.cluster_resources().get("GPU", 0.0),
-        flash_attention=bool(answers) and all(answers.values()),
-    )
+    if not nodes or not all(ask_nodes(addresses, torch_uses_gpus).values()):
+        return Hardware(0.0)
+    gpus = sum(node["Resources"]["GPU"] for node in nodes)
+    return Hardware(gpus, all(ask_nodes(addresses, has_flash_attention).values()))
+
+
+def torch_uses_gpus() -> bool:
+    """True if the installed torch is not a build for CPUs only."""
+    return not importlib.metadata.version("torch").endswith("+cpu")
 
 
 def has_flash_attention() -> bool:

@@ -85,6 +85,11 @@ class PolicyPlan(ServedPlan):
         return self.algorithm.rollout
 
     @property
+    def shares_gpus(self) -> bool:
+        """True if learners and engines are on the same GPUs."""
+        return 0 < self.learner.num_gpus < 1 and self.engine.num_gpus > 0
+
+    @property
     def serves_adapter(self) -> bool:
         """True if the engines serve the model with the learners' adapter."""
         return self.learner.lora is not None and self.learner.lora.serve == "adapter"

@@ -93,9 +93,13 @@ class PolicySession(ServedSession):
             **{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields}
         )
         async with task_group() as tasks:
-            serving = tasks.create_task(deployment.start())
-            tasks.create_task(self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed))
+            learners = tasks.create_task(
+                self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed)
+            )
             tasks.create_task(pool.start())
+            if plan.shares_gpus:  # vLLM sizes its cache by the memory that is free when it starts
+                await asyncio.wait([learners])
+            serving = tasks.create_task(deployment.start())
         if plan.checkpoint.path:  # the models in output_dir can be exported from a state
             await self.learners.check_storage({"checkpoint.path": plan.state_url})
         else:
