@@ -27,7 +27,7 @@ Plan = TypeVar("Plan", bound=RunPlan)
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a cluster offers, as far as defaults depend on it."""
+    """Hardware of a cluster on which defaults depend."""
 
     gpus: float
     """GPUs on nodes whose torch can use them."""
@@ -51,7 +51,7 @@ def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[
         requested: the user's settings of the engine, whose kind may be "auto".
 
     Raises:
-        ConfigError: see `choose`.
+        ConfigError: learners and engines do not fit on the GPUs, or a node with GPUs cannot load raylight.
     """
     if not isinstance(plan, ServedPlan) or plan.engine.kind == "upstream":
         return plan, ()

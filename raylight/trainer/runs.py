@@ -84,8 +84,6 @@ class Run:
     report: Report
     total_steps: int = 0
     """Planned number of steps; 0 if only the algorithm knows it."""
-    hardware_notes: tuple[str, ...] = ()
-    """Messages on the settings that follow the cluster's hardware."""
 
     def __init__(self, trainer: Trainer, inputs: Inputs, name: str, folder: Path) -> None:
         self.trainer = trainer
@@ -107,8 +105,6 @@ class Run:
         """Set the run's output; called after `finalize_plan`."""
         self.report = report
         self._owns_cluster = owns_cluster
-        for note in self.hardware_notes:
-            report.note(note)
 
     def resume(self, resume: Resume) -> None:
         """Set the starting point, as for `Trainer.fit(resume=...)`.

@@ -364,12 +364,14 @@ class Trainer:
         ):
             if self.runner.external:
                 check_joinable(name, connection.owns_cluster)
-            run.plan, run.hardware_notes = plan_for_hardware(run.plan, self.engine)
+            run.plan, hardware_notes = plan_for_hardware(run.plan, self.engine)
             run.plan = plan_for_nodes(run.plan, self.engine)
             run.finalize_plan()
             report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)
             with contextlib.closing(report):
                 run.begin(report, connection.owns_cluster)
+                for note in hardware_notes:
+                    report.note(note)
                 report.stage(f"run {name}")
                 connection.announce(report.note, report.stage)
                 yield run
