@@ -1,0 +1,166 @@
+"""Peak memory and seconds of a policy update over vocabulary and tokens, against another commit and TRL.
+
+    git worktree add /tmp/before COMMIT
+    python tests/benchmarks/update_memory.py [--before /tmp/before] [--trl] [--tokens 1024 4096]
+
+Each measurement is a process of its own, so that peaks do not mix. It builds a random Qwen2 of 2 layers, makes
+two updates on rows of 512 tokens, of which a quarter is the prompt, and reports the faster update, and the peak
+memory beyond what the process used before. The contestants take turns. "trl" is the loss of TRL's GRPOTrainer in
+a plain loop: logits of the responses, `selective_log_softmax` and `entropy_from_logits` (needs `pip install trl`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROW_TOKENS = 512
+MIB = 2**20
+
+
+def save_model(folder: Path, vocabulary: int, hidden: int) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from raylight.quickstart import STARTER_MODEL
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2 * ROW_TOKENS,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    for file in Path(STARTER_MODEL).glob("*token*"):  # verl reads a tokenizer
+        (folder / file.name).write_bytes(file.read_bytes())
+
+
+def make_rows(tokens: int, vocabulary: int) -> list[tuple[list[int], list[int]]]:
+    draw = random.Random(0)
+    prompt = ROW_TOKENS // 4
+    rows = [[draw.randrange(vocabulary) for _ in range(ROW_TOKENS)] for _ in range(tokens // ROW_TOKENS)]
+    return [(row[:prompt], row[prompt:]) for row in rows]
+
+
+def learner_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: int) -> Callable[[], Any]:
+    from learner_tokens import as_batch
+
+    from raylight.config import LearnerConfig
+    from raylight.experience.settings import PolicySettings
+    from raylight.learner.policy import Policy
+
+    settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=True)
+    policy = Policy(model, LearnerConfig(max_tokens_per_micro_batch=tokens), settings, total_steps=100)
+    return lambda: policy.update(as_batch(rows, policy.version))
+
+
+def trl_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: int) -> Callable[[], Any]:
+    from transformers import AutoModelForCausalLM
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, weight_decay=0.01)
+    advantages = torch.tensor([1.0 if i % 3 == 0 else -0.5 for i in range(len(rows))])[:, None]
+
+    def update() -> None:
+        ids = torch.tensor([prompt + answer for prompt, answer in rows])
+        kept = len(rows[0][1])
+        logits = module(ids, use_cache=False, logits_to_keep=kept + 1).logits[:, :-1]
+        logps = selective_log_softmax(logits, ids[:, -kept:])
+        with torch.no_grad():
+            entropy_from_logits(logits)
+        ratio = (logps - logps.detach()).exp()
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        optimizer.zero_grad()
+        (-gain.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+    return update
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Measure one contestant in this process."""
+    torch.set_num_threads(args.threads)
+    rows = make_rows(args.tokens[0], args.vocabulary[0])
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/rendezvous", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        build = trl_update if args.contestant == "trl" else learner_update
+        update = build(args.model, rows, args.tokens[0])
+        before = peak_bytes()
+        seconds = []
+        for _ in range(2):
+            start = time.process_time()
+            update()
+            seconds.append(time.process_time() - start)
+        dist.destroy_process_group()
+    return {"seconds": min(seconds), "bytes": peak_bytes() - before}
+
+
+def run_process(contestant: str, path: str, model: str, tokens: int, vocabulary: int, args: Any) -> dict:
+    command = [sys.executable, __file__, "--contestant", contestant, "--model", model]
+    command += ["--tokens", str(tokens), "--vocabulary", str(vocabulary), "--threads", str(args.threads)]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--before", help="worktree of another commit")
+    parser.add_argument("--trl", action="store_true")
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contestant:
+        print(json.dumps(measure(args)))
+        return
+    here = str(Path(__file__).resolve().parents[2])
+    contestants = {"now": here} | ({"before": args.before} if args.before else {})
+    contestants |= {"trl": here} if args.trl else {}
+    print(f"{'vocabulary':>10} {'tokens':>7} {'':8} {'CPU seconds':>11} {'peak MiB':>9}")
+    for vocabulary in args.vocabulary:
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(Path(folder), vocabulary, args.hidden)
+            for tokens in args.tokens:
+                found: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+                for _ in range(args.rounds):
+                    for name, path in contestants.items():
+                        found[name].append(run_process(name, path, folder, tokens, vocabulary, args))
+                for name, results in found.items():
+                    seconds = min(result["seconds"] for result in results)
+                    peak = min(result["bytes"] for result in results) / MIB
+                    print(f"{vocabulary:10d} {tokens:7d} {name:8} {seconds:11.2f} {peak:9.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
