@@ -200,6 +200,9 @@ def has_flash_attention() -> bool:
 
 def _longest_sequence(folder: Path) -> int | None:
     """Return the tokens of the longest sequence of a model; None if its configuration does not say."""
-    config = json.loads((folder / "config.json").read_text())
+    file = folder / "config.json"
+    if not file.is_file():  # the model of an engine of the user's own
+        return None
+    config = json.loads(file.read_text())
     longest = (config | config.get("text_config", {})).get("max_position_embeddings")
     return longest if isinstance(longest, int) and longest > 0 else None

@@ -166,6 +166,7 @@ def test_an_engine_without_learners_takes_a_gpu() -> None:
 
 
 def test_the_longest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
+    assert _longest_sequence(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
     assert _longest_sequence(tmp_path) == 77
     (tmp_path / "config.json").write_text("{}")
