@@ -20,6 +20,8 @@ SHARED = {
     "learner": BF16 | {"num_gpus": 0.6},
 }
 APART = {"engine": VLLM | {"num_gpus": 1}, "learner": BF16 | {"num_gpus": 1}}
+DEFAULTS: dict[str, Any] = {"engine": {"max_model_len": 2048}, "learner": {}}
+"""Settings that follow the hardware: shared on one GPU, apart on two."""
 ON_CPU = {"engine": {"kind": "transformers"}, "learner": {}}
 
 
@@ -29,6 +31,7 @@ ON_CPU = {"engine": {"kind": "transformers"}, "learner": {}}
         pytest.param("tiny", "cpu", ON_CPU, id="tiny-cpu", marks=pytest.mark.slow),
         pytest.param("0.5B", "cuda", SHARED, id="0.5B-shared", marks=pytest.mark.gpu),
         pytest.param("1.5B", "cuda", SHARED, id="1.5B-shared", marks=pytest.mark.gpu),
+        pytest.param("0.5B", "cuda", DEFAULTS, id="0.5B-defaults", marks=pytest.mark.gpu),
         pytest.param("0.5B", "cuda", APART, id="0.5B-apart", marks=pytest.mark.gpu(2)),
     ],
 )
