@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raylight.config import EngineConfig, LearnerConfig
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
-from raylight.trainer.hardware import Hardware, _longest_sequence, choose
+from raylight.trainer import hardware
+from raylight.trainer.hardware import Hardware, _longest_sequence, choose, plan_for_hardware
+from raylight.trainer.plan import ServedPlan
 
 CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
@@ -171,3 +174,45 @@ def test_the_longest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> 
     assert _longest_sequence(tmp_path) == 77
     (tmp_path / "config.json").write_text("{}")
     assert _longest_sequence(tmp_path) is None
+
+
+def make_plan(folder: Path, kind: str) -> ServedPlan:
+    payload: Any = None
+    store = StoreConfig()
+    engine = EngineConfig(kind=kind)
+    return ServedPlan("run", payload, RunnerConfig(), store, "store.db", {}, str(folder), engine, 0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cuda", "gpus"),
+    [([], True, 0), ([0.0], True, 0), ([0.0, 4.0], True, 1), ([4.0], False, 0)],
+    ids=["no-node", "cpu-only", "cpu-driver-and-gpu-worker", "torch-for-cpus"],
+)
+def test_the_plan_of_a_run_follows_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[float], cuda: bool, gpus: float
+) -> None:
+    known = [
+        {"Alive": True, "NodeID": str(i), "NodeManagerAddress": f"10.0.0.{i}", "Resources": {"GPU": amount}}
+        for i, amount in enumerate(nodes)
+    ]
+    asked: list[Any] = []
+
+    def ask(addresses: dict[str, str], question: Any) -> dict[str, bool]:
+        asked.append(addresses)
+        return dict.fromkeys(addresses.values(), cuda and question is hardware.torch_uses_gpus)
+
+    monkeypatch.setattr(hardware.ray, "nodes", lambda: known)
+    monkeypatch.setattr(hardware, "ask_nodes", ask)
+    plan = make_plan(tmp_path, "transformers")
+    found, notes = plan_for_hardware(plan, EngineConfig())
+    assert found.engine.num_gpus == gpus
+    assert bool(notes) == bool(gpus)
+    if not gpus:
+        assert found == plan
+    assert all(list(addresses) == [str(len(nodes) - 1)] for addresses in asked)
+
+
+def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, "transformers")
+    plan = replace(plan, engine=EngineConfig(kind="upstream", url="http://other/v1"))
+    assert plan_for_hardware(plan, plan.engine) == (plan, ())
