@@ -257,7 +257,8 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the adapter's input."""
     target_modules: str | list[str] = "all-linear"
-    """Names of the adapted modules. "all-linear": every linear layer except the output layer."""
+    """Names of the adapted modules. "all-linear": every linear layer except the output layer and, in a
+    mixture of experts, except experts, shared experts and routers."""
     exclude_modules: str | list[str] | None = None
     """Names of modules that are left out of `target_modules`."""
     serve: Literal["adapter", "merged"] = "adapter"

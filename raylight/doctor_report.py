@@ -60,6 +60,8 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     used = [report for report in reports if report.engine == "transformers" or installed_vllm()]
     remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
     problems += [Problem(name, remedy, required=False) for name, remedy in remedies.items()]
+    if path and (refusal := find_refusal(path)):
+        problems.append(refusal)
     leftovers = find_leftovers()
     # every Ray session leaves its logs, which is worth a remark only if they are large
     if any(one.kind != "session" for one in leftovers) or sum(one.size for one in leftovers) > GIB:
@@ -77,6 +79,18 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
         console = Console(markup=False, highlight=False)
         render(machine, packages, cluster, problems, console, xgrammar_error, reports)
     sys.exit(int(any(problem.required for problem in problems)))
+
+
+def find_refusal(path: str) -> Problem | None:
+    """Return the reason for which a model cannot be trained, None if it can."""
+    from raylight.learner.model_check import check_model
+
+    try:
+        check_model(path)
+    except ConfigError as error:
+        reason, _, remedy = str(error).rpartition("; ")
+        return Problem(reason, remedy, required=False)
+    return None
 
 
 def clean(as_json: bool = False, unread: Mapping[str, str | None] | None = None) -> None:

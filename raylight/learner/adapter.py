@@ -23,7 +23,7 @@ def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
         try:
-            peft.inject_adapter_in_model(peft_config(lora, None), model)
+            peft.inject_adapter_in_model(peft_config(lora, None, model), model)
         except ValueError as error:
             raise ConfigError(f"the lora settings do not fit {model_path}: {error}") from None
     check_adapter(model, lora)
@@ -31,15 +31,30 @@ def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def peft_config(lora: LoraConfig, task: str | None) -> Any:
-    """Return the settings of an adapter as peft's configuration."""
+def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
+    """Return the settings of an adapter of a module as peft's configuration.
+
+    In a mixture of experts, "all-linear" stands for the linear layers outside of the mixtures. peft would
+    take it for the experts too, which it cannot merge exactly.
+    """
     import peft
 
+    targets = lora.target_modules
+    names = [name for name, _ in module.named_modules()]
+    mixtures = tuple(name.removesuffix("experts") for name in names if name.endswith(".experts"))
+    if targets == "all-linear" and mixtures:
+        targets = [
+            name
+            for name, layer in module.named_modules()
+            if type(layer) is torch.nn.Linear
+            and layer is not module.get_output_embeddings()
+            and not name.startswith(mixtures)
+        ]
     return peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast(Any, lora.alpha),
         lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
+        target_modules=targets,
         exclude_modules=lora.exclude_modules,
         bias="none",
         task_type=task,

@@ -12,6 +12,7 @@ from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, OptimizerSettings, PolicySettings
 from raylight.learner import verl_api as verl
+from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
 from raylight.learner.model_check import causal_lm_class, check_model
 from raylight.learner.rows import TrainRow, make_probe_row, to_tensordict
@@ -32,6 +33,8 @@ def build_policy(
         ConfigError: the model cannot be trained, or the settings do not fit the model or the machine.
     """
     check_model(model_path)
+    if config.lora is not None:
+        adapted_layers(model_path, config.lora)  # raises before weights are loaded
     _warn_about_unused_offload(config)
     return _build(RaylightEngine, model_path, config, settings, total_steps)
 

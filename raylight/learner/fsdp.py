@@ -39,7 +39,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
         lora = self._learner.lora
         assert lora is not None
-        wrapped = peft.get_peft_model(module, peft_config(lora, "CAUSAL_LM"))
+        wrapped = peft.get_peft_model(module, peft_config(lora, "CAUSAL_LM", module))
         check_adapter(wrapped, lora)
         return wrapped
 
@@ -200,6 +200,7 @@ class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
 
         lora = self._learner.lora
         assert lora is not None
-        peft.inject_adapter_in_model(peft_config(lora, None), getattr(module, module.base_model_prefix))
+        base = getattr(module, module.base_model_prefix)
+        peft.inject_adapter_in_model(peft_config(lora, None, base), base)
         check_adapter(module, lora)
         return module

@@ -14,7 +14,7 @@ from raylight.experience.settings import PolicySettings
 
 
 def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
-    """Take one update and save the model; return the log-probs after it and whether experts changed."""
+    """Take one update and save the model; return the log-probs after it, and the layers that changed."""
     from transformers import AutoModelForCausalLM
 
     from raylight.learner.policy import Policy
@@ -28,15 +28,12 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     policy = Policy(model, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64, **config), settings, 2)
     policy.update(batch)
     before = dict(WeightSource(plain, torch.float32))
-    changed = {
-        name: not torch.equal(tensor, before[name])
-        for name, tensor in WeightSource(policy.engine.module, torch.float32)
-    }
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, tensor in WeightSource(policy.engine.module, torch.float32):
+        layer = "experts" if ".experts." in name else name.split(".")[-2]
+        names[not torch.equal(tensor, before[name])].add(layer)
     save_model(policy.engine, str(folder))
-    return {
-        "probe": policy.logprobs(PROBE),
-        "experts_changed": all(value for name, value in changed.items() if ".experts." in name),
-    }
+    return {"probe": policy.logprobs(PROBE), "changed": names[True], "unchanged": names[False]}
 
 
 def main(rank: int, ranks: int, file: str, folder: Path) -> None:

@@ -15,6 +15,7 @@ from ranks import plain_probe
 from tiny_models import MOE, build_model
 from transformers import AutoModelForCausalLM
 
+from raylight.errors import ConfigError
 from raylight.learner.model_check import read_shapes
 
 
@@ -34,11 +35,28 @@ def test_a_trained_mixture_is_saved_as_its_files_were_and_computes_the_same(
     monkeypatch.setattr("raylight.learner.weights.SHARD_BYTES", 50_000)
     model = build_model(model_type, tmp_path / "model")
     result = train_and_save(model, tmp_path / "saved", 1)
-    assert result["experts_changed"]
+    assert "experts" in result["changed"]
+    assert not result["unchanged"]
     assert read_shapes(str(tmp_path / "saved")) == read_shapes(str(tmp_path / "model"))
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert plain_probe(saved) == pytest.approx(result["probe"], abs=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
+def test_an_adapter_leaves_the_experts_alone(model_type, tmp_path):
+    """Shared experts have the layer names of experts, which peft would adapt too."""
+    model = build_model(model_type, tmp_path / "model", num_hidden_layers=8)
+    result = train_and_save(model, tmp_path / "saved", 1, lora={"rank": 4})
+    assert result["changed"] == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert plain_probe(saved) == pytest.approx(result["probe"], abs=1e-4)
+
+
+def test_experts_cannot_be_adapted(tmp_path):
+    model = build_model("qwen3_moe", tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"mlp\.experts, which cannot be adapted"):
+        train_and_save(model, tmp_path / "saved", 1, lora={"target_modules": ["gate_proj", "up_proj"]})
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -348,3 +349,16 @@ def test_command_without_a_cluster():
     assert "2048 tokens" in run.stdout.split("\nmodel, transformers engine\n")[1]
     assert "does not show the tools of a request" in run.stdout.split("\nmissing\n")[1]
     assert f"{__version__}" in run.stdout
+
+
+def test_a_model_that_cannot_be_trained_is_a_remark(tmp_path):
+    assert doctor_report.find_refusal(str(STARTER_MODEL)) is None
+    shutil.copytree(STARTER_MODEL, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    problem = doctor_report.find_refusal(str(tmp_path / "model"))
+    assert not problem.required
+    assert "quantized (fp8)" in problem.summary
+    assert "use the unquantized model" in problem.remedy
