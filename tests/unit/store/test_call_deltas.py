@@ -279,7 +279,8 @@ def test_prompts_of_one_conversation_are_parts_of_one_array() -> None:
     assert not prompts[-1].flags.writeable
 
 
-async def test_another_content_of_a_recorded_call_is_no_base() -> None:
+@pytest.mark.parametrize("together", [True, False])
+async def test_another_content_of_a_recorded_call_is_no_base(together: bool) -> None:
     """The store keeps the first content. No call in the same message or a later one continues the other."""
     async with open_box() as box:
         rollout = await box.take()
@@ -287,7 +288,6 @@ async def test_another_content_of_a_recorded_call_is_no_base() -> None:
         other = conversation(rollout, 4, size=150)
         await record(box.store, records[:1])
         await box.store.capture([(key, 0.0) for key, *_ in other[1:]], [])
-        await box.store.capture([], other[:2])
-        for one in other[2:]:
-            await box.store.capture([], [one])
+        for message in [other] if together else [[one] for one in other]:
+            await box.store.capture([], message)
         await check(box, rollout, [records[0], *other[1:]])
