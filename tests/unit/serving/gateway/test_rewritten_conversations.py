@@ -51,6 +51,15 @@ class Table:
         (finished,) = await self._box.store.collect([self._rollout.rollout_id])
         return finished.generations
 
+    def stored_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the calls and of their spans in the store's file."""
+        journal = self._box.service._journal
+        row = journal.fetch_one(
+            "SELECT (SELECT SUM(LENGTH(generation)) FROM calls), (SELECT SUM(LENGTH(body)) FROM spans)"
+        )
+        assert row is not None
+        return row[0], row[1]
+
 
 @asynccontextmanager
 async def open_table(make_engine: MakeEngine, chat_template: str, **settings: Any) -> AsyncIterator[Table]:
@@ -75,6 +84,22 @@ def assert_one_row(calls: list[Generation], *kinds: str) -> None:
     (row,) = made.rows
     assert row.token_ids.tolist() == calls[-1].token_ids.tolist()
     assert [call.history.kind for call in calls[1:] if call.history] == list(kinds)
+
+
+async def test_a_conversation_is_stored_once(make_engine: MakeEngine) -> None:
+    async with open_table(make_engine, "chatml") as table:
+        messages: Messages = []
+        for turn in range(6):
+            messages.append(user(f"question {turn} " + "x" * 60))
+            answer = await table.ask(messages, f"answer {turn} " + "y" * 40)
+            messages.append({"role": "assistant", "content": answer.content})
+        calls = await table.recorded()
+        assert_one_row(calls, *["continued"] * 5)
+        tokens = len(calls[-1].token_ids) + sum(len(call.output_ids) for call in calls)  # and log-probs
+        assert sum(len(call.token_ids) for call in calls) > 2 * tokens
+        of_calls, of_spans = table.stored_bytes()
+        assert of_calls < 4 * tokens + 6 * 300
+        assert of_spans < 2 * len(json.dumps(messages)) + 6 * 900
 
 
 async def test_a_stop_word_that_the_agent_appends(make_engine: MakeEngine) -> None:
