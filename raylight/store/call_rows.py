@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from raylight.errors import StoreError
 from raylight.store.payloads import decode_payload, pack
 from raylight.store.rows import Row
 from raylight.types import CallKey, Generation, HistoryNote, IntArray
@@ -55,6 +56,9 @@ def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:
     """Generations of calls, in the given order, from columns CALL.
 
     The rows must include the bases of the calls, and theirs. Prompts of one conversation share memory.
+
+    Raises:
+        StoreError: a base is missing.
     """
     calls = {(row[2], row[0]): _StoredCall(row) for row in rows}
     _join_prompts(calls)
@@ -111,6 +115,11 @@ def _join_prompts(calls: dict[CallId, _StoredCall]) -> None:
     """
     followers: dict[CallId | None, list[_StoredCall]] = defaultdict(list)
     for call in calls.values():
+        if call.base is not None and call.base not in calls:
+            raise StoreError(
+                f"the store's file is damaged: it lacks the call {call.base[1]!r}, which the call "
+                f"{call.key.call_id!r} continues; use a copy of the file"
+            )
         followers[call.base].append(call)
     heads = followers[None]  # calls that continue no other one; those of a base come after it
     for head in heads:

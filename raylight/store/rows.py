@@ -281,7 +281,11 @@ class SharedTexts:
     def _parse(self, span_id: tuple[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
         """Numbers of shared characters, and the body as it is stored."""
         if span_id not in self._parsed:
-            row = self._rows[span_id]
+            if (row := self._rows.get(span_id)) is None:
+                raise StoreError(
+                    f"the store's file is damaged: it lacks the span {span_id[1]!r}, which another span "
+                    "continues; use a copy of the file"
+                )
             parsed = json.loads(row[-1])
             self._parsed[span_id] = (parsed[0], parsed[1]) if row[BASE] else ({}, parsed)
         return self._parsed[span_id]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from store_helpers import Box, call_of, ids_of, open_box, span_of
 from unit_helpers import make_generation
 
+from raylight.errors import StoreError
 from raylight.semconv import (
     CALL_ID,
     DIALECT,
@@ -291,3 +292,14 @@ async def test_another_content_of_a_recorded_call_is_no_base(together: bool) -> 
         for message in [other] if together else [[one] for one in other]:
             await box.store.capture([], message)
         await check(box, rollout, [records[0], *other[1:]])
+
+
+@pytest.mark.parametrize("table", ["calls", "spans"])
+async def test_a_base_that_was_deleted_by_hand_is_an_error(table: str) -> None:
+    async with open_box() as box:
+        rollout = await box.take()
+        records = conversation(rollout, 3)
+        await record(box.store, records)
+        box.service._journal.db.execute(f"DELETE FROM {table} WHERE rowid = 2")
+        with pytest.raises(StoreError, match="file is damaged: it lacks the"):
+            await box.store.collect([rollout.rollout_id], with_spans=True)
