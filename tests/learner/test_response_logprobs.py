@@ -115,6 +115,31 @@ def test_values_return_to_the_places_of_their_tokens(data):
     assert select_response_tokens(placed, data).tolist() == [11, 12, 0, 0, 15, 11, 0, 12, 13]
 
 
+def test_ranks_that_share_a_sequence_compute_each_token_once(data, monkeypatch):
+    from raylight.learner import verl_api as verl
+    from raylight.learner.fsdp import RaylightEngine
+
+    everything = sampled_tokens(data, packed=True, entropy=False, entropy_grad=False)
+    found, targets = [], []
+    for rank in range(2):
+
+        def pad_and_slice(ids, _positions, ranks, rank=rank):
+            padded = torch.nn.functional.pad(ids, (0, -ids.shape[1] % ranks))
+            return padded.chunk(ranks, 1)[rank], None, padded.shape[1] - ids.shape[1]
+
+        monkeypatch.setattr(verl, "ulysses_pad_and_slice_inputs", pad_and_slice)
+        engine = object.__new__(RaylightEngine)
+        engine.ulysses_sequence_parallel_size = 2
+        own = engine._slice_for_rank(everything)
+        spread = torch.zeros(own.positions.shape[1]).masked_scatter(own.positions[0], own.targets.float())
+        found.append(spread)
+        targets += own.targets.tolist()
+        assert len(own.temperatures) == len(own.targets)
+    assert targets == everything.targets.tolist()
+    flat = to_nested(everything.targets.float(), data).values()
+    assert torch.cat(found)[: len(flat)].tolist() == flat.tolist()
+
+
 def test_a_model_without_an_output_layer_of_its_own_raises():
     model = make_model("llama")
     model.get_output_embeddings = types.MethodType(lambda self: self.model.embed_tokens, model)
