@@ -5,7 +5,8 @@
 The store runs in this process without Ray, so that only the store and its client are measured. `short` is one
 call of a 500-token prompt in each rollout; `long` are 20 calls of a conversation that grows to 32,000 tokens.
 Each call is announced and recorded with its span, as serving does it. `tokens` are those in the file, for
-each rollout. With `--baseline`, another checkout of raylight (`git worktree add`) is measured in turn.
+each rollout. Times are CPU times of this process, so that other load does not count. With `--baseline`,
+another checkout of raylight (`git worktree add`) is measured in turn.
 """
 
 from __future__ import annotations
@@ -95,20 +96,20 @@ async def measure(case: str, n_rollouts: int) -> dict[str, float]:
         store = StoreClient(service)
         rollouts = [await store.start_rollout(number) for number in range(n_rollouts)]
         records = [make_records(rollout, case, rng) for rollout in rollouts]
-        started = time.perf_counter()
+        started = time.process_time()
         await asyncio.gather(*(_record(store, calls) for calls in records))
-        seconds = time.perf_counter() - started
+        seconds = time.process_time() - started
         for rollout in rollouts:
             await store.finish_attempt(rollout, "succeeded")
-        started = time.perf_counter()
+        started = time.process_time()
         for rollout in rollouts:
             (finished,) = await store.collect([rollout.rollout_id])
             assert len(finished.generations) == len(records[0])
-        read = time.perf_counter() - started
-        started = time.perf_counter()
+        read = time.process_time() - started
+        started = time.process_time()
         for rollout in rollouts:
             await store.collect([rollout.rollout_id], with_spans=True)
-        read_spans = time.perf_counter() - started
+        read_spans = time.process_time() - started
         (data,) = service._journal.fetch_one("SELECT SUM(LENGTH(generation)) FROM calls") or (0,)
         await service.close()
         size = path.stat().st_size
