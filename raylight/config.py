@@ -158,6 +158,13 @@ class EngineConfig(Config):
     """Continue a conversation in tokens too if the agent sends it back with other white space, with text
     appended to an answer, or with tool calls written as text. False: answers must have the same text and the
     same calls."""
+    weight_transfer: str = "auto"
+    """Transport of new weights: "gloo" through host memory; "nccl", "ipc" (engines and learners on the same
+    GPUs) or "sharded_rdt" of vLLM between GPUs; or the dotted name of a transport. "auto" is gloo unless vLLM
+    and the learners have GPUs, then ipc if they share them, else nccl."""
+    min_replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Replicas that must have received new weights. With fewer, the run waits for replacements of the lost
+    ones, up to `start_timeout_s`, and then ends."""
     sleep_while_learning: bool = False
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024, le=2**31)
@@ -191,6 +198,8 @@ class EngineConfig(Config):
     def _check(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}")
+        if self.min_replicas > self.replicas:
+            raise ValueError(f"min_replicas={self.min_replicas} is more than replicas={self.replicas}")
         if self.kind == "upstream" and self.url is None:
             raise ValueError(
                 "kind is 'upstream' and url is missing; give the base URL of an OpenAI-compatible endpoint"

@@ -146,6 +146,10 @@ class OffPolicySamplingError(RaylightError):
     """A call of a trained agent was not sampled from the policy's own distribution."""
 
 
+class TransferBrokenError(WeightSyncError):
+    """A transfer of weights lost one of its engines; it is repeated with those that are left."""
+
+
 class MismatchError(RaylightError):
     """Log-probabilities of engine and learner differ by more than `max_logprob_mismatch` allows."""
 

@@ -14,7 +14,7 @@ FLOORS = [
     {"types", "semconv", "errors", "config", "aio", "components", "files", "log"}
     | {"request_fields", "ray_resources", "bounds", "synonyms", "disk"},
     {"agent", "store", "traces"},
-    {"http", "experience"},
+    {"http", "experience", "weight_transfer"},
     {"runner", "engines", "weight_sync", "serving", "learner"},
     {"algorithms"},
     {"trainer"},

@@ -11,6 +11,9 @@ Laws:
   trained on.
 - Every sampled token is produced by exactly one weight version.
 - A version of weights or of an adapter is loaded at most once.
+- An update of the weights has the phases of vLLM's weight transfer. Between `start_weight_update` and
+  `finish_weight_update` nothing is sampled; requests wait. After an update that was broken off, they wait
+  until the next one is complete.
 
 An engine of the user's own is chosen by its dotted name, `EngineConfig(kind="package.module:Engine")`: a
 class (or a function that returns an instance) which is called as `Engine(settings, **args)` in the replica's
@@ -80,20 +83,49 @@ class Engine(Protocol):
     """A Hugging Face tokenizer; None if the model's tokens are not known (an upstream model)."""
     max_model_len: int | None
     """Longest prompt plus response, in tokens; None if not known."""
+    workers: int
+    """Number of processes that receive weights."""
 
     async def app(self) -> ASGIApp:
         """Return the ASGI application. Called once, when the engine is ready."""
         ...
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        """Load new weights.
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        """Join the group of the sender and all engines, and leave an earlier one.
 
         Args:
-            weights: parameter name to array in full precision, tied output layers included.
+            info: what the transport needs; the first worker's rank is `rank_offset`.
 
         Raises:
-            WeightSyncError: a tensor is missing, unknown or of another shape, or the engine has no weights of
-                its own.
+            ConnectionError: the other processes did not come.
+            WeightSyncError: the engine has no weights of its own.
+        """
+        ...
+
+    async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
+        """Stop sampling, and prepare for new weights."""
+        ...
+
+    async def update_weights(self, info: Any) -> None:
+        """Receive weights.
+
+        Args:
+            info: what the transport needs, such as the names and shapes of the tensors.
+
+        Raises:
+            ConnectionError: a process that takes part in the transfer was lost.
+            WeightSyncError: a tensor is missing, unknown or of another shape.
+        """
+        ...
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Sample with the new weights, which are numbered `version`, from now on."""
+        ...
+
+    async def abort_weight_update(self) -> None:
+        """Leave the transfer; an update that has begun to load weights stays incomplete.
+
+        Sampling continues if no weights were loaded. Without effect if no transfer is open.
         """
         ...
 
@@ -150,14 +182,27 @@ class InferenceOnlyEngine:
 
     tokenizer: Any = None
     max_model_len: int | None = None
+    workers: int = 1
     not_trainable = "this engine's model cannot be trained: the engine takes no weights"
     """Error message for every attempt to change or probe the weights."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.model = settings.model
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
         raise WeightSyncError(self.not_trainable)
+
+    async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
+        raise WeightSyncError(self.not_trainable)
+
+    async def update_weights(self, info: Any) -> None:
+        raise WeightSyncError(self.not_trainable)
+
+    async def finish_weight_update(self, version: int) -> None:
+        raise WeightSyncError(self.not_trainable)
+
+    async def abort_weight_update(self) -> None:
+        """Do nothing: no update can begin."""
 
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"

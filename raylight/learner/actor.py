@@ -17,6 +17,7 @@ import ray
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.disk import disk_errors
 from raylight.engines.protocol import LoraAdapter
+from raylight.errors import WeightSyncError
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard
@@ -25,6 +26,7 @@ from raylight.learner.faults import classify_in_rank
 from raylight.learner.progress import CLOCK
 from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
+from raylight.weight_sync.sender_client import PublicationSettings
 
 WATCHDOG_GROUP = "watchdog"
 """Concurrency group with its own threads, for the methods that must answer while a call hangs."""
@@ -51,6 +53,7 @@ class LearnerActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._store: Any = None
         self._policy: Any = None
+        self._publisher: Any = None
         self._writer = BackgroundWriter()
         self._copies: Any = None
         self._writing_group: Any = None
@@ -161,13 +164,23 @@ class LearnerActor:
         logprobs = self._policy.logprobs(ids)
         return logprobs if self._rank == 0 else None
 
-    def export(self) -> tuple[int, list[Any]] | None:
-        """Return the version and, in a list, the object reference of its weights on rank 0, else None.
+    def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
+        """Send the weights to the engine replicas that lack them. A collective.
 
-        The list keeps Ray from resolving the reference.
+        Args:
+            version: number of the weights.
+            token: the publication's; empty for replicas that joined after it.
+            settings: the same in every call.
         """
-        arrays = self._policy.export()
-        return (self._policy.version, [ray.put(arrays)]) if arrays is not None else None
+        from raylight.learner.publisher import WeightPublisher
+
+        if version != self._policy.version:
+            raise WeightSyncError(
+                f"version {version} cannot be published: the learners hold version {self._policy.version}"
+            )
+        if self._publisher is None:
+            self._publisher = WeightPublisher(self._policy.engine.module, settings)
+        self._publisher.publish(version, token)
 
     def export_adapter(self) -> tuple[int, LoraAdapter] | None:
         """Return the version and the adapter on rank 0, else None."""

@@ -25,6 +25,7 @@ from raylight.experience.shards import shard_batch
 from raylight.learner.actor import WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 from raylight.learner.shared_storage import check_shared
+from raylight.weight_sync.sender_client import PublicationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +185,16 @@ class LearnerGroup:
         """Return the policy's log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
         return (await self._call("logprobs", ids))[0]
 
-    async def export(self) -> tuple[int, list[Any]]:
-        """Return the current version and a list with the object reference of its weights."""
-        return (await self._call("export"))[0]
+    async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
+        """Send the weights to the engine replicas that lack them; see `LearnerActor.publish_weights`."""
+        await self._call(
+            "publish_weights",
+            version,
+            token,
+            settings,
+            timeout_setting="sync_timeout_s",
+            limit=settings.limit_s,
+        )
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter."""
@@ -272,7 +280,7 @@ class LearnerGroup:
                 raise self._mark_broken(typed_error, error) from None
             if late:
                 hang = await self._hang_error(
-                    method, timeout_setting, bounded, [calls[call] for call in late]
+                    method, timeout_setting, limit, bounded, [calls[call] for call in late]
                 )
                 raise self._mark_broken(hang)
             return [call.result() for call in calls]
@@ -312,7 +320,7 @@ class LearnerGroup:
             await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     async def _hang_error(
-        self, method: str, timeout_setting: str, bounded: bool, late: list[int]
+        self, method: str, timeout_setting: str, limit: float, bounded: bool, late: list[int]
     ) -> LearnerLostError:
         """Log the stacks of all ranks, and return an error with their summaries."""
         requests = {
@@ -320,7 +328,7 @@ class LearnerGroup:
         }
         await asyncio.wait(requests, timeout=STACKS_TIMEOUT_S)
         positions = []
-        limit = getattr(self._config, timeout_setting)
+        limit = getattr(self._config, timeout_setting, limit)
         for request, rank in requests.items():
             if not request.done() or request.exception():
                 positions.append(

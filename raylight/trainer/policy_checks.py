@@ -15,6 +15,7 @@ from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.inputs import Inputs
+from raylight.weight_transfer.transports import choose_transport
 
 if TYPE_CHECKING:
     from raylight.trainer.plan import PolicyPlan
@@ -42,11 +43,11 @@ def check_lengths(trainer: Trainer) -> None:
         )
 
 
-def trainable_engine(trainer: Trainer) -> str:
-    """Return the kind of the engine that samples from the policy.
+def trainable_engine(trainer: Trainer) -> EngineConfig:
+    """Return the settings of the engine that samples from the policy, with its kind and transport resolved.
 
     Raises:
-        ConfigError: the engine takes no weights, or is not installed.
+        ConfigError: the engine takes no weights, or is not installed, or cannot use the transport.
     """
     kind = choose_engine(trainer.engine)
     if kind == "upstream":
@@ -54,7 +55,9 @@ def trainable_engine(trainer: Trainer) -> str:
             "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
             "out, and pass a fixed model to the agent as a resource: LLM(endpoint=..., traced=True)"
         )
-    return kind
+    engine = trainer.engine.model_copy(update={"kind": kind})
+    transport = choose_transport(engine, trainer.learner.num_gpus)
+    return engine.model_copy(update={"weight_transfer": transport})
 
 
 def mismatch_limit(

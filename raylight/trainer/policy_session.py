@@ -13,9 +13,9 @@ from typing import Any, get_args
 from ray.util.placement_group import remove_placement_group
 
 from raylight.agent.resources import LLM
-from raylight.aio import task_group
+from raylight.aio import cancel_all, task_group
 from raylight.config import StoreConfig
-from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
+from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
@@ -24,6 +24,7 @@ from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
 from raylight.trainer.parity import Parity, ParityMonitor, make_probe
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_sampling
+from raylight.trainer.publication import Publications
 from raylight.trainer.resume import ResumePoint, resume_point_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
 from raylight.types import (
@@ -46,6 +47,7 @@ class PolicySession(ServedSession):
     """
 
     plan: PolicyPlan
+    _publications: Publications
 
     def __init__(
         self, plan: PolicyPlan, show_stage: Callable[[str], None], owns_cluster: bool, start: ResumePoint
@@ -60,7 +62,6 @@ class PolicySession(ServedSession):
         """Number of times that lost learners were restarted."""
         self.version = start.version
         """Version of the learners' weights."""
-        self._published_version = 0
         self._step = start.step
         self._replay_lock = asyncio.Lock()
         self._repeated_ids: set[str] = set()
@@ -86,6 +87,10 @@ class PolicySession(ServedSession):
         await self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
+        timeout = plan.algorithm.sync_timeout_s
+        self._publications = Publications(self.learners, self._coordinator, plan.engine, timeout)
+        serving_joined = asyncio.create_task(self._publications.serve_joined(lambda: self.version))
+        self._stack.push_async_callback(cancel_all, [serving_joined])
         deployment = self._make_deployment(await self._sampling_seed(), plan.algorithm.training_temperature)
         pool = self._make_pool()
         self._show_stage("starting the engine, the learners and the runners")
@@ -260,7 +265,7 @@ class PolicySession(ServedSession):
         ids = [request.rollout_id for request in requests if request.rollout_id]
         if self.replaying and not await self._all_decided(ids):
             self.replaying = False
-            if self.version > self._published_version:
+            if self.version > self._publications.published:
                 await self.publish_weights(self.plan.algorithm.sync_timeout_s)
         for request in requests:
             if request.rollout_id in self._repeated_ids:
@@ -330,7 +335,8 @@ class PolicySession(ServedSession):
         If their weights were never published, which happens in a resumed run, the replay continues until
         something is sampled.
         """
-        self.replaying = self.version > self._published_version
+        self.replaying = self.version > self._publications.published
+        self._publications.notice_version()
 
     async def counts(self) -> dict[str, int]:
         return {**await super().counts(), "learner_restarts": self.restarts}
@@ -339,15 +345,16 @@ class PolicySession(ServedSession):
         """Update the learners' weights; return metrics. Engines that share a device with the learners sleep
         meanwhile."""
         config, timeout = self.plan.engine, self.plan.algorithm.sync_timeout_s
-        if not config.sleep_while_learning:
-            metrics = await self.learners.update(batch)
-        else:
-            try:
-                self._report_no_sleep(await self.replicas.sleep(timeout))
+        async with self._publications.learners_busy:
+            if not config.sleep_while_learning:
                 metrics = await self.learners.update(batch)
-            finally:
-                await self.replicas.wake(timeout)
-        self.version += 1
+            else:
+                try:
+                    self._report_no_sleep(await self.replicas.sleep(timeout))
+                    metrics = await self.learners.update(batch)
+                finally:
+                    await self.replicas.wake(timeout)
+            self.version += 1
         return metrics
 
     def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
@@ -365,22 +372,14 @@ class PolicySession(ServedSession):
         Agents sample from this version from then on.
 
         Raises:
-            WeightSyncError: the weights did not reach every replica within `timeout` seconds.
+            WeightSyncError: the weights did not reach enough replicas within `sync_timeout_s`.
             MismatchError: a replica's log-probs differ from the learners'.
         """
         adapter = MODEL_NAME if self.plan.serves_adapter else None
-        try:
-            async with asyncio.timeout(timeout):
-                export = served_adapter.export_adapter(self.learners) if adapter else self.learners.export()
-                version, payload_refs = await export
-        except TimeoutError:
-            raise WeightSyncError(
-                f"the learners did not export their weights within {timeout:g} s; raise sync_timeout_s"
-            ) from None
-        if version > self._published_version:  # restarted learners may return to a version that was published
-            mode = self.plan.engine.update_mode
-            await self.replicas.publish(version, payload_refs, timeout, mode, adapter)
-            self._published_version = version
+        async with self._publications.learners_busy:
+            version = self.version
+            if version > self._publications.published:  # restarted learners may return to a published one
+                await self._publications.publish(version, adapter)
         return version, await self._check_parity(version, timeout)
 
     async def _check_parity(self, version: int, timeout: float) -> Parity:

@@ -203,7 +203,7 @@ class PolicyRun(Run):
             **self._common,
             model_path=resolve_model(algorithm.model),
             algorithm=algorithm,
-            engine=trainer.engine.model_copy(update={"kind": trainable_engine(trainer)}),
+            engine=trainable_engine(trainer),
             learner=trainer.learner,
             checkpoint=trainer.checkpoint,
             output_dir=str(folder),

@@ -51,6 +51,7 @@ class ServedSession(Session):
             self.plan.name,
             self.store,
             replacement_timeout_s=self.plan.engine.start_timeout_s,
+            min_replicas=self.plan.engine.min_replicas,
             report=self._show_stage,
         )
         self._coordinator = await self._stack.enter_async_context(running)

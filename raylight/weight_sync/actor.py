@@ -27,15 +27,17 @@ class CoordinatorActor(ReplicaCoordinator):
         store: pickled client of the store, which receives the names of replicas that are gone, so that it
             does not wait for their records.
         replacement_timeout_s: further time for an order while no replica is left.
+        min_replicas: number of replicas that must receive new weights.
     """
 
-    def __init__(self, store: bytes | None, replacement_timeout_s: float) -> None:
+    def __init__(self, store: bytes | None, replacement_timeout_s: float, min_replicas: int) -> None:
         client: StoreClient | None = ray.cloudpickle.loads(store) if store is not None else None
         super().__init__(
             client.lose_recorder if client is not None else None,
             ray.kill,
             replacement_timeout_s,
             restored=not ray.get_runtime_context().was_current_actor_reconstructed,
+            min_replicas=min_replicas,
         )
 
 
@@ -47,6 +49,7 @@ class RunningCoordinator:
 
     Args:
         replacement_timeout_s: time that Serve may take to replace a lost replica.
+        min_replicas: number of replicas that must receive new weights.
         report: receives messages for the user; None logs them.
     """
 
@@ -56,6 +59,7 @@ class RunningCoordinator:
         store: StoreClient | None = None,
         *,
         replacement_timeout_s: float,
+        min_replicas: int = 1,
         report: Callable[[str], None] | None = None,
     ) -> None:
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -71,7 +75,7 @@ class RunningCoordinator:
                 max_restarts=-1,  # clients repeat calls themselves: Ray would print each repetition
                 scheduling_strategy=this_node,
             )
-            .remote(pickled, replacement_timeout_s)
+            .remote(pickled, replacement_timeout_s, min_replicas)
         )
         """Handle of the actor, for the replicas."""
         self.keeper = CoordinatorKeeper(self.handle, report or logging.getLogger(__name__).warning)

@@ -14,6 +14,7 @@ from raylight.engines.protocol import UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.orders import CatchUp, Order, Snapshot, Versions
+from raylight.weight_sync.transfers import Phase
 
 GRACE_S = 10.0
 """Time that a caller waits for a response beyond the coordinator's own timeout."""
@@ -100,12 +101,16 @@ class CoordinatorClient:
     async def publish(
         self,
         version: int,
-        payload_ref: list[Any],
+        payload_ref: list[Any] | None,
         timeout: float,
         mode: UpdateMode = "keep",
         adapter: str | None = None,
+        token: str = "",
     ) -> int:
-        return await self._issue(timeout, "publish", version, payload_ref, timeout, mode, adapter)
+        return await self._issue(timeout, "publish", version, payload_ref, timeout, mode, adapter, token)
+
+    async def fail_publication(self, token: str, reason: str) -> None:
+        await call_until_answered(self._coordinator, "fail_publication", token, reason, within=GRACE_S)
 
     async def drop_adapter(self, name: str, timeout: float) -> None:
         await self._issue(timeout, "drop_adapter", name, timeout)
@@ -149,8 +154,16 @@ class ReplicaClient:
     def __init__(self, replica: str, coordinator: Any) -> None:
         self._replica, self._coordinator = replica, coordinator
 
-    async def subscribe(self, liveness_ref: list[Any] | None, handle: Any, returns: bool) -> CatchUp:
-        return await self._call("subscribe", liveness_ref, handle, returns)
+    async def subscribe(
+        self,
+        liveness_ref: list[Any] | None,
+        handle: Any,
+        returns: bool,
+        held: int,
+        workers: int,
+        node: str,
+    ) -> CatchUp:
+        return await self._call("subscribe", liveness_ref, handle, returns, held, workers, node)
 
     async def next(self, after: int, timeout: float) -> list[Order]:
         return await self._call("next", after, timeout, within=timeout)
@@ -160,6 +173,12 @@ class ReplicaClient:
 
     async def acknowledge(self, number: int, failure: str | None = None, result: Any = None) -> None:
         await self._call("acknowledge", number, failure, result)
+
+    async def next_phase(self, after: int, version: int, timeout: float) -> Phase | None:
+        return await self._call("next_phase", after, version, timeout, within=timeout)
+
+    async def acknowledge_phase(self, number: int, failure: str | None = None) -> None:
+        await self._call("acknowledge_phase", number, failure)
 
     async def leave(self) -> None:
         await self._call("leave")

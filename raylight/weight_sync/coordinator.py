@@ -4,20 +4,25 @@ Replicas subscribe and long-poll; the trainer issues orders, one at a time. Laws
 
 - A method that issues an order returns only when every live replica has executed it, and `versions` changes
   only then.
-- Versions of weights and adapters come from one increasing sequence and are never reused, not even after a
-  failure.
+- Versions of weights and adapters come from one increasing sequence and are never reused. Only a version of
+  the weights that no replica has received may be published again: nothing was sampled with it.
+- Weights are not part of their order: the learners send them to all replicas at once, see `transfers`. A
+  joining replica receives the current version by a transfer of its own, or with the next publication, and
+  counts as live from then on. A replica that dies during a transfer breaks it, and the learners begin another
+  one with those that are left.
 - A replica that is too late for an order is evicted: it leaves the quorum and is killed, and Serve starts its
   replacement. So is a replica that fails an order which another one has executed. If all fail, or none
   executes the order within the timeout, the order fails with an error that names them.
-- A failed order is withdrawn: a replica that joins later receives what all replicas had before it. An order
-  that timed out remains current: it completes when the late replicas acknowledge it, or is superseded.
+- A failed order is withdrawn: a replica that joins later receives what all replicas had before it. Another
+  order than one of weights remains current when it timed out: it completes when the late replicas acknowledge
+  it, or is superseded.
 - A joining replica receives all current orders in one response and counts as live from then on. Dead replicas
   leave the quorum. If none is left, the pending order waits for a replacement.
 - A restarted coordinator continues from a snapshot. Until it is restored it answers no subscription and
   begins no order. Replicas of the snapshot count as live until they have returned or are evicted.
 - References to superseded payloads are dropped.
 
-Arrays travel through Ray's object store: replicas on the publisher's node map the same shared memory, each
+Adapters travel through Ray's object store: replicas on the publisher's node map the same shared memory, each
 other node gets a copy.
 """
 
@@ -29,15 +34,15 @@ from typing import Any
 
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import EngineStartError, WeightSyncError
-from raylight.weight_sync.order_sequence import OrderSequence
 from raylight.weight_sync.orders import Kind, Snapshot, Versions
 from raylight.weight_sync.seeds import SamplingStreams
+from raylight.weight_sync.transfer_sequence import TransferSequence
 
 REMEMBERED_CALLS = 16
 """Calls of `issue` whose result is kept for a repetition."""
 
 
-class ReplicaCoordinator(OrderSequence):
+class ReplicaCoordinator(TransferSequence):
     """The orders that a trainer can issue."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,16 +102,19 @@ class ReplicaCoordinator(OrderSequence):
     async def publish(
         self,
         version: int,
-        payload_ref: list[Any],
+        payload_ref: list[Any] | None,
         timeout: float,
         mode: UpdateMode = "keep",
         adapter: str | None = None,
+        token: str = "",
     ) -> int:
-        """Send new weights, or a new version of an adapter, to all replicas.
+        """Publish new weights, or a new version of an adapter, to all replicas.
 
         Args:
-            payload_ref: one-element list holding a reference to the arrays, or to the `LoraAdapter`.
+            payload_ref: one-element list holding a reference to the `LoraAdapter`; None for weights, whose
+                sender calls `begin_transfer`.
             adapter: name of the adapter; None publishes weights.
+            token: identifies the publication for the sender of the weights.
 
         Returns:
             The number of replicas that loaded them, once all have.
@@ -120,14 +128,19 @@ class ReplicaCoordinator(OrderSequence):
                 f"version {version} is not newer than {self._last_version}; versions are never reused"
             )
         self._check_ready(awake_for=f"version {version} is published")
-        self._last_version = version
+        before, self._last_version = self._last_version, version
         kind: Kind = "weights" if adapter is None else "adapter"
         try:
             await self._execute(
-                kind, timeout, version=version, payload_ref=payload_ref, mode=mode, adapter=adapter
+                kind, timeout, token, version=version, payload_ref=payload_ref, mode=mode, adapter=adapter
             )
+        except BaseException:
+            self._break_transfer("its publication has ended")
+            if kind == "weights" and self._received_version < version == self._last_version:
+                self._last_version = before
+            raise
         finally:
-            self._ended_version = max(self._ended_version, version)
+            self._ended_version = max(self._ended_version, min(version, self._last_version))
             self._notify()
         return len(self._quorum)
 

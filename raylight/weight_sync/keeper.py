@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from raylight.aio import pause
+from raylight.aio import BroadcastCondition, pause
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError
 from raylight.weight_sync.client import RETRY_DELAY_S, call_coordinator
 from raylight.weight_sync.orders import Snapshot
@@ -48,6 +48,8 @@ class CoordinatorKeeper:
         self._coordinator, self._report, self._restart = coordinator, report, restart
         self._state = Snapshot()
         self._patience_s, self._misses, self._responded = PATIENCE_S, 0, 0.0
+        self.changed = BroadcastCondition()
+        """Notified when the state has changed."""
         self.restarts = 0
         """Number of times that the coordinator was restored."""
 
@@ -55,6 +57,11 @@ class CoordinatorKeeper:
     def evictions(self) -> int:
         """Number of replicas that were evicted."""
         return len(self._state.evicted)
+
+    @property
+    def lacking(self) -> frozenset[str]:
+        """Replicas that joined and lack the current weights."""
+        return self._state.lacking
 
     @property
     def live_replicas(self) -> int | None:
@@ -68,6 +75,7 @@ class CoordinatorKeeper:
         for replica in state.evicted.keys() - self._state.evicted.keys():
             self._report(f"engine replica {replica} was evicted and is replaced: {state.evicted[replica]}")
         self._state = state
+        self.changed.notify_all()
 
     async def run(self) -> None:
         """Follow the coordinator until its actor is gone for good."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
@@ -23,7 +23,9 @@ from raylight.errors import (
 from raylight.weight_sync.client import RETRY_DELAY_S, ReplicaClient
 from raylight.weight_sync.orders import Order
 from raylight.weight_sync.quorum import LATE_SHARE
+from raylight.weight_sync.transfer_follower import TransferFollower
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 30.0
@@ -63,6 +65,7 @@ class OrderExecutor:
         fetch: fetches the payload of an order.
         retry_delay_s: delay between two calls to a coordinator that does not respond.
         heartbeat_s: time between two heartbeats during an order.
+        node: network address of this node.
     """
 
     def __init__(
@@ -77,12 +80,15 @@ class OrderExecutor:
         fetch: Callable[[list[Any]], Awaitable[Any]] = fetch_payload,
         retry_delay_s: float = RETRY_DELAY_S,
         heartbeat_s: float = HEARTBEAT_S,
+        node: str = "",
     ) -> None:
         self._replica, self._engine, self._client = replica, engine, ReplicaClient(replica, coordinator)
         self._on_coordinator_lost = on_coordinator_lost
         self._call_forever, self._handle = call_forever, handle
         self._fetch, self._retry_delay_s, self._heartbeat_s = fetch, retry_delay_s, heartbeat_s
+        self._node = node
         self._state = EngineState()
+        self._transfers = TransferFollower(engine, self._client, self._retry_while_unavailable)
         self._executed = 0
         """Number of the last order that was executed, successfully or not."""
         self._subscribed = False
@@ -139,6 +145,7 @@ class OrderExecutor:
     async def close(self) -> None:
         """Unsubscribe, so that no order waits for this replica, and end `run`."""
         self._closed = True
+        self._transfers.close()
         self._closing.notify_all()
         try:
             await self._client.leave()
@@ -156,8 +163,10 @@ class OrderExecutor:
         """Subscribe, and bring the engine into the ordered state."""
         returns = self._subscribed
         liveness_ref = self._call_forever() if self._call_forever else None
-        current = await self._client.subscribe(liveness_ref, self._handle, returns)
+        held, workers = self._state.weights, self._engine.workers
+        current = await self._client.subscribe(liveness_ref, self._handle, returns, held, workers, self._node)
         self._subscribed = True
+        self._transfers.reset()
         if returns:
             await self._undo_unordered(current.orders)
         await self._execute_or_raise(current.orders)
@@ -204,10 +213,10 @@ class OrderExecutor:
 
         await self._retry_while_unavailable(acknowledge)
 
-    async def _retry_while_unavailable(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Repeat a call while the coordinator does not respond.
+    async def _retry_while_unavailable(self, call: Callable[[], Awaitable[T]]) -> T | None:
+        """Repeat a call while the coordinator does not respond; return its result.
 
-        Ends by itself when Ray reports its actor as dead.
+        Ends by itself when Ray reports its actor as dead, and with None when the replica closes.
         """
         while not self._closed:
             try:
@@ -215,6 +224,7 @@ class OrderExecutor:
             except CoordinatorUnavailableError as error:
                 logger.warning("replica %s retries in %g s: %s", self._replica, self._retry_delay_s, error)
             await self._closing.wait_for(lambda: self._closed, self._retry_delay_s)
+        return None
 
     async def _with_heartbeats(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Await work; tell the coordinator meanwhile that this process is alive."""
@@ -233,8 +243,7 @@ class OrderExecutor:
         name = str(order.adapter)
         match order.kind:
             case "weights" if order.version > state.weights:
-                await engine.load_weights(order.version, await self._payload(order), order.mode)
-                state.weights = order.version
+                state.weights = await self._transfers.receive(order)
             case "adapter" if order.version > state.adapters.get(name, -1):
                 adapter = await self._payload(order)
                 if not isinstance(adapter, LoraAdapter):

@@ -1,7 +1,7 @@
 """Orders from the coordinator to the replicas, and the state that results from them.
 
-An order's arrays travel separately: its `payload_ref` is a list that holds an object reference, which Ray
-passes on without fetching it.
+An adapter's arrays travel separately: the order's `payload_ref` is a list that holds an object reference,
+which Ray passes on without fetching it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Order:
         timeout: seconds that the publisher waits for all replicas.
         version: version of the weights or the adapter; both share one increasing sequence.
         adapter: name under which an adapter is served; for a probe, the adapter to probe.
-        payload_ref: one-element list holding a reference to a mapping of arrays ("weights") or to a
-            `LoraAdapter` ("adapter").
+        payload_ref: one-element list holding a reference to a `LoraAdapter`, for an adapter. Weights travel
+            otherwise, see `transfers`.
         level: sleep level.
         ids: token ids of the prompt to probe.
     """
@@ -101,6 +101,7 @@ class Snapshot:
         current: newest order of each subject.
         completed: newest order of each subject that all live replicas have executed.
         replicas: live replicas with their actor handles.
+        lacking: those of them that lack the current weights, and serve only when they have received them.
         evicted: evicted replicas with the reasons.
         ever_subscribed: True once any replica has subscribed.
     """
@@ -113,3 +114,4 @@ class Snapshot:
     replicas: dict[str, Any] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     ever_subscribed: bool = False
+    lacking: frozenset[str] = frozenset()

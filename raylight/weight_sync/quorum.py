@@ -34,6 +34,14 @@ class Subscription:
     """Number of the last acknowledged order; -1 until the replica has caught up."""
     failed: int = -1
     """Number of the last order that it failed to execute."""
+    lacks: int = 0
+    """Number of the order of weights that it must execute before it counts; 0 if it counts."""
+    received: int = 0
+    """Version of the last weights that it received; the acknowledgement of their order may follow."""
+    workers: int = 1
+    """Number of its processes that receive weights."""
+    node: str = ""
+    """Network address of its node."""
     liveness_task: asyncio.Task[None] | None = None
     """Waits for the replica's death, or for its return after a restart of the coordinator."""
 
@@ -44,6 +52,9 @@ class Subscription:
 class Quorum:
     """The replicas that an order waits for.
 
+    A replica that lacks the current weights counts as soon as it has received them: until then it cannot
+    execute later orders, and it does not serve.
+
     Args:
         clock: returns the time in seconds.
     """
@@ -53,7 +64,19 @@ class Quorum:
         self._replicas: dict[str, Subscription] = {}
 
     def __len__(self) -> int:
-        return len(self._replicas)
+        """Return the number of replicas that count."""
+        return len(self._counted())
+
+    def _counted(self) -> dict[str, Subscription]:
+        return {name: s for name, s in self._replicas.items() if not s.lacks}
+
+    def lacking(self) -> dict[str, Subscription]:
+        """Return the replicas that lack the current weights."""
+        return {name: s for name, s in self._replicas.items() if s.lacks}
+
+    def find(self, replica: str) -> Subscription | None:
+        """Return a replica's subscription."""
+        return self._replicas.get(replica)
 
     def __contains__(self, replica: str) -> bool:
         return replica in self._replicas
@@ -99,24 +122,24 @@ class Quorum:
 
     def caught_up(self) -> int:
         """Return the number of replicas that have caught up."""
-        return sum(subscription.acknowledged >= 0 for subscription in self._replicas.values())
+        return sum(subscription.acknowledged >= 0 for subscription in self._counted().values())
 
     def all_executed(self, number: int) -> bool:
-        return bool(self._replicas) and all(s.has_executed(number) for s in self._replicas.values())
+        return bool(len(self)) and all(s.has_executed(number) for s in self._counted().values())
 
     def all_acknowledged(self, number: int) -> bool:
         """Return True if no response to an order is missing."""
-        return bool(self._replicas) and not self.waiting(number)
+        return bool(len(self)) and not self.waiting(number)
 
     def waiting(self, number: int) -> list[str]:
         """Return the replicas that have neither executed nor failed an order."""
-        return sorted(name for name, s in self._replicas.items() if s.acknowledged < number)
+        return sorted(name for name, s in self._counted().items() if s.acknowledged < number)
 
     def failed(self, number: int) -> list[str]:
-        return sorted(name for name, s in self._replicas.items() if s.failed == number)
+        return sorted(name for name, s in self._counted().items() if s.failed == number)
 
     def executed(self, number: int) -> list[str]:
-        return [name for name, s in self._replicas.items() if s.has_executed(number)]
+        return [name for name, s in self._counted().items() if s.has_executed(number)]
 
     # lateness
 
@@ -146,11 +169,19 @@ class Quorum:
 
     def _limits(
         self, subscription: Subscription, order: Order, issued: float
-    ) -> tuple[tuple[float, str], tuple[float, str]]:
+    ) -> tuple[tuple[float, str], ...]:
         began = max(issued, subscription.since)
-        total = LATE_SHARE * order.timeout
-        silence = min(max(SILENCE_SHARE * order.timeout, MIN_SILENCE_S), total)
-        return (
-            (max(began, subscription.heard) + silence, f"it sent nothing for {silence:g} s during {order}"),
-            (began + total, f"it had not executed {order} after {total:g} s"),
+        silence, total = silence_limit(order.timeout), LATE_SHARE * order.timeout
+        silent = (
+            max(began, subscription.heard) + silence,
+            f"it sent nothing for {silence:g} s during {order}",
         )
+        if order.kind == "weights":  # it may wait for the sender, see `transfers`
+            return (silent,)
+        return silent, (began + total, f"it had not executed {order} after {total:g} s")
+
+
+def silence_limit(timeout: float) -> float:
+    """Return the time after which a replica that sends nothing counts as frozen, during an order or a phase
+    with this timeout."""
+    return min(max(SILENCE_SHARE * timeout, MIN_SILENCE_S), LATE_SHARE * timeout)

@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from weight_loading import load_weights
+
 from raylight.quickstart import STARTER_MODEL
 
 PROMPT = [65, 66, 67, 68]
@@ -118,7 +120,7 @@ async def vllm_engine(
         await init_app_state(client, app.state, namespace, tasks)
         return app
 
-    engine = VllmEngine(client, native, "policy", STARTER_MODEL)
+    engine = VllmEngine(client, native, "policy")
 
     def bare(logprobs: int | None) -> Callable[[int], Awaitable[Any]]:
         async def generate(tokens: int) -> None:
@@ -191,7 +193,7 @@ async def measure(kind: str, concurrent: int, tokens: int, rounds: int) -> None:
             times = []
             for version in range(1, 21):
                 start = time.perf_counter()
-                await engine.load_weights(version, weights)
+                await load_weights(engine, version, weights)
                 times.append(1e3 * (time.perf_counter() - start))
             print(f"weight sync            {statistics.median(times):8.1f} ms, longest {max(times):.1f}")
 

@@ -181,4 +181,4 @@ def vllm_engine(path: str) -> Engine:
         await init_app_state(client, app.state, args, tasks)
         return app
 
-    return VllmEngine(client, native_app, MODEL, path)
+    return VllmEngine(client, native_app, MODEL)

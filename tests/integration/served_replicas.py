@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +14,11 @@ from typing import Any
 import openai
 import ray
 from ray.util.state import list_actors
+from weight_loading import DictSource
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.config import EngineConfig, StoreConfig
+from raylight.errors import TransferBrokenError
 from raylight.quickstart import STARTER_MODEL
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
@@ -21,6 +26,9 @@ from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.types import EnqueueRolloutRequest, Rollout
 from raylight.weight_sync.actor import RunningCoordinator
+from raylight.weight_sync.sender_client import PublicationSettings, SenderClient
+from raylight.weight_transfer.gloo import GlooSender
+from raylight.weight_transfer.protocol import SenderSettings
 
 SECRET = "the run's secret"
 NAME = "replicas-test"
@@ -71,6 +79,45 @@ async def served(folder: Path, kind: str = "transformers", **config: Any) -> Asy
             await deployment.stop()
     await actor.close.remote()
     ray.kill(actor)
+
+
+async def publish_weights(
+    model: Served, version: int, weights: Mapping[str, Any], timeout_s: float = 60.0
+) -> int:
+    """Publish weights, which this process sends; return the number of replicas that have them."""
+    token = uuid.uuid4().hex
+    publishing = asyncio.create_task(model.coordinator.client.publish(version, None, timeout_s, token=token))
+    sending = asyncio.create_task(asyncio.to_thread(_send, model, version, token, weights, timeout_s))
+    try:
+        return await publishing
+    finally:
+        await sending
+
+
+async def serve_joined(model: Served, version: int, weights: Mapping[str, Any], replicas: int) -> None:
+    """Wait until a number of replicas have caught up, and send the current weights to those that join."""
+    keeper = model.coordinator.keeper
+    waiting = asyncio.ensure_future(model.coordinator.handle.wait_for_subscribers.remote(replicas))
+    waiting.add_done_callback(lambda _: keeper.changed.notify_all())
+    while not waiting.done():
+        await keeper.changed.wait_for(lambda: waiting.done() or bool(keeper.lacking))
+        if keeper.lacking:
+            await asyncio.to_thread(_send, model, version, "", weights, 60.0)
+
+
+def _send(model: Served, version: int, token: str, weights: Mapping[str, Any], timeout_s: float) -> None:
+    """Send weights to the replicas that lack them, as learners do."""
+    client = SenderClient(
+        PublicationSettings("gloo", "float32", "module", timeout_s, 60.0, model.coordinator.handle)
+    )
+    while members := client.begin(version, token):
+        workers = tuple(member.workers for member in members)
+        with contextlib.suppress(TransferBrokenError, ConnectionError):
+            sender = GlooSender(
+                SenderSettings(0, "127.0.0.1", workers, timeout_s), client, DictSource(weights)
+            )
+            sender.send_weights()
+            sender.shutdown()
 
 
 def replica_pid(replica: str) -> int:

@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.util.state import list_actors
 from ray_cluster import Cluster
-from served_replicas import NAME, Served, replica_pid, served
+from served_replicas import NAME, Served, publish_weights, replica_pid, serve_joined, served
 
 from raylight.quickstart import STARTER_MODEL
 from raylight.weight_sync.actor import COORDINATOR_NAME
@@ -42,13 +42,16 @@ class Model:
         self._model = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
         self.version = 0
 
-    def change(self) -> list[Any]:
-        """Change the weights; return a reference to a copy of them."""
+    def change(self) -> dict[str, Any]:
+        """Change the weights; return a copy of them."""
         self.version += 1
         with self._torch.no_grad():
             for parameter in self._model.parameters():
                 parameter.mul_(1.02)
-        return [ray.put({name: t.clone() for name, t in self._model.state_dict().items()})]
+        return self.weights()
+
+    def weights(self) -> dict[str, Any]:
+        return {name: t.clone() for name, t in self._model.state_dict().items()}
 
     def logprobs(self) -> list[float]:
         torch = self._torch
@@ -70,7 +73,7 @@ async def assert_parity(model: Served, reference: Model, replicas: int) -> set[s
 async def publish(model: Served, reference: Model, timeout: float = 60.0) -> int:
     """Publish new weights; return the number of replicas that have them."""
     began = time.monotonic()
-    count = await model.coordinator.client.publish(reference.version + 1, reference.change(), timeout)
+    count = await publish_weights(model, reference.version + 1, reference.change(), timeout)
     print(f"version {reference.version} published to {count} in {time.monotonic() - began:.1f} s")
     return count
 
@@ -92,10 +95,6 @@ def frozen(pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-
-
-async def wait_for_replicas(model: Served, count: int) -> None:
-    await model.coordinator.handle.wait_for_subscribers.remote(count)
 
 
 @pytest.mark.usefixtures("connected")
@@ -126,14 +125,14 @@ async def test_frozen_replicas_are_replaced_within_an_order(tmp_path: Path) -> N
         first, second = sorted(await assert_parity(model, reference, 2))
         os.kill(replica_pid(first), signal.SIGSTOP)  # one of two: the order completes without it
         assert await publish(model, reference, timeout=40) == 1
-        await wait_for_replicas(model, 2)
+        await serve_joined(model, reference.version, reference.weights(), 2)
         replicas = await assert_parity(model, reference, 2)
         assert (first in replicas, second in replicas) == (False, True)
 
         for replica in replicas:  # all: the order waits for the replacements
             os.kill(replica_pid(replica), signal.SIGSTOP)
         assert await publish(model, reference, timeout=40) >= 1
-        await wait_for_replicas(model, 2)
+        await serve_joined(model, reference.version, reference.weights(), 2)
         assert not replicas & await assert_parity(model, reference, 2)
         assert model.coordinator.keeper.evictions == 3
         assert model.coordinator.keeper.restarts == 0

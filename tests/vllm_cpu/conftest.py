@@ -17,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from weight_loading import load_weights
 
 from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureContext, new_keys
 
@@ -171,7 +172,7 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
         await init_app_state(client, app.state, args, tasks)
         return app
 
-    engine = VllmEngine(client, native_app, MODEL, model_path)
+    engine = VllmEngine(client, native_app, MODEL)
     bench = Bench(engine, await engine.app(), model_path)
     yield bench
     await bench.http.aclose()
@@ -182,4 +183,4 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
 async def learner(bench: Bench) -> AsyncIterator[Any]:
     """Reference model, which a test may change and publish. The engine's initial weights are restored."""
     yield bench.reference()
-    await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())
+    await load_weights(bench.engine, next(bench.versions), bench.reference().state_dict())

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from vllm_helpers import HI, TOLERANCE, ask, difference, expected_logprobs, in_flight, until, within
+from weight_loading import load_weights
 
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
@@ -133,7 +134,7 @@ async def test_an_update_can_wait_for_requests_in_flight_or_abort_them(bench: An
 async def test_an_adapter_outlives_new_weights_of_the_model(bench: Any, learner: Any, tmp_path: Path) -> None:
     adapter, model = make_adapter(bench, tmp_path, 4)
     await bench.engine.load_adapter("learner", 20, adapter)
-    await bench.engine.load_weights(next(bench.versions), learner.state_dict())
+    await load_weights(bench.engine, next(bench.versions), learner.state_dict())
     await ask(bench, 16, "learner")
     assert difference(model, bench.sample).max() < TOLERANCE
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai import APIStatusError
 from vllm_helpers import DEADLINE_S, ask, in_flight, within
+from weight_loading import load_weights
 
 from raylight.errors import WeightSyncError
 
@@ -25,12 +26,12 @@ async def test_a_possibly_half_loaded_engine_stops_sampling(
     monkeypatch.setattr(bench.engine._client, "collective_rpc", fail)
     async with within():
         with pytest.raises(WeightSyncError, match="must be restarted: out of memory"):
-            await bench.engine.load_weights(next(bench.versions), bench.reference().state_dict())
+            await load_weights(bench.engine, next(bench.versions), bench.reference().state_dict())
         answers = await asyncio.gather(*tasks, ask(bench, 4), return_exceptions=True)
     assert [answer.status_code for answer in answers if isinstance(answer, APIStatusError)] == [503] * 3
     assert {context.samples[0].finish_reason for context in contexts} == {"aborted"}
     with pytest.raises(WeightSyncError, match="must be restarted"):
         await bench.engine.check_health()
     with pytest.raises(WeightSyncError, match="must be restarted"):
-        await bench.engine.load_weights(next(bench.versions), {})
+        await load_weights(bench.engine, next(bench.versions), {})
     bench.engine.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 from vllm_helpers import HI, TOLERANCE, change, difference, expected_logprobs, until
+from weight_loading import load_weights
 
 from raylight.engines.white_space import MAX_WHITE_SPACE
 
@@ -147,7 +148,7 @@ async def test_the_policys_logprobs_follow_weights_that_change_in_flight(bench: 
     count = len(bench.contexts)
     await until(lambda: len(bench.contexts) > count and bench.contexts[-1].samples)
     await until(lambda: len(bench.sample.output_ids) > 5)
-    await bench.engine.load_weights(next(bench.versions), change(learner, 3))
+    await load_weights(bench.engine, next(bench.versions), change(learner, 3))
     await task
     sample = bench.sample
     versions = torch.tensor(sample.weight_versions)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm_helpers import TOLERANCE, ask, change, difference, in_flight, until, within
+from weight_loading import DictSource, load_weights
 
 from raylight.errors import WeightSyncError
 
@@ -16,41 +17,31 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180
 
 async def test_only_the_new_weights_sample(bench: Any, learner: Any) -> None:
     version = next(bench.versions)
-    await bench.engine.load_weights(version, change(learner, 1))
+    await load_weights(bench.engine, version, change(learner, 1))
     await ask(bench, 24)
     assert set(bench.sample.weight_versions) == {version}
     assert difference(learner, bench.sample).max() < TOLERANCE
     assert difference(bench.reference(), bench.sample).max() > 0.1, "old and new weights are distinguishable"
 
 
-async def test_the_tied_output_layer_is_sent(
-    bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_tied_output_layer_must_be_sent(bench: Any, learner: Any) -> None:
     """Without `lm_head.weight`, vLLM on a CPU silently keeps the old output layer."""
-    from raylight.engines.vllm import engine as module
-
     state = change(learner, 2)
-    assert "lm_head.weight" not in state
-    real = module.shared_file
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            module,
-            "shared_file",
-            lambda tensors: real({k: v for k, v in tensors.items() if k != "lm_head.weight"}),
-        )
-        await bench.engine.load_weights(next(bench.versions), state)
+    assert "lm_head.weight" in state
+    part = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+    await load_weights(bench.engine, next(bench.versions), part)
     await ask(bench, 24)
     assert difference(learner, bench.sample).max() > 0.1, (
         "the trap is no more: vLLM no longer needs lm_head.weight"
     )
-    await bench.engine.load_weights(next(bench.versions), state)
+    await load_weights(bench.engine, next(bench.versions), state)
     await ask(bench, 24)
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
 async def test_weights_can_be_numpy_arrays(bench: Any, learner: Any) -> None:
-    await bench.engine.load_weights(
-        next(bench.versions), {name: t.numpy() for name, t in change(learner, 3).items()}
+    await load_weights(
+        bench.engine, next(bench.versions), {name: t.numpy() for name, t in change(learner, 3).items()}
     )
     await ask(bench, 8)
     assert difference(learner, bench.sample).max() < TOLERANCE
@@ -62,7 +53,7 @@ async def test_keep_lets_requests_in_flight_continue_with_the_new_weights(
 ) -> None:
     old, new = bench.engine.version, next(bench.versions)
     tasks, contexts = await in_flight(bench, 8, 300, stream=stream)
-    await bench.engine.load_weights(new, change(learner, 4))
+    await load_weights(bench.engine, new, change(learner, 4))
     async with within():
         for answer in await asyncio.gather(*tasks):
             if stream:
@@ -86,7 +77,7 @@ async def test_keep_lets_requests_in_flight_continue_with_the_new_weights(
 async def test_the_weights_wait_for_requests_in_flight(bench: Any, learner: Any) -> None:
     old, new = bench.engine.version, next(bench.versions)
     tasks, contexts = await in_flight(bench, 4, 200)
-    await bench.engine.load_weights(new, change(learner, 5), "wait")
+    await load_weights(bench.engine, new, change(learner, 5), "wait")
     await asyncio.gather(*tasks)
     assert [set(e.samples[0].weight_versions) for e in contexts] == [{old}] * 4
     assert {len(e.samples[0].output_ids) for e in contexts} == {200}
@@ -97,7 +88,7 @@ async def test_the_weights_wait_for_requests_in_flight(bench: Any, learner: Any)
 async def test_requests_in_flight_are_aborted(bench: Any, learner: Any) -> None:
     old, new = bench.engine.version, next(bench.versions)
     tasks, contexts = await in_flight(bench, 4, 400)
-    await bench.engine.load_weights(new, change(learner, 6), "abort")
+    await load_weights(bench.engine, new, change(learner, 6), "abort")
     async with within():
         answers = await asyncio.gather(*tasks)
     assert [a.choices[0].finish_reason for a in answers] == ["abort"] * 4
@@ -111,15 +102,15 @@ async def test_a_request_during_an_update_gets_the_new_weights(
     bench: Any, learner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, state = next(bench.versions), change(learner, 7)
-    load, tasks = bench.engine._load, []
+    update, tasks = bench.engine.update_weights, []
 
-    async def load_with_a_request_before(path: str) -> None:
+    async def update_with_a_request_before(info: Any) -> None:
         tasks.append(ask(bench, 8))
         await until(lambda: len(bench.engine._client.output_processor.request_states) == 1)
-        await load(path)
+        await update(info)
 
-    monkeypatch.setattr(bench.engine, "_load", load_with_a_request_before)
-    await bench.engine.load_weights(new, state)
+    monkeypatch.setattr(bench.engine, "update_weights", update_with_a_request_before)
+    await load_weights(bench.engine, new, state)
     await asyncio.gather(*tasks)
     assert bench.sample.weight_versions == [new] * 8
     assert difference(learner, bench.sample).max() < TOLERANCE
@@ -128,36 +119,46 @@ async def test_a_request_during_an_update_gets_the_new_weights(
 async def test_the_prefix_cache_is_recomputed(bench: Any, learner: Any) -> None:
     prompt = [{"role": "user", "content": "the same long prompt " * 10}]
     await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
-    await bench.engine.load_weights(next(bench.versions), change(learner, 8))
+    await load_weights(bench.engine, next(bench.versions), change(learner, 8))
     await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
-async def test_weights_that_do_not_fit_change_nothing(bench: Any, learner: Any) -> None:
-    version, state = bench.engine.version, change(learner, 9)
-    name = "model.norm.weight"
-    wrong = {
-        "missing.*norm": {k: v for k, v in state.items() if k != name},
-        "unknown.*other": state | {"other": torch.zeros(2)},
-        r"has shape \(3,\)": state | {name: torch.zeros(3)},
-        "missing.*embed": {},
-    }
-    for message, weights in wrong.items():
-        with pytest.raises(WeightSyncError, match=message):
-            await bench.engine.load_weights(version + 100, weights)
-    await ask(bench, 8)
-    assert set(bench.sample.weight_versions) == {version}
-    assert difference(bench.reference(), bench.sample).max() < TOLERANCE
+@pytest.mark.parametrize("lost_after", [0, 2])
+async def test_an_update_that_was_broken_off_is_repaired_by_the_next_one(
+    bench: Any, learner: Any, lost_after: int
+) -> None:
+    old, state = bench.engine.version, change(learner, 9)
+    with pytest.raises(ConnectionError, match="connection to the other processes"):
+        await load_weights(bench.engine, old + 100, DictSource(state, lost_after=lost_after))
+    waiting = asyncio.create_task(ask(bench, 8))
+    with pytest.raises(WeightSyncError, match="broken off; publish a new version"):
+        await bench.engine.logprobs([1, 2, 3])
+    new = next(bench.versions)
+    await load_weights(bench.engine, new, state)
+    await waiting
+    assert set(bench.sample.weight_versions) == {new}
+    assert difference(learner, bench.sample).max() < TOLERANCE
     await bench.engine.check_health()
+
+
+async def test_a_tensor_of_another_shape_is_an_error(bench: Any, learner: Any) -> None:
+    state = change(learner, 11)
+    with pytest.raises(WeightSyncError):
+        await load_weights(
+            bench.engine, bench.engine.version + 100, state | {"model.norm.weight": torch.zeros(3)}
+        )
+    await load_weights(bench.engine, next(bench.versions), state)
+    await ask(bench, 8)
+    assert difference(learner, bench.sample).max() < TOLERANCE
 
 
 async def test_a_cancelled_wait_resumes_the_engine(bench: Any, learner: Any) -> None:
     version = bench.engine.version
     tasks, contexts = await in_flight(bench, 2, 400)
-    waiting = asyncio.create_task(
-        bench.engine.load_weights(next(bench.versions), change(learner, 10), "wait")
-    )
-    await until(lambda: bench.engine._update_lock.locked())
+    waiting = asyncio.create_task(bench.engine.start_weight_update("wait"))
+    await asyncio.sleep(0)
+    await until(lambda: bench.engine._paused)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

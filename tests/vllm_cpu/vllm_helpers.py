@@ -35,14 +35,12 @@ def difference(model: Any, sample: Any, temperature: float = 1.0) -> torch.Tenso
 
 
 def change(model: Any, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """Return other weights of the same model, as a learner exports them: only the first of tied layers."""
+    """Return other weights of the same model, as a learner sends them."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * scale)
-    state = dict(model.state_dict())
-    state.pop("lm_head.weight", None)
-    return state
+    return dict(model.state_dict())
 
 
 async def until(holds: Any) -> None:

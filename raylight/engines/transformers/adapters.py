@@ -161,8 +161,8 @@ class PeftAdapters:
             self._peft = None
 
 
-def load_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], weights: Mapping[str, Any]) -> None:
-    """Copy named arrays into a model's parameters, in its own dtype and on its own device.
+def check_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], shapes: Mapping[str, Any]) -> None:
+    """Compare the shapes of a complete set of weights with those of a model's parameters.
 
     Args:
         own: the model's parameters by name.
@@ -171,17 +171,13 @@ def load_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], weights: Ma
     Raises:
         WeightSyncError: a parameter is missing, unknown, or of another shape.
     """
-    missing, unknown = own.keys() - weights.keys() - set(tied), weights.keys() - own.keys()
+    missing, unknown = own.keys() - shapes.keys() - set(tied), shapes.keys() - own.keys()
     if missing or unknown:
         raise WeightSyncError(
             f"weights do not fit the model: missing {sorted(missing)[:3]}, unknown {sorted(unknown)[:3]}"
         )
-    tensors = {name: torch.as_tensor(array) for name, array in weights.items()}
-    # check all shapes before copying, so that an error leaves the model unchanged
-    for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
+    for name, shape in shapes.items():
+        if tuple(own[name].shape) != tuple(shape):
             raise WeightSyncError(
-                f"{name} has shape {tuple(tensor.shape)}; the engine's has {tuple(own[name].shape)}"
+                f"{name} has shape {tuple(shape)}; the engine's has {tuple(own[name].shape)}"
             )
-    for name, tensor in tensors.items():
-        own[name].copy_(tensor)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, load_state
+from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, check_state
 from raylight.engines.transformers.attention import AttentionMasks, Masks
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
@@ -141,14 +141,20 @@ class Decoder:
         removed, self.active = self.active, []
         return removed
 
-    def load(self, weights: Mapping[str, Any]) -> None:
-        """Load new parameters.
+    def check_weights(self, shapes: Mapping[str, Any]) -> None:
+        """Check the names and shapes of all weights before they are loaded.
 
         Raises:
-            WeightSyncError: they do not fit the model; the old ones are unchanged.
+            WeightSyncError: they do not fit the model.
         """
         tied = getattr(self.module, "all_tied_weights_keys", None) or ()
-        load_state(self.adapters.own_state(), tied, weights)
+        check_state(self.adapters.own_state(), tied, shapes)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load some of the weights, by the names of the model's module."""
+        own = self.adapters.own_state()
+        for name, tensor in weights:
+            own[name].copy_(tensor)
 
     def offload(self) -> None:
         """Free the device: move the parameters to main memory and drop the cache."""

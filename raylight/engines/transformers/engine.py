@@ -6,6 +6,7 @@ request, and it shares cached prefixes across weight updates.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.worker import CLOSED
 from raylight.errors import WeightSyncError
 from raylight.http.errors import RequestError
+from raylight.weight_transfer.transports import make_receiver
 
 T = TypeVar("T")
 NO_SLEEP = "sleep frees memory only on a GPU; nothing was done"
@@ -41,6 +43,7 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
         max_model_len=config.max_model_len,
         seed=settings.seed,
         device=settings.device,
+        transport=config.weight_transfer,
         **args,
     )
 
@@ -49,7 +52,18 @@ class TransformersEngine(Sampler):
     """`Engine` on `AutoModelForCausalLM`.
 
     Weights, adapters and sleep change between two decoding steps, on the engine's thread.
+
+    Args:
+        transport: name of the transport of weights.
     """
+
+    workers = 1
+
+    def __init__(self, path: str, model: str, *, transport: str = "auto", **settings: Any) -> None:
+        super().__init__(path, model, **settings)
+        self._receiver = make_receiver(transport)
+        self._incomplete = False
+        """True once an update has loaded weights, until it is complete."""
 
     async def app(self) -> ASGIApp:
         return build_app(self)
@@ -61,25 +75,50 @@ class TransformersEngine(Sampler):
 
     # weights and adapters
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        """Load new weights.
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        await asyncio.to_thread(self._receiver.init, info)
+
+    async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
+        def start() -> None:
+            self._worker.updating = True
+            if mode == "abort":
+                self._worker.abort(None)
+
+        await self._run(start, mode)
+
+    async def update_weights(self, info: Any) -> None:
+        def receive() -> None:
+            try:
+                self._decoder.check_weights(dict(zip(info["names"], info["shapes"], strict=True)))
+                for group in self._receiver.receive(info):
+                    self._incomplete = True
+                    self._decoder.load(group)
+            except BaseException:
+                self._receiver.close()  # so that the sender does not wait for this engine
+                raise
+
+        await self._run(receive)
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Sample with the new weights.
 
         Under "keep" the cache of the sequences in flight is recomputed, so that each later token is sampled
         from exactly the new weights.
         """
-        if version <= self.version:
-            raise WeightSyncError(
-                f"version {version} is not newer than {self.version}; versions are never reused"
-            )
 
-        def load() -> None:
-            self._decoder.load(weights)
+        def finish() -> None:
             self._worker.version = version
-            if mode == "abort":
-                self._worker.abort(None)
             self._worker.recompute()
+            self._worker.updating = self._incomplete = False
 
-        await self._run(load, mode)
+        await self._run(finish)
+
+    async def abort_weight_update(self) -> None:
+        def abort() -> None:
+            self._receiver.close()
+            self._worker.updating = self._incomplete
+
+        await self._run(abort)
 
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
@@ -111,6 +150,8 @@ class TransformersEngine(Sampler):
                 raise WeightSyncError(f"there is no adapter {adapter!r}")
             if self._worker.asleep:
                 raise WeightSyncError("the engine is asleep; wake it first")
+            if self._incomplete:
+                raise WeightSyncError("an update of the weights was broken off; publish a new version")
             return self._decoder.logprobs(ids, loaded)
 
         return await self._run(compute)
@@ -150,3 +191,4 @@ class TransformersEngine(Sampler):
 
     def close(self) -> None:
         self._worker.close()
+        self._receiver.close()

@@ -55,6 +55,8 @@ class EngineWorker:
         self.decoder = decoder
         self.version = 0
         self.asleep = False
+        self.updating = False
+        """True while the weights are incomplete."""
         self.closed = False
         self._stop_ids = stop_ids
         self._generator = torch.Generator(decoder.device).manual_seed(seed)
@@ -117,7 +119,7 @@ class EngineWorker:
             while self._read_inbox():
                 try:
                     self._drop_cancelled()
-                    if not self.asleep:
+                    if not (self.asleep or self.updating):
                         self._prefill()
                         self._decode()
                 except BaseException as error:  # of any kind, a panic of the tokenizer too: every caller that
@@ -139,7 +141,7 @@ class EngineWorker:
 
         Returns False once the engine closes.
         """
-        block = self.asleep or not self._busy
+        block = self.asleep or self.updating or not self._busy
         while True:
             try:
                 message = self._inbox.get(block=block)

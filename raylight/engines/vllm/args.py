@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from raylight.engines.vllm.worker import WORKER_EXTENSION
 from raylight.errors import ConfigError
 
+WORKER_EXTENSION = "raylight.engines.vllm.transfer_worker.TransferWorkerExtension"
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution really sampled from; others cannot be trained on."""
 FIXED: dict[str, Any] = {
@@ -27,6 +27,7 @@ RAYLIGHT_SETTINGS = {
     "max_num_seqs": "EngineConfig.max_concurrent",
     "port": "EngineConfig.port",
     "seed": "the run's seed",
+    "weight_transfer_config": "EngineConfig.weight_transfer",
 }
 """Arguments of vLLM that are settings of raylight -> the setting."""
 HTTP_SERVER_ARGS = {
@@ -103,12 +104,14 @@ def vllm_args(
     seed: int,
     gpus: float,
     max_adapters: int,
+    backend: str = "gloo",
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's engine and frontend, without the model and its name.
 
     Args:
         path: the model's folder; its configuration and chat template are read.
         args: the user's arguments.
+        backend: backend of weight transfers.
 
     Raises:
         ConfigError: see `check_args`.
@@ -124,6 +127,7 @@ def vllm_args(
         # neutral sampling defaults; the model's end-of-text tokens still apply
         "generation_config": "vllm",
         "enable_log_requests": False,
+        "weight_transfer_config": {"backend": backend},
     }
     if gpus == 0:
         defaults["enforce_eager"] = True  # compilation takes minutes on a CPU

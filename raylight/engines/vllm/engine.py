@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -24,9 +23,10 @@ from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
 from raylight.engines.vllm.fields import RejectUnknownFields
 from raylight.engines.vllm.schemas import SchemaCheck
-from raylight.engines.vllm.weights import ExpectedWeights, shared_file
+from raylight.engines.vllm.transfer_worker import LOST
 from raylight.errors import WeightSyncError
 
+INCOMPLETE = "an update of the engine's weights was broken off; publish a new version"
 CLOSED = "the engine is shutting down"
 REPLACED_MIDDLEWARE = ("CORSMiddleware", "PrometheusInstrumentatorMiddleware")
 """Middleware of vLLM's application that raylight's gateway replaces. The second one searches all routes for
@@ -39,29 +39,29 @@ SHUTDOWN_TIMEOUT_S = 1.0
 class VllmEngine:
     """`Engine` around an `AsyncLLM`.
 
-    New weights are written to an in-memory file that each worker loads, on CPUs and GPUs (a GPU worker copies
-    the tensors to its device; not yet run on a GPU). The workers must therefore be on this machine.
+    Its workers receive new weights by vLLM's weight transfer, while nothing is scheduled. An update that was
+    broken off leaves a mixture of weights: requests then wait for the next complete update.
 
     Args:
         client: an `AsyncLLM` whose event loop has not run since it was made.
         build_app: builds vLLM's native application around the client.
         model: name under which the model is served.
-        path: the model's folder, for the names and shapes of its tensors.
     """
 
-    def __init__(
-        self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str, path: str
-    ) -> None:
+    def __init__(self, client: Any, build_app: Callable[[], Awaitable[FastAPI]], model: str) -> None:
         self.model = model
         self.tokenizer = client.get_tokenizer()
         self.max_model_len: int | None = client.model_config.max_model_len
-        self._client, self._build_app, self._path = client, build_app, path
+        self._client, self._build_app = client, build_app
+        parallel = client.vllm_config.parallel_config
+        self.workers: int = parallel.world_size * parallel.data_parallel_size
         self._capture = Capture(client)
         self._adapters = VllmAdapters(client, self._capture)
-        self._expected: ExpectedWeights | None = None
         self._update_lock = asyncio.Lock()
         self._core_watch = CoreWatch(client.engine_core.is_sleeping_async)
         self._asleep = self._closed = False
+        self._paused = self._started = self._incomplete = False
+        """The state of a weight update: scheduling is paused, layers are being loaded, and some have been."""
         self._failure: str | None = None
 
     @property
@@ -133,18 +133,44 @@ class VllmEngine:
             Grammars(self.tokenizer, config.model_config.get_vocab_size(), [] if eos is None else [eos])
         )
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: UpdateMode = "keep") -> None:
-        async with self._update_lock:
-            self._check_awake()
-            if self._expected is None:
-                trust = bool(self._client.model_config.trust_remote_code)
-                self._expected = await asyncio.to_thread(ExpectedWeights, self._path, trust)
-            tensors = self._expected.complete(weights)
-            with contextlib.ExitStack() as files:
-                path = await asyncio.to_thread(files.enter_context, shared_file(tensors))
-                async with self._paused(mode):
-                    await self._load(path)
-                    self._capture.version = version
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        self._check_awake()
+        await self._transfer("init_weight_transfer_engine", dict(info))
+
+    async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
+        self._check_awake()
+        self._paused = True
+        try:
+            # the client's own method adds a pause of 20 ms; cached keys and values are recomputed afterwards
+            await self._client.engine_core.pause_scheduler_async(mode, True)
+            await self._capture.wait_until_recorded()
+            await self._transfer("start_weight_update")
+        except BaseException:  # also when the caller gives up
+            await self._resume()
+            raise
+        self._started = True
+
+    async def update_weights(self, info: Any) -> None:
+        self._incomplete = True
+        await self._transfer("update_weights", info)
+
+    async def finish_weight_update(self, version: int) -> None:
+        await self._transfer("finish_weight_update")
+        self._capture.version = version
+        self._started = self._incomplete = False
+        await self._resume()
+
+    async def abort_weight_update(self) -> None:
+        if self._closed:
+            return
+        started, self._started = self._started, False
+        try:
+            await self._transfer("raylight_abort_update", started)
+        except Exception as error:  # of any kind: the state of the workers is not known
+            self._failure = f"vLLM failed to load new weights and must be restarted: {error}"
+            self.close()
+            raise WeightSyncError(self._failure) from error
+        await self._resume()
 
     async def load_adapter(
         self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
@@ -162,6 +188,8 @@ class VllmEngine:
             raise WeightSyncError(
                 f"log-probs need 2 to {(self.max_model_len or 0) - 1} token ids, not {len(ids)}"
             )
+        if self._incomplete:
+            raise WeightSyncError(INCOMPLETE)
         params = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -191,7 +219,7 @@ class VllmEngine:
         if self._failure:
             raise WeightSyncError(self._failure)
         await self._client.check_health()
-        if self._update_lock.locked():  # loading may take long, and has a deadline of its own
+        if self._paused or self._update_lock.locked():  # loading may take long, and has its own deadline
             self._core_watch.reset()
         else:
             self._core_watch.check()
@@ -211,35 +239,20 @@ class VllmEngine:
                 self._failure or (CLOSED if self._closed else "the engine is asleep; wake it first")
             )
 
-    @contextlib.asynccontextmanager
-    async def _paused(self, mode: UpdateMode) -> AsyncIterator[None]:
-        """Pause scheduling; `mode` decides what happens to requests in flight.
+    async def _resume(self) -> None:
+        """Continue scheduling after an update, unless the weights are a mixture of versions."""
+        if self._paused and not self._incomplete and not self._closed:
+            self._paused = False
+            await self._client.engine_core.resume_scheduler_async()
 
-        Cached keys and values are recomputed afterwards.
+    async def _transfer(self, phase: str, *args: Any) -> None:
+        """Have every worker execute a phase of a weight transfer.
+
+        Raises:
+            ConnectionError: a process that takes part in the transfer was lost.
+            WeightSyncError: a worker failed.
         """
-        core = self._client.engine_core  # the client's own method adds a pause of 20 ms
-        try:
-            await core.pause_scheduler_async(mode, True)
-            await self._capture.wait_until_recorded()
-            yield
-        finally:
-            if not self._closed:
-                await core.resume_scheduler_async()
-
-    async def _load(self, path: str) -> None:
-        """Have every worker load a file.
-
-        On failure the workers' weights are undefined, so the engine closes.
-        """
-        try:
-            await self._client.collective_rpc("raylight_load_weights", args=(path,))
-        except (
-            BaseException
-        ) as error:  # a worker's failure is a plain Exception; the caller may also be cancelled
-            self._failure = (
-                f"vLLM failed to load new weights and must be restarted: {error or type(error).__name__}"
-            )
-            self.close()
-            if isinstance(error, Exception):
-                raise WeightSyncError(self._failure) from error
-            raise
+        failures = await self._client.collective_rpc("raylight_transfer", args=(phase, *args))
+        failed = [failure for failure in failures if failure is not None]
+        for kind, reason in sorted(failed):  # FAILED before LOST: a failure is the cause of the loss
+            raise ConnectionError(reason) if kind == LOST else WeightSyncError(reason)

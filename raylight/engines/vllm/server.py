@@ -21,9 +21,7 @@ class CapturingVLLMEngine(VLLMEngine):
 
     def _start_async_llm_engine(self, *args: Any, **kwargs: Any) -> Any:
         client = super()._start_async_llm_engine(*args, **kwargs)
-        self.captured = VllmEngine(
-            client, self.build_asgi_app, self.llm_config.model_id, client.model_config.model
-        )
+        self.captured = VllmEngine(client, self.build_asgi_app, self.llm_config.model_id)
         return client
 
 

@@ -1,6 +1,6 @@
-"""Extension of vLLM's worker processes, which loads weights from a file and records constraints.
+"""Extension of vLLM's worker processes, which ends them with the replica and records constraints.
 
-The module is imported by its dotted name in each worker, and so imports neither torch nor vllm itself.
+The module imports neither torch nor vllm itself.
 """
 
 from __future__ import annotations
@@ -13,24 +13,11 @@ import signal
 import threading
 from typing import Any
 
-WORKER_EXTENSION = "raylight.engines.vllm.worker.WorkerExtension"
-
 
 class WorkerExtension:
     """Mixin of vLLM's worker class. Its methods are called through `collective_rpc`."""
 
     model_runner: Any
-
-    def raylight_load_weights(self, path: str) -> int:
-        """Load tensors by their Hugging Face names, while nothing is scheduled; returns their number.
-
-        vLLM shards and repacks them for its kernels, and copies them to the worker's own device.
-        """
-        import torch
-
-        weights = torch.load(path, mmap=True, weights_only=True)
-        self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
-        return len(weights)
 
     def raylight_end_with(self, pid: int) -> None:
         """End this worker and its engine core with the replica's process, also if that is killed.

@@ -10,6 +10,7 @@ from raylight.config import EngineConfig, cpu_threads
 from raylight.errors import EngineStartError
 from raylight.serving.deploy.ingress import SERVE_FLAGS, alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
+from raylight.weight_transfer.transports import vllm_backend
 
 HEALTH_CHECK_PERIOD_S = 5.0
 HEALTH_CHECK_TIMEOUT_S = 15.0
@@ -67,6 +68,7 @@ def _vllm_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
         seed=settings.seed,
         gpus=config.num_gpus,
         max_adapters=config.max_adapters,
+        backend=vllm_backend(config.weight_transfer),
     )
     llm = llm_config(
         settings.model_path,

@@ -126,6 +126,7 @@ class ReplicaRuntime:
             self._delete_application,
             call_forever=lambda: [settings.coordinator.wait_forever.remote()],
             handle=ray.get_runtime_context().current_actor,
+            node=ray.util.get_node_ip_address(),
         )
         await self._executor.catch_up()
         self._executing = asyncio.create_task(self._executor.run())

@@ -76,7 +76,7 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
         ({"kind": "echo_engine:EchoEngin"}, "has no 'EchoEngin'; it has: EchoEngine"),
         (
             {"kind": f"{__name__}:Incomplete"},
-            "Incomplete lacks check_health, close, .*load_weights.*protocol",
+            "Incomplete lacks abort_weight_update, check_health, close, .*update_weights.*protocol",
         ),
         ({"kind": f"{__name__}:ECHO"}, "ECHO is not callable"),
         ({"kind": f"{__name__}:factory_without_parameters"}, "takes no arguments; its first one must be"),
@@ -96,9 +96,10 @@ def test_settings_that_name_no_engine_or_do_not_fit_it(settings: dict[str, Any],
 def test_a_factory_that_returns_no_engine_is_an_error() -> None:
     config = EngineConfig(kind=f"{__name__}:factory_of_something_else")
     assert choose_engine(config) == config.kind
-    with pytest.raises(ConfigError, match=r"factory_of_something_else lacks app, .*load_weights"):
+    lacking = r"factory_of_something_else lacks abort_weight_update, app, .*update_weights"
+    with pytest.raises(ConfigError, match=lacking):
         build_engine(EngineSettings("", "policy", config))
 
 
 def test_the_protocol_has_methods_to_check() -> None:
-    assert {"app", "load_weights", "logprobs", "close"} <= set(METHODS)
+    assert {"app", "update_weights", "logprobs", "close"} <= set(METHODS)

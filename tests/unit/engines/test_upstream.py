@@ -357,7 +357,7 @@ async def test_the_model_is_listed_under_its_name_here() -> None:
 async def test_an_upstream_model_has_no_weights() -> None:
     engine = engine_of(answering())
     adapter = LoraAdapter({}, {})
-    for work in (engine.load_weights(1, {}), engine.load_adapter("a", 1, adapter), engine.logprobs([1, 2])):
+    for work in (engine.start_weight_update(), engine.load_adapter("a", 1, adapter), engine.logprobs([1, 2])):
         with pytest.raises(WeightSyncError, match="cannot be trained"):
             await work
     await engine.drop_adapter("a")

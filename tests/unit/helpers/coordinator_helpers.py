@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
 from ray.exceptions import OwnerDiedError
 
-from raylight.engines.protocol import LoraAdapter
+from raylight.aio import cancel_all
+from raylight.engines.protocol import LoraAdapter, UpdateMode
+from raylight.errors import TransferBrokenError
 from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weight_sync.transfers import PhaseKind
 
 PAYLOAD_REF = ["reference"]
 ADAPTER = LoraAdapter({"r": 8}, {})
@@ -20,9 +24,11 @@ class SpyEngine:
 
     kind = "transformers"
     model = "policy"
+    workers = 1
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
+        self.phases: list[str] = []
         self.fails: dict[str, Exception] = {}
         self.gate = asyncio.Event()
         self.gate.set()
@@ -36,9 +42,26 @@ class SpyEngine:
             raise self.fails[what[0]]
         self.told.append(what)
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: str = "keep") -> None:
-        await self._hear("weights", version, weights, mode)
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        self.phases.append("init")
+
+    async def start_weight_update(self, mode: str = "keep") -> None:
+        self.phases.append("start")
+        self._mode = mode
+
+    async def update_weights(self, info: Any) -> None:
+        self.phases.append("update")
+        await self.gate.wait()
+        if "weights" in self.fails:
+            raise self.fails["weights"]
+
+    async def finish_weight_update(self, version: int) -> None:
+        self.phases.append("finish")
+        self.told.append(("weights", version, self._mode))
         self.version = version
+
+    async def abort_weight_update(self) -> None:
+        self.phases.append("abort")
 
     async def load_adapter(self, name: str, version: int, adapter: LoraAdapter, mode: str = "keep") -> None:
         await self._hear("adapter", name, version, adapter, mode)
@@ -98,6 +121,28 @@ async def obey(coordinator: ReplicaCoordinator, name: str, after: int = 0, failu
         await coordinator.acknowledge(name, order.number, failure)
         after = order.number
     return after
+
+
+async def send(coordinator: ReplicaCoordinator, version: int, token: str = "", timeout: float = 60.0) -> None:
+    """Send a version, as learners do: again, if replicas are lost meanwhile."""
+    while members := await coordinator.begin_transfer(version, token):
+        phases: tuple[PhaseKind, ...] = ("init", "start", "update", "finish")
+        with contextlib.suppress(TransferBrokenError):
+            for phase in phases:
+                infos = {member.replica: phase for member in members}
+                await coordinator.run_phase(phase, infos, timeout)
+
+
+async def publish_weights(
+    coordinator: ReplicaCoordinator, version: int, timeout: float = 5.0, mode: UpdateMode = "keep"
+) -> int:
+    """Publish a version, and send it."""
+    token = f"publication of {version}"
+    sending = asyncio.create_task(send(coordinator, version, token, timeout))
+    try:
+        return await coordinator.publish(version, None, timeout, mode, token=token)
+    finally:
+        await cancel_all([sending])
 
 
 async def turns(count: int = 20) -> None:

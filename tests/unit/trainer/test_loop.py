@@ -101,9 +101,6 @@ class Learners:
         self.weights, self.version = mixed(self.weights, sorted(parts)), self.version + 1
         return {"learner/pg_loss": 0.0}
 
-    async def export(self) -> tuple[int, list[Any]]:
-        return self.version, [self.weights]
-
     async def restart(self) -> None:
         self.weights, self.version, self.lost = START, 0, False
 
@@ -132,15 +129,30 @@ class Learners:
 class Engines:
     """The fleet: what agents sample from."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.weights, self.version = world, START, 0
+    def __init__(self) -> None:
+        self.weights, self.version = START, 0
 
-    async def publish(self, version: int, box: list[Any], timeout: float, mode: str, adapter: None) -> None:
-        assert version > self.version
-        assert self.world.published.setdefault(version, box[0]) == box[0], (
+
+class Publications:
+    """Publishes the learners' weights to the engines."""
+
+    def __init__(self, world: World, learners: Learners, engines: Engines) -> None:
+        self.world, self.learners, self.engines = world, learners, engines
+        self.published = 0
+        self.learners_busy = asyncio.Lock()
+
+    async def publish(self, version: int, adapter: None) -> None:
+        assert self.learners_busy.locked()
+        assert version > self.engines.version
+        assert version == self.learners.version
+        weights = self.learners.weights
+        assert self.world.published.setdefault(version, weights) == weights, (
             "a version means the same weights for ever"
         )
-        self.weights, self.version = box[0], version
+        self.engines.weights, self.engines.version = weights, version
+        self.published = version
+
+    def notice_version(self) -> None: ...
 
 
 class Monitor:
@@ -169,7 +181,8 @@ class Session(PolicySession):
         super().__init__(plan, lambda text: None, True, start)
         self.world, self.die_after = world, die_after
         self.learners: Any = Learners(world)
-        self.replicas: Any = Engines(world)
+        self.replicas: Any = Engines()
+        self._publications: Any = Publications(world, self.learners, self.replicas)
         self._monitors: list[Any] = [Monitor(self)]
 
     async def _start(self) -> None:

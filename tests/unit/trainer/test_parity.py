@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from unit_helpers import within
+from weight_loading import load_weights
 
 from raylight.errors import EngineStartError, MismatchError
 from raylight.trainer.parity import PROBE_TOKENS, ParityMonitor, compare, make_probe
@@ -185,7 +186,7 @@ async def test_a_tied_output_layer_is_never_stale(make_engine: Any, tied_model: 
             weights = export(learner)
             if sent == "without it":
                 del weights["lm_head.weight"]
-            await engine.load_weights(version, weights)
+            await load_weights(engine, version, weights)
             parity = watch.check(version, {"a": await engine.logprobs(ids)}, logprobs_of(learner, ids))
             assert parity.max_abs < 1e-4
 
@@ -203,7 +204,7 @@ async def test_a_stale_output_layer_is_found_at_the_first_version(
     async with within(30):
         watch.check(0, {"a": await engine.logprobs(ids)}, logprobs_of(learner, ids))
         step(learner, size)
-        await engine.load_weights(1, export(learner) | {"lm_head.weight": stale})
+        await load_weights(engine, 1, export(learner) | {"lm_head.weight": stale})
         with pytest.raises(MismatchError, match="a lacks some of the weights of version 1"):
             watch.check(1, {"a": await engine.logprobs(ids)}, logprobs_of(learner, ids))
 

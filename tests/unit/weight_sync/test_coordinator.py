@@ -89,11 +89,11 @@ async def test_what_failed_is_given_to_nobody_any_more() -> None:
         assert await coordinator.versions() == Versions(1)
 
 
-async def test_a_version_is_never_used_again_even_after_a_failure() -> None:
+async def test_a_version_of_an_adapter_is_never_used_again_even_after_a_failure() -> None:
     coordinator = await coordinator_with("a")
     async with within():
         with pytest.raises(WeightSyncError, match="did not reach a"):
-            await coordinator.publish(3, PAYLOAD_REF, 0.01)
+            await coordinator.publish(3, PAYLOAD_REF, 0.01, adapter="x")
         for version in (3, 2, 0, -1):
             for adapter in (None, "new"):
                 with pytest.raises(WeightSyncError, match="never reused"):

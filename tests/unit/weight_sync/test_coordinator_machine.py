@@ -149,7 +149,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.say(name, replica, order.number, result=result)
         else:  # it cannot start
             self.say(name, replica, order.number, "it does not fit")
-            if name in self.replicas:  # it may be evicted by its answer
+            if name in self.replicas:  # else evicted
                 self.kill(name)
 
     @precondition(lambda self: self.replicas)

@@ -7,10 +7,12 @@ Every order still ends well, in bounded time, as long as replacements start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import selectors
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from coordinator_helpers import ADAPTER, Life
@@ -19,12 +21,15 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raylight.aio import cancel_all
+from raylight.config import EngineConfig
 from raylight.engines.protocol import LoraAdapter
-from raylight.errors import WeightSyncError
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.errors import CoordinatorUnavailableError, TransferBrokenError, WeightSyncError
+from raylight.trainer.publication import Publications
+from raylight.weight_sync.client import CoordinatorClient, call_coordinator, call_until_answered
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.keeper import CoordinatorKeeper
 from raylight.weight_sync.order_executor import OrderExecutor
+from raylight.weight_sync.sender_client import PublicationSettings
 
 TIMEOUT_S = 120.0
 START_S = 20.0
@@ -33,6 +38,10 @@ RESTART_S = 2.0
 REPLACEMENT_TIMEOUT_S = 180.0
 SERVE_NOTICES_S = 50.0
 """Time after which Serve replaces a frozen replica by itself."""
+
+
+HANGS_S = 1e6
+"""Time above which a call of an engine counts as hanging."""
 
 
 class JumpSelector(selectors.SelectSelector):
@@ -65,10 +74,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class Engine:
     """An engine that rejects what it has already loaded."""
 
+    workers = 1
+
     def __init__(self) -> None:
         self.version = 0
         self.adapters: dict[str, int] = {}
-        self.asleep = False
+        self.asleep = self.updating = False
         self.seconds = 0.01
         self.failures = 0
         """Number of calls that will fail."""
@@ -79,10 +90,29 @@ class Engine:
             self.failures -= 1
             raise RuntimeError("the device is lost")
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any], mode: str = "keep") -> None:
-        assert version > self.version, "loaded twice"
+    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
+        await self._hang()
+
+    async def start_weight_update(self, mode: str = "keep") -> None:
+        await self._hang()
+        assert not self.updating
+        self.updating = True
+
+    async def update_weights(self, info: Any) -> None:
+        assert self.updating
         await self._work()
-        self.version = version
+
+    async def finish_weight_update(self, version: int) -> None:
+        await self._hang()
+        assert version > self.version, "loaded twice"
+        self.version, self.updating = version, False
+
+    async def abort_weight_update(self) -> None:
+        await self._hang()
+        self.updating = False
+
+    async def _hang(self) -> None:
+        await asyncio.sleep(self.seconds if self.seconds > HANGS_S else 0.01)
 
     async def load_adapter(self, name: str, version: int, adapter: LoraAdapter, mode: str = "keep") -> None:
         assert version > self.adapters.get(name, 0), "loaded twice"
@@ -105,6 +135,23 @@ class Engine:
     async def wake(self) -> None:
         await self._work()
         self.asleep = False
+
+
+class Learners:
+    """The sender of weights. A connection to a hanging engine ends after a while."""
+
+    async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
+        coordinator, within = settings.coordinator, settings.limit_s
+        while members := await call_until_answered(
+            coordinator, "begin_transfer", version, token, within=within
+        ):
+            with contextlib.suppress(TransferBrokenError, CoordinatorUnavailableError, TimeoutError):
+                for phase in ("init", "start", "update", "finish"):
+                    infos = {member.replica: phase for member in members}
+                    call = call_coordinator(
+                        coordinator, "run_phase", phase, infos, settings.timeout_s, within=within
+                    )
+                    await asyncio.wait_for(call, settings.timeout_s / 2 if phase == "update" else None)
 
 
 @dataclass
@@ -135,7 +182,14 @@ class Cluster:
             self.start_replica(0.0)
         self.keeper = CoordinatorKeeper(self.handle(None), lambda message: None, self.restart_coordinator)
         self.client = CoordinatorClient(self.handle(None), self.keeper.update, REPLACEMENT_TIMEOUT_S)
+        running: Any = SimpleNamespace(client=self.client, keeper=self.keeper, handle=self.handle(None))
+        engine = EngineConfig(kind="transformers", start_timeout_s=REPLACEMENT_TIMEOUT_S)
+        learners: Any = Learners()
+        self.publications = Publications(learners, running, engine, TIMEOUT_S)
         self.tasks.append(asyncio.create_task(self.keeper.run()))
+        self.tasks.append(
+            asyncio.create_task(self.publications.serve_joined(lambda: self.publications.published))
+        )
 
     # the coordinator's actor
 
@@ -293,7 +347,8 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
         match order:
             case "weights":
                 weights = next(versions)
-                await client.publish(weights, [f"weights {weights}"], TIMEOUT_S)
+                async with cluster.publications.learners_busy:
+                    await cluster.publications.publish(weights)
             case "adapter":
                 adapter = next(versions)
                 await client.publish(adapter, [ADAPTER], TIMEOUT_S, adapter="x")

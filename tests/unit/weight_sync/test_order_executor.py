@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from coordinator_helpers import ADAPTER, SpyEngine, turns
+from coordinator_helpers import ADAPTER, SpyEngine, publish_weights, send, turns
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 from unit_helpers import until, within
 
+from raylight.engines.protocol import LoraAdapter
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, WeightSyncError
 from raylight.weight_sync.client import CoordinatorClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator
@@ -67,7 +68,7 @@ async def following(
 async def test_every_kind_of_order_reaches_every_engine() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", "b") as engines:
-        assert await coordinator.publish(1, ["arrays"], 5.0, "wait") == 2
+        assert await publish_weights(coordinator, 1, 5.0, "wait") == 2
         await coordinator.publish(2, [ADAPTER], 5.0, "abort", adapter="x")
         assert await coordinator.probe([4, 5, 6], 5.0, adapter="x") == {"a": [-5.0, -6.0], "b": [-5.0, -6.0]}
         assert await coordinator.sleep(5.0) == {
@@ -79,7 +80,7 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
         await coordinator.drop_adapter("x", 5.0)
         for engine in engines:
             assert engine.told == [
-                ("weights", 1, "arrays", "wait"),
+                ("weights", 1, "wait"),
                 ("adapter", "x", 2, ADAPTER, "abort"),
                 ("probe", [4, 5, 6], "x"),
                 ("sleep", 1),
@@ -89,20 +90,31 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
         assert await coordinator.versions() == Versions(1)
 
 
+async def join_late(coordinator: ReplicaCoordinator, executor: OrderExecutor, version: int) -> None:
+    """Have a replica catch up that lacks a version."""
+    catching_up = asyncio.create_task(executor.catch_up())
+    await until(lambda: bool(coordinator._quorum.lacking()))
+    assert coordinator.snapshot().lacking == {"late"}
+    sending = asyncio.create_task(send(coordinator, version))
+    await catching_up
+    await sending
+    assert not coordinator.snapshot().lacking
+
+
 async def test_who_comes_later_does_what_stands_before_it_serves() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a"):
-        await coordinator.publish(1, ["superseded"], 5.0)
+        await publish_weights(coordinator, 1, 5.0)
         await coordinator.publish(2, [ADAPTER], 5.0, adapter="x")
         await coordinator.publish(3, [ADAPTER], 5.0, adapter="dropped")
-        await coordinator.publish(4, ["arrays"], 5.0)
+        await publish_weights(coordinator, 4, 5.0)
         await coordinator.drop_adapter("dropped", 5.0)
         await coordinator.sleep(5.0)
         executor, engine, _ = make_executor(coordinator, "late")
-        await executor.catch_up()
+        await join_late(coordinator, executor, 4)
         assert engine.told == [
             ("adapter", "x", 2, ADAPTER, "keep"),
-            ("weights", 4, "arrays", "keep"),
+            ("weights", 4, "keep"),
             ("sleep", 1),
         ]
         await executor.close()
@@ -111,17 +123,17 @@ async def test_who_comes_later_does_what_stands_before_it_serves() -> None:
 async def test_an_order_that_comes_while_a_replica_catches_up_is_done_too() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a"):
-        await coordinator.publish(1, ["first"], 5.0)
+        await coordinator.publish(1, [ADAPTER], 5.0, adapter="x")
         executor, engine, _ = make_executor(coordinator, "late")
         engine.gate.clear()
         catching_up = asyncio.create_task(executor.catch_up())
         await turns()
-        publishing = asyncio.create_task(coordinator.publish(2, ["second"], 5.0))
+        publishing = asyncio.create_task(coordinator.publish(2, [ADAPTER], 5.0, adapter="y"))
         await turns()
         assert not publishing.done()
         engine.gate.set()
         await catching_up
-        assert [told[1] for told in engine.told] == [1, 2]
+        assert [told[1] for told in engine.told] == ["x", "y"]
         assert await publishing == 2
         await executor.close()
 
@@ -144,13 +156,13 @@ async def test_an_engines_failure_reaches_the_publisher_and_the_replica_goes_on(
     async with following(coordinator, "a") as (broken,):
         broken.fails["weights"] = WeightSyncError("model.norm.weight has shape (3,)")
         with pytest.raises(WeightSyncError, match=r"^a: model.norm.weight has shape"):
-            await coordinator.publish(1, ["arrays"], 5.0)
+            await publish_weights(coordinator, 1, 5.0)
         broken.fails = {"sleep": ValueError("no such level")}
         with pytest.raises(WeightSyncError, match="a: ValueError: no such level"):
             await coordinator.sleep(5.0)
         broken.fails.clear()
         await coordinator.wake(5.0)
-        assert await coordinator.publish(2, ["arrays"], 5.0) == 1
+        assert await publish_weights(coordinator, 2, 5.0) == 1
 
 
 async def test_what_is_no_adapter_is_refused() -> None:
@@ -168,8 +180,8 @@ async def never(payload_ref: list[Any]) -> Any:
 async def test_a_payload_that_does_not_come_is_an_error_before_the_publishers_time_is_over() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", fetch=never) as (engine,):
-        with pytest.raises(WeightSyncError, match=r"a: version 1 could not be fetched within 0\.3 s"):
-            await coordinator.publish(1, ["arrays"], 0.5)
+        with pytest.raises(WeightSyncError, match=r"a: version 1 of .* could not be fetched within 0\.3 s"):
+            await coordinator.publish(1, ["adapter"], 0.5, adapter="x")
         assert engine.told == []
         await coordinator.wake(5.0)
 
@@ -182,19 +194,19 @@ async def test_a_payload_whose_publisher_died_is_an_error_that_says_so() -> None
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", fetch=lost):
         with pytest.raises(
-            WeightSyncError, match="a: the payload of version 1 is lost because its publisher died"
+            WeightSyncError, match=r"a: the payload of version 1 .* is lost because its publisher died"
         ):
-            await coordinator.publish(1, ["arrays"], 5.0)
+            await coordinator.publish(1, ["adapter"], 5.0, adapter="x")
 
 
 async def test_a_replica_that_cannot_catch_up_does_not_start() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a"):
-        await coordinator.publish(1, ["arrays"], 5.0)
+        await publish_weights(coordinator, 1, 5.0)
         executor, engine, on_lost = make_executor(coordinator, "late")
         engine.fails["weights"] = WeightSyncError("no memory")
         with pytest.raises(WeightSyncError, match="cannot catch up with the others: no memory"):
-            await executor.catch_up()
+            await join_late(coordinator, executor, 1)
         assert on_lost.calls == 0
         await coordinator.leave("late")
         assert await coordinator.versions() == Versions(1)
@@ -231,7 +243,7 @@ async def test_a_coordinator_that_does_not_respond_is_called_again() -> None:
         await executor.catch_up()
         caught_up = True
         task = asyncio.create_task(executor.run())
-        assert await coordinator.publish(1, ["arrays"], 5.0) == 1
+        assert await publish_weights(coordinator, 1, 5.0) == 1
         assert len(engine.told) == 1
         assert not any(faults.values())
         assert on_lost.calls == 0
@@ -260,7 +272,7 @@ async def test_when_the_coordinator_is_gone_the_callback_is_called_once(when: st
             following = asyncio.create_task(executor.run())
             if when == "acknowledge":
                 with pytest.raises(WeightSyncError):
-                    await coordinator.publish(1, ["arrays"], 0.02)
+                    await publish_weights(coordinator, 1, 0.02)
             await following
         assert on_lost.calls == 1
         executor.check_health()
@@ -286,25 +298,25 @@ async def test_an_evicted_replica_is_unhealthy() -> None:
 async def test_a_replica_that_is_not_known_any_more_subscribes_again_and_loads_nothing_twice() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a") as (engine,):
-        await coordinator.publish(1, ["arrays"], 5.0)
+        await publish_weights(coordinator, 1, 5.0)
         await coordinator.publish(2, [ADAPTER], 5.0, adapter="x")
         await coordinator.sleep(5.0)
         told = list(engine.told)
         await coordinator.leave("a")
         await coordinator.wake(5.0)  # waits for it
         assert engine.told == [*told, ("wake",)]
-        await coordinator.publish(3, ["more"], 5.0)
-        assert engine.told == [*told, ("wake",), ("weights", 3, "more", "keep")]
+        await publish_weights(coordinator, 3, 5.0)
+        assert engine.told == [*told, ("wake",), ("weights", 3, "keep")]
 
 
 async def test_a_replica_that_is_forgotten_again_while_it_subscribes_subscribes_once_more() -> None:
     """The coordinator was restarted twice."""
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a") as (engine,):
-        await coordinator.publish(1, ["arrays"], 5.0)
+        await publish_weights(coordinator, 1, 5.0)
         await coordinator.leave("a")
         engine.gate.clear()
-        publishing = asyncio.create_task(coordinator.publish(2, ["more"], 5.0))
+        publishing = asyncio.create_task(publish_weights(coordinator, 2, 5.0))
         await until(lambda: "a" in coordinator._quorum)
         await coordinator.leave("a")
         engine.gate.set()
@@ -320,15 +332,15 @@ async def test_a_replica_that_returns_undoes_what_was_ended_meanwhile() -> None:
         engine.told.clear()
         coordinator._current.clear()  # what ended the sleep and the adapter reached the others only
         await coordinator.leave("a")
-        assert await coordinator.publish(2, ["arrays"], 5.0) == 2
-        assert engine.told == [("drop", "x"), ("wake",), ("weights", 2, "arrays", "keep")]
+        assert await publish_weights(coordinator, 2, 5.0) == 2
+        assert engine.told == [("drop", "x"), ("wake",), ("weights", 2, "keep")]
 
 
 async def test_a_slow_engine_sends_heartbeats() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", heartbeat_s=0.005) as (engine,):
         engine.gate.clear()
-        publishing = asyncio.create_task(coordinator.publish(1, ["arrays"], 5.0))
+        publishing = asyncio.create_task(publish_weights(coordinator, 1, 5.0))
         await until(lambda: bool(coordinator._pending))
         subscription = coordinator._quorum.heard_from("a")
         heard = subscription.heard
@@ -344,7 +356,7 @@ async def test_a_replica_that_closes_is_waited_for_no_longer() -> None:
         await executor.catch_up()
         task = asyncio.create_task(executor.run())
         engine.gate.clear()
-        publishing = asyncio.create_task(coordinator.publish(1, ["arrays"], 5.0))
+        publishing = asyncio.create_task(publish_weights(coordinator, 1, 5.0))
         await turns()
         await executor.close()
         assert await publishing == 1
@@ -365,8 +377,10 @@ async def test_a_replica_keeps_no_payload_while_it_waits() -> None:
         executor, engine, _ = make_executor(coordinator)
         await executor.catch_up()
         task = asyncio.create_task(executor.run())
-        await coordinator.publish(1, [arrays], 5.0)
-        await coordinator.publish(2, ["others"], 5.0)
+        adapter = LoraAdapter({}, {"weights": arrays})
+        await coordinator.publish(1, [adapter], 5.0, adapter="x")
+        await coordinator.publish(2, [ADAPTER], 5.0, adapter="x")
+        del adapter
         del arrays
         engine.told.clear()
         await turns()

@@ -10,7 +10,7 @@ from coordinator_helpers import ADAPTER, PAYLOAD_REF, Life, join, obey, turns
 from unit_helpers import until, within
 
 from raylight.errors import NotSubscribedError, ReplicaEvictedError, WeightSyncError
-from raylight.weight_sync import order_sequence
+from raylight.weight_sync import membership
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.orders import Snapshot, Versions
 
@@ -76,14 +76,16 @@ async def test_heartbeats_prove_that_a_replica_is_not_frozen(monkeypatch: pytest
     coordinator = await coordinator_of(killer, "a", "hangs")
     async with within():
         obeying = asyncio.create_task(obey(coordinator, "a"))
-        publishing = asyncio.create_task(coordinator.publish(1, PAYLOAD_REF, 0.4))
+        publishing = asyncio.create_task(coordinator.publish(1, PAYLOAD_REF, 0.4, adapter="x"))
         while not publishing.done():
             await asyncio.wait([publishing], timeout=0.01)
             if not killer.killed:
                 await coordinator.heartbeat("hangs")
         assert await publishing == 1
         assert await obeying == 1
-        assert coordinator.snapshot().evicted == {"hangs": "it had not executed version 1 after 0.3 s"}
+        assert coordinator.snapshot().evicted == {
+            "hangs": "it had not executed version 1 of adapter 'x' after 0.3 s"
+        }
 
 
 async def test_an_order_without_replicas_waits_for_the_replacement() -> None:
@@ -168,7 +170,7 @@ async def test_replicas_of_the_snapshot_are_waited_for_until_they_return() -> No
 
 
 async def test_a_replica_that_does_not_return_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_sequence, "RETURN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(membership, "RETURN_TIMEOUT_S", 0.01)
     killer = Killer()
     await restarted(await coordinator_of(killer, "dead"), killer)
     async with within():

@@ -20,6 +20,7 @@ from transformers_helpers import (
     other_weights,
 )
 from unit_helpers import within
+from weight_loading import load_weights
 
 from raylight.engines.protocol import LoraAdapter
 from raylight.engines.transformers.sampling import SamplingParams
@@ -145,7 +146,7 @@ async def test_new_weights_of_the_model_come_beneath_the_adapters(
     weights, module = other_weights(tied_model)
     engine = make_engine()
     await engine.load_adapter("one", 1, adapter)
-    await engine.load_weights(3, weights)
+    await load_weights(engine, 3, weights)
     await check_greedy(engine, module, [1, 2, 3])
     expected = get_peft_model(module, LoraConfig.from_peft_type(**adapter.config)).eval()
     expected.load_state_dict(

@@ -18,6 +18,7 @@ from transformers_helpers import (
     other_weights,
 )
 from unit_helpers import within
+from weight_loading import DictSource, begin_loading, load_weights
 
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import WeightSyncError
@@ -37,7 +38,7 @@ async def test_after_loading_the_engine_computes_with_the_new_weights(
     path = request.getfixturevalue(model)
     weights, module = other_weights(path)
     engine = make_engine(path)
-    await engine.load_weights(3, weights)
+    await load_weights(engine, 3, weights)
     await check_greedy(engine, module, [1, 2, 3])
     (sampled,) = await generate_all(engine, [([1], GREEDY)])
     assert set(sampled.weight_versions) == {3}
@@ -47,7 +48,7 @@ async def test_a_tied_output_layer_need_not_be_sent(make_engine: MakeEngine, tie
     weights, module = other_weights(tied_model)
     del weights["lm_head.weight"]
     engine = make_engine()
-    await engine.load_weights(1, weights)
+    await load_weights(engine, 1, weights)
     await check_greedy(engine, module, [4, 5, 6])
 
 
@@ -63,8 +64,7 @@ async def test_weights_loaded_in_flight_change_the_version_between_two_tokens(
             for i in range(1, 9)
         ]
         await brake.reached.wait()
-        loading = asyncio.create_task(engine.load_weights(1, weights))
-        await asyncio.sleep(0)
+        loading = await begin_loading(engine, 1, weights)
         brake.release()
         await loading
         results = await asyncio.gather(*running)
@@ -92,7 +92,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     weights, _ = other_weights(tied_model)
     engine = make_engine()
     with pytest.raises(WeightSyncError):
-        await engine.load_weights(1, change(weights, how))
+        await load_weights(engine, 1, change(weights, how))
     assert engine.version == 0
     await check_greedy(engine, plain, [1, 2, 3])
 
@@ -106,8 +106,7 @@ async def test_under_keep_the_tokens_after_new_weights_are_those_of_the_new_weig
     async with within():
         running = [asyncio.create_task(engine.generate([i, 2, 3], LONG)) for i in range(1, 5)]
         await brake.reached.wait()
-        loading = asyncio.create_task(engine.load_weights(1, weights))
-        await asyncio.sleep(0)
+        loading = await begin_loading(engine, 1, weights)
         brake.release()
         await loading
         results = await asyncio.gather(*running)
@@ -130,18 +129,15 @@ async def test_under_wait_requests_in_flight_end_first_and_later_ones_begin_with
     async with within():
         running = [asyncio.create_task(engine.generate([i], LONG)) for i in range(1, 5)]
         await brake.reached.wait()
-        loading = asyncio.create_task(engine.load_weights(1, weights, "wait"))
-        await asyncio.sleep(0)
+        loading = await begin_loading(engine, 1, weights, "wait")
         later = [asyncio.create_task(engine.generate([i], GREEDY)) for i in range(5, 8)]
-        last = asyncio.create_task(engine.load_weights(2, weights, "wait"))
-        await asyncio.sleep(0)
         brake.release()
         await loading
         versions = [
             {v for r in await asyncio.gather(*calls) for v in r.weight_versions} for calls in (running, later)
         ]
         assert versions == [{0}, {1}]
-        await last
+        await load_weights(engine, 2, weights, "wait")
         assert engine.version == 2
 
 
@@ -152,8 +148,7 @@ async def test_under_abort_requests_in_flight_end_at_once(make_engine: MakeEngin
     async with within():
         running = [asyncio.create_task(engine.generate([i], LONG)) for i in range(1, 5)]
         await brake.reached.wait()
-        loading = asyncio.create_task(engine.load_weights(1, weights, "abort"))
-        await asyncio.sleep(0)
+        loading = await begin_loading(engine, 1, weights, "abort")
         brake.release()
         await loading
         results = await asyncio.gather(*running)
@@ -163,19 +158,16 @@ async def test_under_abort_requests_in_flight_end_at_once(make_engine: MakeEngin
     await check_greedy(engine, module, [1, 2, 3])
 
 
-async def test_weights_that_nobody_waits_for_any_more_are_not_loaded(
-    make_engine: MakeEngine, tied_model: str
-) -> None:
-    weights, _ = other_weights(tied_model)
+async def test_an_update_that_nobody_waits_for_any_more_does_not_start(make_engine: MakeEngine) -> None:
     engine = make_engine()
     brake = Brake(engine, at=2)
     async with within():
         running = asyncio.create_task(engine.generate([1], LONG))
         await brake.reached.wait()
-        loading = asyncio.create_task(engine.load_weights(1, weights, "wait"))
+        starting = asyncio.create_task(engine.start_weight_update("wait"))
         await asyncio.sleep(0)
-        loading.cancel()
-        await asyncio.wait([loading])
+        starting.cancel()
+        await asyncio.wait([starting])
         brake.release()
         await running
         assert set((await engine.generate([1], GREEDY)).weight_versions) == {0}
@@ -188,4 +180,25 @@ async def test_weights_for_a_closed_engine_are_refused_instead_of_hanging(
     engine.close()
     async with within(1):
         with pytest.raises(WeightSyncError):
-            await engine.load_weights(1, other_weights(tied_model)[0])
+            await load_weights(engine, 1, other_weights(tied_model)[0])
+
+
+async def test_an_update_that_was_broken_off_stays_incomplete_until_the_next_one(
+    make_engine: MakeEngine, tied_model: str
+) -> None:
+    weights, module = other_weights(tied_model)
+    engine = make_engine()
+
+    async with within(30):
+        for groups, is_incomplete in ((0, False), (2, True)):
+            with pytest.raises(ConnectionError, match="connection to the other processes"):
+                await load_weights(engine, 1, DictSource(weights, lost_after=groups))
+            assert engine._worker.updating is is_incomplete
+            sampling = asyncio.create_task(engine.generate([1], GREEDY))
+            if not is_incomplete:
+                assert set((await sampling).weight_versions) == {0}
+        with pytest.raises(WeightSyncError, match="broken off; publish a new version"):
+            await engine.logprobs([1, 2, 3])
+        await load_weights(engine, 2, weights)
+        assert set((await sampling).weight_versions) == {2}
+    await check_greedy(engine, module, [1, 2, 3])

@@ -1,0 +1,1 @@
+"""Transports of weights from learners to engines."""

@@ -1,0 +1,126 @@
+"""Registry of the transports of weights, and the choice of one.
+
+A transport is one row of `TRANSPORTS`, or a transport of the user's own, named by its dotted name
+`package.module:transport`: an object with the attributes of `Transport`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from raylight.components import import_dotted_name
+from raylight.config import EngineConfig
+from raylight.errors import ConfigError
+from raylight.weight_transfer.protocol import (
+    SenderSettings,
+    SyncClient,
+    WeightReceiver,
+    WeightSender,
+    WeightStream,
+)
+
+WHERE = "EngineConfig.weight_transfer"
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A way in which weights travel.
+
+    Attributes:
+        sender: dotted name of the learners' side, a function or class that is called as
+            `sender(SenderSettings, SyncClient, WeightStream)` and returns a `WeightSender`.
+        backend: name of vLLM's backend for the engines' side.
+        receiver: dotted name of the side of engines other than vLLM, which is called without arguments and
+            returns a `WeightReceiver`. None: only vLLM can receive.
+        needs_gpu: True if learners and engines must have GPUs.
+    """
+
+    sender: str
+    backend: str
+    receiver: str | None = None
+    needs_gpu: bool = True
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "gloo": Transport(
+        "raylight.weight_transfer.gloo:GlooSender",
+        "gloo",
+        "raylight.weight_transfer.gloo:GlooReceiver",
+        needs_gpu=False,
+    ),
+    "nccl": Transport("raylight.weight_transfer.vllm_senders:open_nccl", "nccl"),
+    "ipc": Transport("raylight.weight_transfer.vllm_senders:open_ipc", "ipc"),
+    "sharded_rdt": Transport("raylight.weight_transfer.vllm_senders:open_sharded_rdt", "sharded_rdt"),
+}
+
+
+def find_transport(name: str) -> Transport:
+    """Return a transport by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name in TRANSPORTS:
+        return TRANSPORTS[name]
+    if ":" not in name and "." not in name:
+        known = ["auto", *TRANSPORTS]
+        nearest = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known)
+        raise ConfigError(
+            f"{WHERE}: there is no transport {name!r}; there are: {nearest}, or the dotted name of one, "
+            "'package.module:transport'"
+        )
+    transport = import_dotted_name(name, WHERE)
+    if not isinstance(transport, Transport):
+        raise ConfigError(f"{WHERE}: {name} is not a raylight.weight_transfer.transports.Transport")
+    return transport
+
+
+def choose_transport(engine: EngineConfig, learner_gpus: float) -> str:
+    """Resolve `engine.weight_transfer` to the name of a transport that engines and learners support.
+
+    Args:
+        engine: its `kind` is resolved already.
+        learner_gpus: GPUs of each learner.
+
+    Raises:
+        ConfigError: the transport is unknown, or does not fit engine or learners.
+    """
+    name, on_gpus = engine.weight_transfer, bool(engine.num_gpus and learner_gpus)
+    if name == "auto":
+        if engine.kind != "vllm" or not on_gpus:
+            return "gloo"
+        return "ipc" if engine.sleep_while_learning or min(engine.num_gpus, learner_gpus) < 1 else "nccl"
+    transport = find_transport(name)
+    if engine.kind != "vllm" and transport.receiver is None:
+        raise ConfigError(
+            f"{WHERE}={name!r} is a backend of vLLM, and the engine is {engine.kind!r}; leave it out, or set "
+            "engine.kind to 'vllm'"
+        )
+    if transport.needs_gpu and not on_gpus:
+        raise ConfigError(
+            f"{WHERE}={name!r} needs GPUs on both sides: engine.num_gpus is {engine.num_gpus:g} and "
+            f"learner.num_gpus is {learner_gpus:g}; leave it out, or set it to 'gloo'"
+        )
+    return name
+
+
+def open_sender(
+    name: str, settings: SenderSettings, client: SyncClient, source: WeightStream
+) -> WeightSender:
+    """Open the learners' side of a transfer with all engines. A collective of the learner ranks."""
+    sender: WeightSender = import_dotted_name(find_transport(name).sender, WHERE)(settings, client, source)
+    return sender
+
+
+def vllm_backend(name: str) -> str:
+    """Return the name of vLLM's backend; "auto", which an engine without learners has, counts as gloo."""
+    return find_transport("gloo" if name == "auto" else name).backend
+
+
+def make_receiver(name: str) -> WeightReceiver:
+    """Return the side of an engine other than vLLM; "auto" as for `vllm_backend`."""
+    dotted = find_transport("gloo" if name == "auto" else name).receiver
+    assert dotted is not None, "choose_transport has refused it"
+    receiver: WeightReceiver = import_dotted_name(dotted, WHERE)()
+    return receiver

@@ -1,0 +1,139 @@
+"""The transports of vLLM: its trainer engines, which need GPUs.
+
+They follow vLLM's documented interface. They have been read, not run, where no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from raylight.errors import ConfigError
+from raylight.weight_transfer.protocol import SenderSettings, SyncClient, WeightStream
+
+T = TypeVar("T")
+
+
+class VllmSender:
+    """A `WeightSender` around a trainer engine of vLLM."""
+
+    def __init__(self, info: Any, client: SyncClient, source: WeightStream) -> None:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        def open_engine() -> Any:
+            return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+        self._engine = _as_connection_error(open_engine)
+
+    def send_weights(self) -> None:
+        _as_connection_error(self._engine.send_weights)
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+def open_nccl(settings: SenderSettings, client: SyncClient, source: WeightStream) -> VllmSender:
+    """Send by one NCCL broadcast from rank 0, in packed buffers.
+
+    vLLM's communicator has no timeout: a learner that waits for a lost engine is restarted when the
+    publication's time is over.
+    """
+    _check_vllm("nccl")
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    port = _free_port(settings.host) if settings.rank == 0 else 0
+    return VllmSender(
+        NCCLTrainerInitInfo(
+            master_address=settings.host,
+            master_port=port,
+            world_size=settings.world_size,
+            rank=settings.rank,
+        ),
+        client,
+        source,
+    )
+
+
+def open_ipc(settings: SenderSettings, client: SyncClient, source: WeightStream) -> VllmSender:
+    """Send handles of GPU memory, a buffer at a time, to engines on the learners' GPUs.
+
+    The buffer holds the largest tensor at least.
+    """
+    _check_vllm("ipc")
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
+
+    largest = max(param.dtype.itemsize * _numel(param.shape) for param in source.metadata())
+    return VllmSender(
+        IPCTrainerInitInfo(
+            packed=True,
+            packed_buffer_size_bytes=max(largest, DEFAULT_PACKED_BUFFER_SIZE_BYTES),
+            rank=settings.rank,
+        ),
+        client,
+        source,
+    )
+
+
+def open_sharded_rdt(settings: SenderSettings, client: SyncClient, source: WeightStream) -> VllmSender:
+    """Let each worker pull only the shards that it needs, over Ray Direct Transport.
+
+    It needs `distributed_executor_backend="ray"` in `engine.args`, and the package nixl.
+    """
+    _check_vllm("sharded_rdt")
+    import ray
+    from vllm.distributed.weight_transfer.sharded_rdt_trainer import ShardedRDTTrainerInitInfo
+
+    consumers = sum(settings.workers)
+    same_size = len(set(settings.workers)) == 1
+    return VllmSender(
+        ShardedRDTTrainerInitInfo(
+            num_consumers=consumers,
+            workers_per_replica=settings.workers[0] if same_size else consumers,
+            trainer_actor_namespace=ray.get_runtime_context().namespace,
+            rank=settings.rank,
+        ),
+        client,
+        source,
+    )
+
+
+def _check_vllm(name: str) -> None:
+    """Raise a ConfigError if this process cannot import vLLM, or has no GPU."""
+    try:
+        import vllm.distributed.weight_transfer  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"EngineConfig.weight_transfer={name!r}: the learners use vLLM's side of the transfer, and vLLM "
+            f"cannot be imported on their node ({error}); install it there too, or set it to 'gloo'"
+        ) from error
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"EngineConfig.weight_transfer={name!r}: torch finds no GPU on the learners' node; set "
+            "and install a build of torch for GPUs, or set it to 'gloo'"
+        )
+
+
+def _as_connection_error(call: Callable[[], T]) -> T:
+    """Call, and raise NCCL's errors as a ConnectionError."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if "NCCL" in str(error):
+            raise ConnectionError(f"the connection to the engines was lost: {error}") from error
+        raise
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _free_port(host: str) -> int:
+    """Return a port on which vLLM can open its store."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port: int = listener.getsockname()[1]
+    return port
