@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from raylight.learner.actor import LearnerActor
 from raylight.learner.group import LearnerGroup
 from raylight.trainer.publication import Publications
 
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
 DEADLINE_S = 300
 TIMEOUT_S = 60.0
 IDS = [5, 9, 12, 7, 20, 31]
