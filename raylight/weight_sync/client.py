@@ -177,8 +177,8 @@ class ReplicaClient:
     async def next_phase(self, after: int, version: int, timeout: float) -> Phase | None:
         return await self._call("next_phase", after, version, timeout, within=timeout)
 
-    async def acknowledge_phase(self, number: int, failure: str | None = None) -> None:
-        await self._call("acknowledge_phase", number, failure)
+    async def acknowledge_phase(self, number: int, failure: str | None = None, lost: bool = False) -> None:
+        await self._call("acknowledge_phase", number, failure, lost)
 
     async def leave(self) -> None:
         await self._call("leave")

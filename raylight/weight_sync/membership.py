@@ -133,7 +133,8 @@ class Membership:
         subscription = self._quorum.add(replica, handle)
         subscription.workers, subscription.node, subscription.received = workers, node, held
         weights = self._completed.get("weights")
-        if weights is not None and held < weights.version and weights is self._current.get("weights"):
+        is_pending = self._pending is not None and self._pending.order.kind == "weights"
+        if weights is not None and held < weights.version and not is_pending:
             subscription.lacks = weights.number
         if liveness_ref:
             watch = self._watch_replica(replica, subscription, liveness_ref)

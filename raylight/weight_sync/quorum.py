@@ -38,6 +38,9 @@ class Subscription:
     """Number of the order of weights that it must execute before it counts; 0 if it counts."""
     received: int = 0
     """Version of the last weights that it received; the acknowledgement of their order may follow."""
+    refused: int = 0
+    """Number of the last order of weights that it failed for a reason of its own, before it acknowledges
+    that."""
     workers: int = 1
     """Number of its processes that receive weights."""
     node: str = ""

@@ -89,7 +89,7 @@ class TransferFollower:
             await self._engine.abort_weight_update()
         except Exception as own:  # of any kind: the sender must receive it
             failure, error = str(own) or type(own).__name__, own
-        await self._retry(lambda: self._client.acknowledge_phase(phase.number, failure))
+        await self._retry(lambda: self._client.acknowledge_phase(phase.number, failure, error is None))
         if error is not None:
             raise error
 

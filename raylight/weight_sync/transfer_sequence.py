@@ -107,8 +107,13 @@ class TransferSequence(OrderSequence):
         await self.heartbeat(replica)
         return find()
 
-    async def acknowledge_phase(self, replica: str, number: int, failure: str | None = None) -> None:
+    async def acknowledge_phase(
+        self, replica: str, number: int, failure: str | None = None, lost: bool = False
+    ) -> None:
         """Record that a member has executed a phase, or failed.
+
+        Args:
+            lost: True if it failed because another process was lost; it may take part in the next transfer.
 
         Raises:
             NotSubscribedError, ReplicaEvictedError: as for `next_phase`.
@@ -119,6 +124,8 @@ class TransferSequence(OrderSequence):
             transfer.answer(replica, failure)
             if transfer.kind == "finish" and not failure:
                 subscription.received = transfer.version
+            if failure and not lost:
+                subscription.refused = self._number_of_weights()
         self._notify()
 
     # bookkeeping
@@ -145,7 +152,13 @@ class TransferSequence(OrderSequence):
             return
 
         def left() -> list[str]:
-            return [n for n in transfer.waiting() if self._quorum.is_current(n, transfer.members[n])]
+            number = self._number_of_weights()
+            return [
+                name
+                for name in transfer.waiting()
+                if self._quorum.is_current(name, transfer.members[name])
+                and transfer.members[name].refused < max(number, 1)
+            ]
 
         await self._changed.wait_for(lambda: not left(), ABORT_TIMEOUT_S)
         for replica in left():
@@ -164,7 +177,12 @@ class TransferSequence(OrderSequence):
             is_standing = standing is not None and standing.version == version
             is_publishing = pending is not None and pending.order.kind == "weights"
             lacking = self._quorum.lacking() if is_standing and not is_publishing else {}
-        return {name: s for name, s in lacking.items() if s.received < version}
+        number = self._number_of_weights()
+        return {name: s for name, s in lacking.items() if s.received < version and s.refused < number}
+
+    def _number_of_weights(self) -> int:
+        """Return the number of the current order of weights."""
+        return self._current["weights"].number if "weights" in self._current else 0
 
     def _is_over(self, token: str) -> bool:
         """Return True if a publication has ended. A transfer to joined replicas is not waited for."""

@@ -131,7 +131,7 @@ async def test_an_update_that_was_broken_off_is_repaired_by_the_next_one(
     old, state = bench.engine.version, change(learner, 9)
     with pytest.raises(ConnectionError, match="connection to the other processes"):
         await load_weights(bench.engine, old + 100, DictSource(state, lost_after=lost_after))
-    waiting = asyncio.create_task(ask(bench, 8))
+    waiting = ask(bench, 8)
     with pytest.raises(WeightSyncError, match="broken off; publish a new version"):
         await bench.engine.logprobs([1, 2, 3])
     new = next(bench.versions)

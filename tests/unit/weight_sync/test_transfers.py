@@ -1,0 +1,248 @@
+"""Transfers: their members execute phases together, and one that is lost in any phase is left out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from coordinator_helpers import Life, SpyEngine, coordinator_with, join, publish_weights, send, turns
+from unit_helpers import until, within
+
+from raylight.aio import cancel_all
+from raylight.errors import TransferBrokenError, WeightSyncError
+from raylight.weight_sync import transfer_sequence
+from raylight.weight_sync.client import ReplicaClient
+from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weight_sync.orders import Order, Versions
+from raylight.weight_sync.transfer_follower import TransferFollower
+from raylight.weight_sync.transfers import Member, PhaseKind
+
+PHASES: tuple[PhaseKind, ...] = ("init", "start", "update", "finish")
+TOKEN = "a publication"
+
+
+class Replica:
+    """A replica that executes weights orders on a spy engine."""
+
+    def __init__(self, coordinator: ReplicaCoordinator, name: str, engine: SpyEngine | None = None) -> None:
+        self.engine, self.life = engine or SpyEngine(), Life()
+        self._coordinator, self._name = coordinator, name
+        client = ReplicaClient(name, coordinator)
+        self._follower = TransferFollower(self.engine, client, lambda call: call())  # type: ignore[arg-type]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        state = await self._coordinator.subscribe(self._name, [self.life], f"handle of {self._name}")
+        await self._coordinator.acknowledge(self._name, state.number)
+        self._task = asyncio.create_task(self._run(state.number))
+
+    async def _run(self, after: int) -> None:
+        while True:
+            for order in await self._coordinator.next(self._name, after, 60.0):
+                await self._execute(order)
+                after = order.number
+
+    async def _execute(self, order: Order) -> None:
+        failure = None
+        try:
+            if order.version > self.engine.version:
+                await self._follower.receive(order)
+        except WeightSyncError as error:
+            failure = str(error)
+        await self._coordinator.acknowledge(self._name, order.number, failure)
+
+    async def die(self) -> None:
+        assert self._task
+        await cancel_all([self._task])
+        self.life.end()
+
+
+async def replicas_of(coordinator: ReplicaCoordinator, *names: str) -> list[Replica]:
+    replicas = [Replica(coordinator, name) for name in names]
+    for replica in replicas:
+        await replica.start()
+    return replicas
+
+
+async def test_all_replicas_execute_the_phases_and_the_connection_is_opened_by_the_sender() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        replicas = await replicas_of(coordinator, "a", "b")
+        assert await publish_weights(coordinator, 1) == 2
+        assert [replica.engine.phases for replica in replicas] == [list(PHASES)] * 2
+        assert await coordinator.versions() == Versions(1)
+
+
+async def test_members_have_their_workers_and_nodes() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        await coordinator.subscribe("a", workers=2, node="192.0.2.1")
+        await coordinator.acknowledge("a", 0)
+        publishing = asyncio.create_task(coordinator.publish(1, None, 5.0, token=TOKEN))
+        assert await coordinator.begin_transfer(1, TOKEN) == [Member("a", 2, "192.0.2.1")]
+        publishing.cancel()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_replica_that_dies_in_a_phase_is_left_out_of_the_next_transfer(phase: PhaseKind) -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        living, doomed = await replicas_of(coordinator, "living", "doomed")
+
+        async def die(*args: Any) -> None:
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(doomed.die()))
+            await asyncio.Event().wait()
+
+        method = {
+            "init": "init_weight_transfer_engine",
+            "start": "start_weight_update",
+            "update": "update_weights",
+            "finish": "finish_weight_update",
+        }[phase]
+        setattr(doomed.engine, method, die)
+        assert await publish_weights(coordinator, 1) == 1
+        assert living.engine.version == 1
+        # a replica that has finished needs no second transfer
+        again = [] if phase == "finish" else ["abort", *PHASES]
+        assert living.engine.phases == [*PHASES[: PHASES.index(phase) + 1], *again]
+        assert await publish_weights(coordinator, 2) == 1
+
+
+async def test_a_lost_connection_is_no_fault_of_the_replica_that_reports_it() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        first, second = await replicas_of(coordinator, "a", "b")
+        first.engine.fails["weights"] = ConnectionError("closed by peer")
+        publishing = asyncio.create_task(publish_weights(coordinator, 1))
+        await until(lambda: "abort" in second.engine.phases)
+        first.engine.fails.clear()
+        assert await publishing == 2
+        assert not coordinator.snapshot().evicted
+
+
+async def test_a_replica_that_fails_by_itself_is_evicted_when_others_have_the_version() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        first, _ = await replicas_of(coordinator, "a", "b")
+        first.engine.fails["weights"] = WeightSyncError("no memory")
+        assert await publish_weights(coordinator, 1) == 1
+        assert coordinator.snapshot().evicted == {"a": "no memory"}
+
+
+async def test_when_all_fail_the_version_may_be_published_again() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        (replica,) = await replicas_of(coordinator, "a")
+        replica.engine.fails["weights"] = WeightSyncError("no memory")
+        with pytest.raises(WeightSyncError, match="a: no memory"):
+            await publish_weights(coordinator, 1)
+        assert await coordinator.versions() == Versions()
+        replica.engine.fails.clear()
+        assert await publish_weights(coordinator, 1) == 1
+        with pytest.raises(WeightSyncError, match="never reused"):
+            await publish_weights(coordinator, 1)
+
+
+async def test_a_sender_that_fails_ends_the_publication_and_its_transfer() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        (replica,) = await replicas_of(coordinator, "a")
+        publishing = asyncio.create_task(coordinator.publish(1, None, 60.0, token=TOKEN))
+        assert await coordinator.begin_transfer(1, TOKEN)
+        await coordinator.run_phase("init", {}, 60.0)
+        await coordinator.run_phase("start", {}, 60.0)
+        await coordinator.fail_publication(TOKEN, "learner 0 died")
+        with pytest.raises(WeightSyncError, match="version 1 was not sent: learner 0 died"):
+            await publishing
+        await until(lambda: "abort" in replica.engine.phases)
+        with pytest.raises(TransferBrokenError):
+            await coordinator.run_phase("update", {}, 60.0)
+        assert await coordinator.begin_transfer(1, TOKEN) is None
+        assert await publish_weights(coordinator, 1) == 1
+
+
+async def test_a_replica_that_does_not_abort_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_sequence, "ABORT_TIMEOUT_S", 0.02)
+    coordinator = ReplicaCoordinator()
+    async with within():
+        stuck, other = await replicas_of(coordinator, "stuck", "other")
+        stuck.engine.gate.clear()
+        other.engine.fails["weights"] = ConnectionError("timed out")
+        publishing = asyncio.create_task(publish_weights(coordinator, 1))
+        await until(lambda: "abort" in other.engine.phases)
+        other.engine.fails.clear()
+        assert await publishing == 1
+        assert "did not abort a broken weight transfer" in coordinator.snapshot().evicted["stuck"]
+
+
+async def test_a_replica_that_joins_counts_when_it_has_the_weights() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        await replicas_of(coordinator, "a")
+        await publish_weights(coordinator, 1)
+        state = await coordinator.subscribe("late")
+        assert [order.version for order in state.orders] == [1]
+        assert coordinator.snapshot().lacking == {"late"}
+        assert await coordinator.begin_transfer(2) is None  # not the current version
+        late = Replica(coordinator, "late")
+        executing = asyncio.create_task(late._execute(state.orders[0]))
+        await send(coordinator, 1)
+        await executing
+        assert late.engine.version == 1
+        assert not coordinator.snapshot().lacking
+        assert await coordinator.begin_transfer(1) is None
+
+
+async def test_a_publication_includes_replicas_that_joined() -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        await replicas_of(coordinator, "a")
+        await publish_weights(coordinator, 1)
+        state = await coordinator.subscribe("late")
+        late = Replica(coordinator, "late")
+        executing = asyncio.create_task(late._execute(state.orders[0]))
+        await turns()
+        publishing = asyncio.create_task(publish_weights(coordinator, 2))
+        await executing
+        for order in await coordinator.next("late", state.number, 60.0):
+            await coordinator.acknowledge("late", order.number)
+        assert await publishing == 2
+        assert late.engine.told == [("weights", 2, "keep")]
+
+
+async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
+    coordinator = ReplicaCoordinator(replacement_timeout_s=0.2, min_replicas=2)
+    async with within():
+        _, doomed = await replicas_of(coordinator, "a", "doomed")
+        await publish_weights(coordinator, 1)
+        await doomed.die()
+        with pytest.raises(WeightSyncError, match=r"reached 1 replicas .* engine.min_replicas is 2"):
+            await publish_weights(coordinator, 2, timeout=0.05)
+
+
+async def test_a_replacement_completes_the_number_of_replicas() -> None:
+    coordinator = ReplicaCoordinator(replacement_timeout_s=30.0, min_replicas=2)
+    async with within():
+        _, doomed = await replicas_of(coordinator, "a", "doomed")
+        await doomed.die()
+        publishing = asyncio.create_task(publish_weights(coordinator, 1))
+        await turns()
+        state = await coordinator.subscribe("replacement")
+        replacement = Replica(coordinator, "replacement")
+        await replacement._execute(state.orders[0])
+        assert await publishing == 2
+
+
+async def test_a_replica_without_a_transfer_waits() -> None:
+    coordinator = await coordinator_with("a")
+    async with within():
+        publishing = asyncio.create_task(coordinator.publish(1, None, 60.0, token=TOKEN))
+        await turns()
+        assert await coordinator.next_phase("a", 0, 1, 0.01) is None
+        publishing.cancel()
+        await asyncio.wait([publishing])
+        withdrawn = await coordinator.next_phase("a", 0, 1, 60.0)
+        assert withdrawn is not None
+        assert withdrawn.kind == "withdrawn"
+        await join(coordinator, "b")
