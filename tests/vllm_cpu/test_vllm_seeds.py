@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.timeout(400)
 def test_two_replicas_draw_different_random_numbers(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    paths = [str(here.parent / "integration"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(here.parent / "helpers"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, str(here / "seeded_replicas.py"), str(tmp_path)],
         env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)},
