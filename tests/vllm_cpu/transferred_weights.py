@@ -1,7 +1,7 @@
 """Send weights to two vLLM replicas over gloo: transferred_weights.py FOLDER TENSOR_PARALLEL_SIZE
 
-Prints, as JSON, the largest difference of the replicas' log-probs from transformers', before and after each of
-three versions.
+Prints, as JSON, the largest difference of the replicas' log-probs from transformers', before and after each
+of three versions.
 """
 
 from __future__ import annotations
