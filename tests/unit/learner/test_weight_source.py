@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from tiny_models import MOE as MIXTURES
+from tiny_models import build_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylight.learner.weight_source import WeightSource, layerwise_groups
@@ -137,3 +139,24 @@ def test_a_group_is_freed_before_the_next_one_is_gathered():
         assert all(ref() is not None for ref in previous)
         tensors.clear()
     assert previous
+
+
+@pytest.mark.parametrize("model_type", [name for name in MIXTURES if name != "qwen3_next"])
+def test_the_transformers_engine_computes_with_the_weights_of_a_source(model_type, tmp_path):
+    from raylight.engines.transformers.decoder import Decoder
+
+    decoder = Decoder(build_model(model_type, tmp_path), "float32", "cpu", slots=1)
+    changed = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = list(range(1, 40))
+    with torch.inference_mode():
+        before = decoder.logprobs(ids, None)
+        for param in changed.parameters():
+            param.mul_(1.1)
+        source = WeightSource(changed, torch.float32, names="module")
+        decoder.check_weights({param.name: param.shape for param in source.metadata()})
+        decoder.load(source)
+        after = decoder.logprobs(ids, None)
+        expected = changed(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    tokens = torch.tensor(ids[1:])[:, None]
+    assert after == pytest.approx(expected.gather(-1, tokens)[:, 0].tolist(), abs=1e-4)
+    assert max(abs(old - new) for old, new in zip(before, after, strict=True)) > 0.01
