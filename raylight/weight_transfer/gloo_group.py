@@ -96,8 +96,11 @@ class GlooGroup:
                 for tensor in tensors
                 if tensor.numel()
             ]
-            for work in works:
-                work.wait()
+            try:
+                while works:
+                    works.pop(0).wait()
+            finally:  # works keep the connections open, and an error keeps this frame
+                works.clear()
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,0 +1,66 @@
+"""The choice of a transport: it must fit engine and learners, and errors name what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raylight.config import EngineConfig
+from raylight.errors import ConfigError
+from raylight.weight_transfer.gloo import GlooReceiver
+from raylight.weight_transfer.transports import (
+    TRANSPORTS,
+    Transport,
+    choose_transport,
+    find_transport,
+    make_receiver,
+    vllm_backend,
+)
+
+OWN = Transport("package.module:Sender", "own", "package.module:Receiver", needs_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "learner_gpus", "expected"),
+    [
+        ({"kind": "transformers"}, 0, "gloo"),
+        ({"kind": "transformers", "num_gpus": 1}, 1, "gloo"),
+        ({"kind": "vllm"}, 0, "gloo"),
+        ({"kind": "vllm", "num_gpus": 1}, 0, "gloo"),
+        ({"kind": "vllm", "num_gpus": 1}, 1, "nccl"),
+        ({"kind": "vllm", "num_gpus": 0.4}, 0.6, "ipc"),
+        ({"kind": "vllm", "num_gpus": 1, "sleep_while_learning": True}, 1, "ipc"),
+        ({"kind": "vllm", "num_gpus": 1, "weight_transfer": "sharded_rdt"}, 1, "sharded_rdt"),
+        ({"kind": "vllm", "num_gpus": 1, "weight_transfer": "gloo"}, 1, "gloo"),
+        ({"kind": "transformers", "weight_transfer": f"{__name__}:OWN"}, 0, f"{__name__}:OWN"),
+    ],
+)
+def test_the_transport_fits_engine_and_learners(
+    settings: dict[str, Any], learner_gpus: float, expected: str
+) -> None:
+    assert choose_transport(EngineConfig(**settings), learner_gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "vllm", "weight_transfer": "nccl"}, "needs GPUs on both sides: engine.num_gpus is 0 and"),
+        (
+            {"kind": "transformers", "weight_transfer": "ipc"},
+            "is a backend of vLLM, and the engine is",
+        ),
+        ({"kind": "vllm", "weight_transfer": "ncl"}, "no transport 'ncl'; there are: nccl"),
+        ({"kind": "vllm", "weight_transfer": f"{__name__}:pytest"}, "is not a raylight.*Transport"),
+    ],
+)
+def test_a_transport_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_transport(EngineConfig(**settings), 0)
+
+
+def test_engines_without_learners_have_a_transport_too() -> None:
+    assert isinstance(make_receiver("auto"), GlooReceiver)
+    assert vllm_backend("auto") == "gloo"
+    assert [vllm_backend(name) for name in TRANSPORTS] == list(TRANSPORTS)
+    assert find_transport(f"{__name__}:OWN") is OWN
