@@ -317,7 +317,7 @@ class Broken(list[Any]):
         (range(10**9), "more than 10,000,000 tasks"),
         (range(10**18), "more than 10,000,000 tasks"),
         (Broken([1]), "cannot be read: OSError: the disk is gone"),
-        ((iterator for iterator in [threading.Lock()]), "cannot be pickled"),
+        ((iterator for iterator in [threading.Lock()]), "cannot be stored"),
         (17, "pass a list"),
         (object(), "pass a list"),
     ],
