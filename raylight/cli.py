@@ -1,4 +1,4 @@
-"""The command line: `raylight quickstart`, `train`, `eval`, `serve`, `runner`, `trace`, `export` and
+"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `trace`, `export` and
 `doctor`.
 
 A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from raylight.cli_options import Address, AgentName, Assignments, Dtype, Engine, ModelName, Port, Runners
 from raylight.errors import RaylightError
 
 app = typer.Typer(
@@ -23,43 +23,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-class Dtype(StrEnum):
-    """Values of `--dtype`."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-AgentName = Annotated[str, typer.Argument(help="Dotted name: package.module:agent.", metavar="AGENT")]
-ModelName = Annotated[
-    str, typer.Option(help="Model folder, name in the local cache, or the upstream's name.")
-]
-Engine = Annotated[
-    str,
-    typer.Option(
-        help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted "
-        "name of an engine class, package.module:Engine."
-    ),
-]
-Runners = Annotated[int, typer.Option(min=1, help="Number of runner actors, which execute the agent.")]
-Port = Annotated[
-    int | None,
-    typer.Option(min=1, max=65535, help="HTTP port of the model; by default 8000, or any free port."),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        help="Address of the Ray cluster, host:port; `local` starts one that ends with the command. By "
-        "default RAY_ADDRESS, then this machine's cluster, then one of its own."
-    ),
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="A setting by its dotted name; may be repeated."),
-]
 
 
 @app.command()
@@ -148,6 +111,43 @@ def train(
         val_dataset=val_tasks,
         resume=resume_from if resume_from is not None else "auto" if resume else False,
     )
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        Path, typer.Argument(help="Run file (YAML), such as a run's config.yaml.", metavar="CONFIG")
+    ],
+    assignments: Assignments = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines of the cluster; 1 by default.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of each machine; this machine's by default.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, help="Memory of each GPU, in GiB; this machine's by default.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="Memory of each machine, in GiB; this machine's by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compute the memory that each role of a run needs. Exits with code 1 if the run does not fit.
+
+    For another cluster than this machine: --nodes 2 --gpus 8 --gpu-memory 80 --memory 512.
+    """
+    import raylight as rl
+    from raylight.planning.cluster_shape import given_cluster
+    from raylight.planning.report import print_json, print_plan
+    from raylight.trainer.memory_check import plan_settings
+    from raylight.trainer.run_file import load_run_file
+
+    _import_from_here()
+    trainer = rl.Trainer(**load_run_file(config, assignments or ()).trainer_arguments())
+    cluster = given_cluster(nodes, gpus, gpu_memory, memory)
+    found = plan_settings(trainer.algorithm, trainer.engine, trainer.learner, trainer.runner, cluster)
+    (print_json if as_json else print_plan)(found)
+    if found.shortages:
+        sys.exit(1)
 
 
 @app.command("eval")

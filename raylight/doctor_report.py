@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from raylight.config import EngineConfig
+from raylight.algorithms.policy import GRPO
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.doctor import (
     GIB,
     PORTS,
@@ -32,8 +33,10 @@ from raylight.doctor import (
 from raylight.engines.model_report import ModelReport, report_model
 from raylight.engines.registry import ENGINES, choose_engine
 from raylight.errors import ConfigError
+from raylight.planning.cluster_shape import ClusterShape, this_machine
 from raylight.serving.deploy.leftovers import Leftover, find_leftovers, remove
 from raylight.trainer.inputs import resolve_model
+from raylight.trainer.memory_check import plan_settings
 
 
 def examine(model: str | None = None, address: str | None = None, as_json: bool = False) -> None:
@@ -60,8 +63,9 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     used = [report for report in reports if report.engine == "transformers" or installed_vllm()]
     remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
     problems += [Problem(name, remedy, required=False) for name, remedy in remedies.items()]
-    if path and (refusal := find_refusal(path)):
-        problems.append(refusal)
+    if path:
+        refusal = find_refusal(path)
+        problems += [refusal] if refusal else memory_problems(path)
     leftovers = find_leftovers()
     # every Ray session leaves its logs, which is worth a remark only if they are large
     if any(one.kind != "session" for one in leftovers) or sum(one.size for one in leftovers) > GIB:
@@ -123,6 +127,22 @@ def clean(as_json: bool = False, unread: Mapping[str, str | None] | None = None)
         freed = sum(leftover.size for leftover in removed)
         console.print(f"{size(freed)} freed" if found else "ended runs left nothing on this machine")
     sys.exit(int(bool(kept)))
+
+
+def memory_problems(model_path: str) -> list[Problem]:
+    """Return what this machine lacks for training a model with GRPO's defaults."""
+    plan = plan_settings(
+        GRPO(model=model_path),
+        EngineConfig(),
+        LearnerConfig(),
+        RunnerConfig(),
+        ClusterShape((this_machine(),)),
+    )
+    remedy = f"train with {', '.join(plan.remedies)}" if plan.remedies else "train on larger machines"
+    return [
+        Problem(f"this machine cannot train the model: {shortage.message}", remedy, required=False)
+        for shortage in plan.shortages
+    ]
 
 
 def leftovers_problem(leftovers: Sequence[Leftover]) -> Problem:

@@ -15,10 +15,10 @@ FLOORS = [
     | {"request_fields", "ray_resources", "bounds", "synonyms", "disk"},
     {"agent", "store", "traces"},
     {"http", "experience", "weight_transfer"},
-    {"runner", "engines", "weight_sync", "serving", "learner"},
+    {"runner", "engines", "weight_sync", "serving", "learner", "planning"},
     {"algorithms"},
     {"trainer"},
-    {"cli", "doctor", "doctor_report", "quickstart"},
+    {"cli", "cli_options", "doctor", "doctor_report", "quickstart"},
 ]
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))

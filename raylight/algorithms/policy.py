@@ -168,6 +168,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         """Return a copy with another number of passes over the training tasks."""
         return type(self)(**self.model_dump() | {"n_epochs": n_epochs})
 
+    def policy_settings(self) -> PolicySettings:
+        """Return the settings that the learners read."""
+        return PolicySettings(**{name: getattr(self, name) for name in PolicySettings.model_fields})
+
     def steps(self, n_train: int) -> int:
         """Return the number of steps for `n_train` training tasks."""
         if self.n_steps is not None:

@@ -19,6 +19,7 @@ from raylight.errors import ConfigError, summarize_ray_error
 from raylight.trainer.plan import RunPlan, ServedPlan
 
 Plan = TypeVar("Plan", bound=RunPlan)
+Answer = TypeVar("Answer")
 ANSWER_TIMEOUT_S = 60.0
 """Longest time for a task on a node, which may have to start a process."""
 
@@ -85,7 +86,7 @@ def decide(
     )
 
 
-def ask_nodes(nodes: dict[str, str], question: Callable[[], bool]) -> dict[str, bool]:
+def ask_nodes(nodes: dict[str, str], question: Callable[[], Answer]) -> dict[str, Answer]:
     """Return what a function returns on each node, by address.
 
     Args:
@@ -108,12 +109,12 @@ def ask_nodes(nodes: dict[str, str], question: Callable[[], bool]) -> dict[str, 
             answers[address] = ray.get(call, timeout=ANSWER_TIMEOUT_S)
         except GetTimeoutError:
             raise ConfigError(
-                f"the GPU node {address} did not list its packages within {ANSWER_TIMEOUT_S:g} s; see "
+                f"the node {address} did not respond within {ANSWER_TIMEOUT_S:g} s; see "
                 "`ray status` and the node's raylet.out"
             ) from None
         except RayError as error:
             raise ConfigError(
-                f"the GPU node {address} cannot load raylight: {summarize_ray_error(error)}; install the "
+                f"the node {address} cannot load raylight: {summarize_ray_error(error)}; install the "
                 "same version on all nodes (`raylight doctor` lists them)"
             ) from None
     return answers

@@ -63,7 +63,7 @@ def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[
         hardware,
         plan.engine.model_copy(update={"kind": kind}),
         learner,
-        _longest_sequence(Path(plan.model_path)),
+        longest_sequence(Path(plan.model_path)),
     )
     engine = choice.engine
     if not engine.num_gpus:
@@ -198,7 +198,7 @@ def has_flash_attention() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _longest_sequence(folder: Path) -> int | None:
+def longest_sequence(folder: Path) -> int | None:
     """Return the tokens of the longest sequence of a model; None if its configuration does not say."""
     file = folder / "config.json"
     if not file.is_file():  # the model of an engine of the user's own

@@ -18,7 +18,6 @@ from raylight.config import StoreConfig
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.settings import PolicySettings
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
@@ -94,9 +93,7 @@ class PolicySession(ServedSession):
         deployment = self._make_deployment(await self._sampling_seed(), plan.algorithm.training_temperature)
         pool = self._make_pool()
         self._show_stage("starting the engine, the learners and the runners")
-        settings = PolicySettings(
-            **{name: getattr(plan.algorithm, name) for name in PolicySettings.model_fields}
-        )
+        settings = plan.algorithm.policy_settings()
         async with task_group() as tasks:
             learners = tasks.create_task(
                 self.learners.setup(plan.model_path, settings, plan.total_steps, plan.seed)

@@ -50,6 +50,7 @@ from raylight.trainer.hardware import plan_for_hardware
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
 from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
 from raylight.trainer.loggers import find_loggers
+from raylight.trainer.memory_check import check_memory
 from raylight.trainer.report import Report
 from raylight.trainer.resume import Resume
 from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
@@ -366,6 +367,7 @@ class Trainer:
                 check_joinable(name, connection.owns_cluster)
             run.plan, hardware_notes = plan_for_hardware(run.plan, self.engine)
             run.plan = plan_for_nodes(run.plan, self.engine)
+            check_memory(run.plan)
             run.finalize_plan()
             report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)
             with contextlib.closing(report):

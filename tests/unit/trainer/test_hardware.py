@@ -12,7 +12,7 @@ import pytest
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.trainer import hardware
-from raylight.trainer.hardware import Hardware, _longest_sequence, choose, plan_for_hardware
+from raylight.trainer.hardware import Hardware, choose, longest_sequence, plan_for_hardware
 from raylight.trainer.plan import ServedPlan
 
 CONTEXT = 32_768
@@ -168,12 +168,12 @@ def test_an_engine_without_learners_takes_a_gpu() -> None:
     assert found.learner is None
 
 
-def test_the_longest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
-    assert _longest_sequence(tmp_path) is None
+def test_thelongest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
+    assert longest_sequence(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
-    assert _longest_sequence(tmp_path) == 77
+    assert longest_sequence(tmp_path) == 77
     (tmp_path / "config.json").write_text("{}")
-    assert _longest_sequence(tmp_path) is None
+    assert longest_sequence(tmp_path) is None
 
 
 def make_plan(folder: Path, kind: str) -> ServedPlan:

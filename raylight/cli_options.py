@@ -1,0 +1,45 @@
+"""Options that several commands of the command line share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class Dtype(StrEnum):
+    """Values of `--dtype`."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+AgentName = Annotated[str, typer.Argument(help="Dotted name: package.module:agent.", metavar="AGENT")]
+ModelName = Annotated[
+    str, typer.Option(help="Model folder, name in the local cache, or the upstream's name.")
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted "
+        "name of an engine class, package.module:Engine."
+    ),
+]
+Runners = Annotated[int, typer.Option(min=1, help="Number of runner actors, which execute the agent.")]
+Port = Annotated[
+    int | None,
+    typer.Option(min=1, max=65535, help="HTTP port of the model; by default 8000, or any free port."),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of the Ray cluster, host:port; `local` starts one that ends with the command. By "
+        "default RAY_ADDRESS, then this machine's cluster, then one of its own."
+    ),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting by its dotted name; may be repeated."),
+]

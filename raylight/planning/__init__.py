@@ -1,0 +1,1 @@
+"""Memory of a run, computed from the model's shapes before anything starts."""

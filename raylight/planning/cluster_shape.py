@@ -1,0 +1,100 @@
+"""Machines that a plan is made for: given by the user, or the ones at hand."""
+
+from __future__ import annotations
+
+import collections
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raylight.errors import ConfigError
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """One kind of machine.
+
+    Attributes:
+        memory: bytes of host memory.
+        gpus: number of GPUs.
+        gpu_memory: bytes of one GPU; 0 without GPUs.
+    """
+
+    memory: int
+    gpus: int = 0
+    gpu_memory: int = 0
+
+    def __str__(self) -> str:
+        count = f"{self.gpus} GPU{'s'[: self.gpus != 1]}"
+        gpus = f"{count} of {self.gpu_memory / GIB:.0f} GiB" if self.gpus else "no GPU"
+        return f"machine with {self.memory / GIB:.0f} GiB and {gpus}"
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """The machines of a cluster."""
+
+    nodes: tuple[NodeShape, ...]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all machines."""
+        return sum(node.gpus for node in self.nodes)
+
+    @property
+    def gpu_memory(self) -> int:
+        """Bytes of the smallest GPU; 0 without GPUs."""
+        return min((node.gpu_memory for node in self.nodes if node.gpus), default=0)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of host memory of all machines."""
+        return sum(node.memory for node in self.nodes)
+
+    def __str__(self) -> str:
+        kinds = collections.Counter(self.nodes)
+        return "; ".join(f"{count} x {node}" for node, count in kinds.items())
+
+
+def this_machine() -> NodeShape:
+    """Return the shape of this machine."""
+    gpus, gpu_memory = _gpus()
+    return NodeShape(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus, gpu_memory)
+
+
+def given_cluster(
+    nodes: int | None, gpus: int | None, gpu_memory: float | None, memory: float | None
+) -> ClusterShape:
+    """Return a cluster shape; None takes the value of this machine.
+
+    Args:
+        nodes: number of machines; None for 1.
+        gpus: GPUs of each machine.
+        gpu_memory: GiB of each GPU.
+        memory: GiB of host memory of each machine.
+
+    Raises:
+        ConfigError: there are GPUs, and their memory is unknown.
+    """
+    here = this_machine()
+    node = NodeShape(
+        memory=int(memory * GIB) if memory else here.memory,
+        gpus=here.gpus if gpus is None else gpus,
+        gpu_memory=int(gpu_memory * GIB) if gpu_memory else here.gpu_memory,
+    )
+    if node.gpus and not node.gpu_memory:
+        raise ConfigError("--gpus says how many GPUs a machine has, not how large they are; add --gpu-memory")
+    return ClusterShape((node,) * (nodes or 1))
+
+
+def _gpus() -> tuple[int, int]:
+    """Return the number of this machine's GPUs and the memory of the smallest."""
+    if not Path("/proc/driver/nvidia").exists():
+        return 0, 0
+    import torch
+
+    devices: list[Any] = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return len(devices), min((device.total_memory for device in devices), default=0)

@@ -1,0 +1,60 @@
+"""Memory of each role of a run, in bytes, from the model's sizes. Pure arithmetic.
+
+An item is on the role's device, or in host memory. Without a GPU everything is in host memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One part of a process's memory.
+
+    Attributes:
+        name: the part, as reports show it.
+        size: bytes.
+        grows: memory that is taken only as far as a run uses it.
+    """
+
+    name: str
+    size: int
+    place: Place = "device"
+    grows: bool = False
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Memory of one process of a role at its peak.
+
+    Attributes:
+        role: name of the role.
+        processes: number of equal processes.
+        gpus: GPUs of each process; 0 if it computes on a CPU, a fraction if it shares one.
+        items: what the process holds at its peak.
+        note: remark for the report.
+    """
+
+    role: str
+    processes: int
+    gpus: float
+    items: tuple[Item, ...] = field(default=())
+    note: str = ""
+
+    def total(self, place: Place, *, growing: bool = True) -> int:
+        """Return the bytes of one process on its device or in host memory.
+
+        Without a GPU everything is in host memory.
+
+        Args:
+            growing: count what grows on demand too.
+        """
+        return sum(
+            item.size
+            for item in self.items
+            if place == (item.place if self.gpus else "host") and (growing or not item.grows)
+        )

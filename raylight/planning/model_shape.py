@@ -1,0 +1,233 @@
+"""Sizes of a model that its memory follows from, read on the meta device: no weight is loaded."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raylight.config import LoraConfig
+from raylight.errors import ConfigError
+from raylight.learner.adapter import peft_config
+
+FLOAT32 = 4
+"""Bytes of a float32."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal language model, in numbers of elements unless stated otherwise.
+
+    Attributes:
+        architecture: name of the model's class.
+        parameters: all weights; a tied weight counts once.
+        root: weights outside the layers, such as the embedding and the output layer. FSDP gathers them as one
+            group.
+        layer: weights of the largest layer. FSDP gathers each layer as a group.
+        layers: number of layers.
+        output: elements of the output layer.
+        tied: the output layer is the embedding.
+        vocabulary: tokens of the vocabulary.
+        hidden: size of a hidden state.
+        cache_per_token: key and value elements per token, over all layers that keep every token.
+        context: longest context of the model, in tokens; None if the model states none.
+    """
+
+    architecture: str
+    parameters: int
+    root: int
+    layer: int
+    layers: int
+    output: int
+    tied: bool
+    vocabulary: int
+    hidden: int
+    cache_per_token: int
+    context: int | None
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Memory of one training pass through the layers, in bytes.
+
+    Attributes:
+        fixed: part that does not depend on the number of layers.
+        per_layer: what each further layer adds.
+    """
+
+    fixed: int
+    per_layer: int
+
+    def total(self, layers: int) -> int:
+        """Return the bytes at the peak of a pass through `layers` layers."""
+        return self.fixed + layers * self.per_layer
+
+
+def read_config(path: str, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+@functools.lru_cache(maxsize=8)
+def read_shape(path: str) -> ModelShape:
+    """Return the sizes of the model in a folder. Only its configuration is read.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this architecture.
+    """
+    config = read_config(path)
+    model = _build(config, torch.float32)
+    text = config.get_text_config()
+    layers = list(_layers(model))
+    if not layers:
+        raise ConfigError(f"{path}: {type(model).__name__} has no repeated layers, so FSDP cannot shard it")
+    in_layers = {id(param) for layer in layers for param in layer.parameters()}
+    output = model.get_output_embeddings()
+    return ModelShape(
+        architecture=type(model).__name__,
+        parameters=count(model),
+        root=sum(param.numel() for param in model.parameters() if id(param) not in in_layers),
+        layer=max(count(layer) for layer in layers),
+        layers=len(layers),
+        output=output.weight.numel() if output is not None else 0,
+        tied=bool(text.tie_word_embeddings),
+        vocabulary=text.vocab_size,
+        hidden=text.hidden_size,
+        cache_per_token=_cache_per_token(text, len(layers)),
+        context=getattr(text, "max_position_embeddings", None),
+    )
+
+
+def adapter_parameters(path: str, lora: LoraConfig) -> int:
+    """Return the number of trained parameters of a LoRA adapter."""
+    import peft
+
+    model = _build(read_config(path), torch.float32)
+    with torch.device("meta"):
+        adapted = peft.get_peft_model(model, peft_config(lora, "CAUSAL_LM"))
+    return sum(param.numel() for param in adapted.parameters() if param.requires_grad)
+
+
+def measure_activations(
+    path: str,
+    rows: int,
+    length: int,
+    dtype: torch.dtype,
+    checkpointing: bool = False,
+) -> Activations:
+    """Run a forward and a backward pass of few layers with fake tensors, and extrapolate to any number.
+
+    The pass ends at the last hidden state: log-probs are computed in chunks, whose memory does not depend on
+    the layers. Memory for weights and gradients is left out.
+
+    Args:
+        rows: rows of the micro-batch, each of `length` tokens.
+        checkpointing: recompute the layers' activations in the backward pass.
+    """
+    text = read_config(path).get_text_config()
+    period, scale = _period(text), 1.0
+    if dtype == torch.float32 and _is_mixture(text):
+        dtype, scale = torch.bfloat16, 2.0  # fake tensors know grouped experts in bfloat16 only
+    one, two = (
+        int(scale * _traced_peak(path, times * period, rows, length, dtype, checkpointing))
+        for times in (1, 2)
+    )
+    per_layer = max(two - one, 0) // period
+    return Activations(fixed=max(one - period * per_layer, 0), per_layer=per_layer)
+
+
+def count(module: nn.Module) -> int:
+    """Return the number of parameters of a module."""
+    return sum(param.numel() for param in module.parameters())
+
+
+def _build(config: Any, dtype: torch.dtype, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    except ValueError as error:
+        raise ConfigError(
+            f"transformers has no causal language model for {config.model_type!r}: {error}"
+        ) from None
+
+
+def _layers(model: Any) -> Iterator[nn.Module]:
+    """Yield the modules that FSDP gathers as groups of their own."""
+    names = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            yield module
+
+
+def _cache_per_token(text: Any, layers: int) -> int:
+    """Return the elements of keys and values per token. Layers with a bounded state are left out."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    full = sum(kind == "full_attention" for kind in kinds)
+    if latent := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
+        return full * (latent + text.qk_rope_head_dim)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return full * 2 * heads * size
+
+
+def _period(text: Any) -> int:
+    """Return the length of the shortest pattern of layer types that the model repeats."""
+    kinds = list(getattr(text, "layer_types", None) or ["full_attention"])
+    for period in range(1, len(kinds) + 1):
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return period
+    return 1
+
+
+def _is_mixture(text: Any) -> bool:
+    return bool(getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None))
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_peak(
+    path: str, layers: int, rows: int, length: int, dtype: torch.dtype, checkpointing: bool
+) -> int:
+    """Return the peak of a pass without weights and gradients, in bytes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    with FakeTensorMode():
+        model = _few_layers(path, layers, dtype)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for param in model.parameters():  # gradients of earlier micro-batches
+            param.grad = torch.zeros_like(param)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        positions = torch.arange(length).expand(rows, -1)
+        with tracker:
+            states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+            states.backward(torch.zeros_like(states))
+    return sum(
+        size
+        for snapshot in tracker.get_tracker_snapshot("peak").values()
+        for kind, size in snapshot.items()
+        if getattr(kind, "value", kind) not in ("Parameter", "Gradient", "Total")
+    )
+
+
+def _few_layers(path: str, layers: int, dtype: torch.dtype) -> Any:
+    """Return the model in training mode with fewer layers."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(read_config(path))
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = list(text.layer_types)[:layers]
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()

@@ -1,0 +1,151 @@
+"""Memory of the processes of a run that trains a policy, by role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.experience.settings import PolicySettings
+from raylight.learner.token_logprobs import CHUNK_LOGITS
+from raylight.planning.cluster_shape import GIB, MIB
+from raylight.planning.memory import Item, Place, RoleMemory
+from raylight.planning.model_shape import ModelShape, adapter_parameters, measure_activations
+
+FLOAT32 = 4
+"""Bytes of a float32."""
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Data types by the names that settings use."""
+LEARNER_PROCESS = 740 * MIB
+ENGINE_PROCESS = {"transformers": 620 * MIB, "vllm": 1500 * MIB}
+RUNNER_PROCESS = 160 * MIB
+DRIVER_PROCESSES = 2 * GIB
+"""Host memory of processes without a model, as measured: Python and libraries. The driver's processes are the
+driver, the store, the coordinator, Serve's controller and proxies, and Ray itself."""
+GPU_CONTEXT = 700 * MIB
+"""Device memory of a CUDA context and of NCCL's communicators."""
+VLLM_MEMORY_SHARE = 0.9
+"""vLLM's default of `gpu_memory_utilization`."""
+LOGIT_COPIES = 3
+"""Float32 copies of a chunk's logits at the peak of the log-probs."""
+
+
+def learner_memory(
+    path: str, shape: ModelShape, config: LearnerConfig, settings: PolicySettings
+) -> RoleMemory:
+    """Return the memory of one learner rank at the peak of an update.
+
+    The peak is in a backward pass, when gradients and optimizer states of earlier updates exist.
+    """
+    items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
+    if config.num_gpus:
+        items.append(Item("CUDA context", GPU_CONTEXT))
+    trained = adapter_parameters(path, config.lora) if config.lora else shape.parameters
+    items += _states("policy", shape, config, trained)
+    if settings.needs_reference and not config.lora:
+        items += _states("reference", shape, config, 0)
+    if settings.critic is not None:
+        items += _states("critic", shape, config, trained)
+    items += _pass(path, shape, config, trained)
+    return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
+
+
+def _states(name: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
+    """Yield what a rank keeps of a model between two passes: its shards.
+
+    Args:
+        trained: number of trained parameters; an adapter's are beside the model's.
+    """
+    shards, compute = shards_of(config), DTYPES[config.dtype].itemsize
+    frozen = 0 if trained == shape.parameters else shape.parameters
+    weights = trained * FLOAT32 + frozen * compute
+    yield Item(f"{name} weights", weights // shards, _place(config, config.param_offload))
+    if trained:
+        yield Item(f"{name} gradients", trained * FLOAT32 // shards)
+        place = _place(config, config.optimizer_offload)
+        yield Item(f"{name} optimizer", 2 * trained * FLOAT32 // shards, place)
+
+
+def _place(config: LearnerConfig, offload: bool) -> Place:
+    """Return where shards are; offloading has no effect without a GPU."""
+    return "host" if offload and config.num_gpus else "device"
+
+
+def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
+    """Yield what a forward and backward pass over one micro-batch adds.
+
+    FSDP2 gathers the weights outside the layers for the whole pass, and one layer while the next one is on
+    its way, each with a flat copy. A layer's gradients are copied to a flat float32 buffer to be reduced.
+    """
+    compute = DTYPES[config.dtype].itemsize
+    length = min(config.row_limit, config.max_tokens_per_micro_batch)
+    rows = max(config.max_tokens_per_micro_batch // length, 1)
+    activations = measure_activations(path, rows, length, DTYPES[config.dtype], config.gradient_checkpointing)
+    yield Item("gathered weights", compute * (shape.root + 3 * shape.layer))
+    if not config.lora:
+        outside = shape.output if not shape.tied else shape.root
+        yield Item("gradients to reduce", compute * (outside + shape.layer) + FLOAT32 * 2 * shape.layer)
+    if config.no_sync and shards_of(config) > 1:
+        yield Item("gradients of the whole model", FLOAT32 * trained)
+    yield Item("activations", activations.total(shape.layers), grows=True)
+    logits = min(rows * length * shape.vocabulary, CHUNK_LOGITS["cuda" if config.num_gpus else "cpu"])
+    yield Item("logits", LOGIT_COPIES * FLOAT32 * logits, grows=True)
+
+
+def shards_of(config: LearnerConfig) -> int:
+    """Return the number of ranks among which a model is sharded."""
+    return config.fsdp_size or config.n
+
+
+def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int) -> RoleMemory:
+    """Return the memory of one worker of an engine's replica.
+
+    On a GPU vLLM fills its share of the device's memory with the key-value cache.
+
+    Args:
+        kind: "vllm" or "transformers".
+        gpu_memory: bytes of a GPU.
+    """
+    size = DTYPES[config.dtype].itemsize
+    parallel = int(config.args.get("tensor_parallel_size", 1))
+    workers = parallel * int(config.args.get("pipeline_parallel_size", 1))
+    length = context_length(shape, config)
+    weights = math.ceil(shape.parameters * size / workers)
+    per_token = math.ceil(shape.cache_per_token * size / workers)
+    items = [Item("Python and libraries", ENGINE_PROCESS[kind], "host"), Item("weights", weights)]
+    if config.num_gpus:
+        items.append(Item("CUDA context", GPU_CONTEXT))
+    if kind == "vllm" and config.num_gpus:
+        share = float(config.args.get("gpu_memory_utilization", VLLM_MEMORY_SHARE))
+        cache = max(int(share * gpu_memory) - weights - GPU_CONTEXT, 0)
+    elif kind == "vllm":
+        cache = GIB
+    else:
+        cache = config.max_concurrent * length * per_token
+    items.append(Item("key-value cache", cache, grows=kind == "transformers"))
+    room = cache // per_token if per_token else 0
+    note = f"room for {room:,} tokens, {room / length:.1f} sequences of {length:,}" if per_token else ""
+    return RoleMemory("engine", config.replicas * workers, config.num_gpus, tuple(items), note)
+
+
+def context_length(shape: ModelShape, config: EngineConfig) -> int:
+    """Return the longest sequence of an engine, in tokens."""
+    return min(config.max_model_len, shape.context or config.max_model_len)
+
+
+def other_memory(config: RunnerConfig) -> list[RoleMemory]:
+    """Return the memory of the runners, and of the driver with Ray's own processes."""
+    return [
+        RoleMemory("runner", config.n, 0, (Item("Python and libraries", RUNNER_PROCESS, "host"),)),
+        RoleMemory(
+            "driver, store, Serve, Ray", 1, 0, (Item("Python and libraries", DRIVER_PROCESSES, "host"),)
+        ),
+    ]

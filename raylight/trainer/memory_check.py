@@ -1,0 +1,101 @@
+"""Memory of a run before it starts: `raylight plan`, and the check at the start of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.engines.registry import choose_engine
+from raylight.errors import ConfigError
+from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
+from raylight.planning.plan import MemoryPlan, PlannedRun, make_plan
+from raylight.trainer.engine_nodes import ask_nodes
+from raylight.trainer.hardware import Hardware, choose, longest_sequence
+from raylight.trainer.inputs import resolve_model
+from raylight.trainer.plan import PolicyPlan, RunPlan
+
+TOLERANCE = 1.15
+"""Factor by which planned memory may exceed the memory that there is before a run is refused: the plan is not
+more exact."""
+SMALL_MODEL = 30
+"""A model whose files, times this factor, fit into the memory is not planned: it fits in any case."""
+PLANNED_ENGINES = ("vllm", "transformers")
+
+
+def plan_settings(
+    algorithm: Any, engine: EngineConfig, learner: LearnerConfig, runner: RunnerConfig, cluster: ClusterShape
+) -> MemoryPlan:
+    """Return the memory plan of a run with these settings, with the defaults for the cluster's hardware.
+
+    Raises:
+        ConfigError: the algorithm trains no model, or there are too few GPUs.
+        ModelNotFoundError: the model does not exist.
+    """
+    if not isinstance(algorithm, PolicyAlgorithm):
+        raise ConfigError(
+            f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
+        )
+    model_path = resolve_model(algorithm.model)
+    on_gpu = engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine
+    kind = choose_engine(on_gpu) if engine.kind == "auto" else engine.kind
+    hardware, context = Hardware(cluster.gpus), longest_sequence(Path(model_path))
+    choice = choose(hardware, engine.model_copy(update={"kind": kind}), learner, context)
+    settings = algorithm.policy_settings()
+    return make_plan(
+        PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, settings), cluster
+    )
+
+
+def check_memory(plan: RunPlan) -> None:
+    """Check that a run's model fits on the connected cluster, with however short rollouts.
+
+    Raises:
+        ConfigError: it does not; the message lists what is missing and what to change.
+    """
+    if not isinstance(plan, PolicyPlan) or plan.engine.kind not in PLANNED_ENGINES:
+        return
+    cluster = connected_cluster()
+    if not cluster.gpus and SMALL_MODEL * _size_of_files(plan.model_path) + 4 * GIB < cluster.memory:
+        return
+    settings = plan.algorithm.policy_settings()
+    run = PlannedRun(plan.model_path, plan.engine.kind, plan.engine, plan.learner, plan.runner, settings)
+    if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
+        return
+    exact = make_plan(run, cluster, at_peak=False)
+    lacks = "; ".join(shortage.message for shortage in exact.shortages)
+    remedy = f"It fits with {', '.join(exact.remedies)}" if exact.remedies else "Take a smaller model"
+    raise ConfigError(
+        f"the run does not fit on the cluster: {lacks}. {remedy}; `raylight plan` shows the memory of each "
+        "part"
+    )
+
+
+def connected_cluster() -> ClusterShape:
+    """Return the machines of the connected cluster.
+
+    Raises:
+        ConfigError: a node cannot load raylight, or does not respond.
+    """
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    return ClusterShape(tuple(ask_nodes(nodes, this_machine).values()))
+
+
+def _enlarged(cluster: ClusterShape) -> ClusterShape:
+    """Return the cluster with more memory, by the tolerance."""
+    return ClusterShape(
+        tuple(
+            replace(node, memory=int(TOLERANCE * node.memory), gpu_memory=int(TOLERANCE * node.gpu_memory))
+            for node in cluster.nodes
+        )
+    )
+
+
+def _size_of_files(model_path: str) -> int:
+    """Return the bytes of a model's weight files."""
+    files = (file for pattern in ("*.safetensors", "*.bin") for file in Path(model_path).glob(pattern))
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,193 @@
+"""Memory that `raylight plan` computes, and the peak of real processes, for several configurations.
+
+    python tests/benchmarks/plan_memory.py [--only "full;lora"] [--layers 8]
+
+A learner's rank is a process of its own that updates a random Qwen2 (100 million parameters with 8 layers)
+twice with full micro-batches. The engine is a process that samples as many sequences at once as it may, each
+as long as the context. The peak is the kernel's (VmHWM).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from raylight.config import EngineConfig, LearnerConfig
+from raylight.experience.settings import PolicySettings
+from raylight.quickstart import STARTER_MODEL
+
+VOCABULARY = 16_000
+MIB = 2**20
+LEARNER = {"max_tokens_per_micro_batch": 1024, "max_row_tokens": 128}
+LEARNERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "checkpointing": ({"gradient_checkpointing": True}, {}),
+    "lora": ({"lora": {"rank": 16}}, {"kl_coef": 0.1}),
+    "reference, 2 ranks": ({"n": 2}, {"kl_coef": 0.1}),
+    "critic": ({"gradient_checkpointing": True}, {"adv_estimator": "gae", "critic": {}}),
+    "mixture of experts": ({"gradient_checkpointing": True}, {}),
+}
+"""Settings of the learner and of the policy, by configuration."""
+ENGINE = {"max_concurrent": 32, "max_model_len": 512, "num_cpus": 1}
+
+
+def random_model(folder: Path, layers: int, mixture: bool) -> str:
+    """Save a model with random weights. Return its path."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 768,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    config: Any = Qwen2Config(**common, intermediate_size=3072)
+    if mixture:
+        config = Qwen3MoeConfig(**common, head_dim=64, num_experts=8, moe_intermediate_size=384)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in Path(STARTER_MODEL).glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
+
+
+def peak() -> int:
+    """Return the peak memory of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def run_learner(rank: int, task: dict[str, Any]) -> None:
+    """Update twice as one rank, and print the peak."""
+    import torch
+    import torch.distributed as dist
+    from learner_tokens import as_batch
+
+    from raylight.learner.actor import keep_freed_memory
+    from raylight.learner.policy import Policy
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    config = LearnerConfig(**task["learner"])
+    store = dist.FileStore(task["rendezvous"], config.n)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=config.n)
+    policy = Policy(task["model"], config, PolicySettings(**task["settings"]), 10)
+    draw = random.Random(0)
+
+    def tokens(n: int) -> list[int]:
+        return [draw.randrange(VOCABULARY) for _ in range(n)]
+
+    rows = [(tokens(64), tokens(config.row_limit - 64)) for _ in range(16 * config.n)]
+    for _ in range(2):
+        policy.update(as_batch(rows, policy.version))
+    print(peak(), flush=True)
+    dist.destroy_process_group()
+
+
+def run_engine(task: dict[str, Any]) -> None:
+    """Fill all slots of a transformers engine, and print the peak."""
+    import torch
+
+    from raylight.engines.transformers.engine import TransformersEngine
+    from raylight.engines.transformers.sampling import SamplingParams
+
+    torch.set_num_threads(1)
+    config = EngineConfig(**task["engine"])
+
+    async def sample() -> None:
+        engine = TransformersEngine(
+            task["model"], "policy", slots=config.max_concurrent, max_model_len=config.max_model_len
+        )
+        prompt = list(range(100, 100 + config.max_model_len - 8))
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        await asyncio.gather(*(engine.generate(prompt, params) for _ in range(config.max_concurrent)))
+        engine.close()
+
+    asyncio.run(sample())
+    print(peak(), flush=True)
+
+
+def planned_learner(model: str, task: dict[str, Any]) -> int:
+    from raylight.planning.model_shape import read_shape
+    from raylight.planning.roles import learner_memory
+
+    config, settings = LearnerConfig(**task["learner"]), PolicySettings(**task["settings"])
+    return learner_memory(model, read_shape(model), config, settings).total("host")
+
+
+def planned_engine(model: str, task: dict[str, Any]) -> int:
+    from raylight.planning.model_shape import read_shape
+    from raylight.planning.roles import engine_memory
+
+    return engine_memory(read_shape(model), "transformers", EngineConfig(**task["engine"]), 0).total("host")
+
+
+def measure(task: dict[str, Any], ranks: int) -> int:
+    """Return the highest peak of the processes of a task."""
+    command = [sys.executable, __file__, "--task", json.dumps(task)]
+    processes = [
+        subprocess.Popen(
+            [*command, "--rank", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"a process of {task} failed; run it by itself: {' '.join(command)} --rank 0")
+    return max(int(output.split()[-1]) for output in outputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="names of configurations, separated by semicolons")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.task:
+        task = json.loads(args.task)
+        run_engine(task) if "engine" in task else run_learner(args.rank, task)
+        return
+    wanted = args.only.split(";") if args.only else [*LEARNERS, "transformers engine"]
+    print(f"{'configuration':22} {'planned':>10} {'measured':>10} {'ratio':>6}")
+    with tempfile.TemporaryDirectory() as folder:
+        models = {
+            mixture: random_model(Path(folder, f"model-{mixture}"), args.layers, mixture)
+            for mixture in (False, True)
+        }
+        for name in wanted:
+            model = models[name == "mixture of experts"]
+            if name in LEARNERS:
+                learner, settings = LEARNERS[name]
+                task = {
+                    "model": model,
+                    "learner": LEARNER | learner,
+                    "settings": {"calculate_entropy": False, "max_logprob_mismatch": 1e6} | settings,
+                    "rendezvous": f"{folder}/{name}",
+                }
+                planned, ranks = planned_learner(model, task), int(learner.get("n", 1))
+            else:
+                task = {"model": model, "engine": ENGINE}
+                planned, ranks = planned_engine(model, task), 1
+            measured = measure(task, ranks)
+            print(
+                f"{name:22} {planned / MIB:6.0f} MiB {measured / MIB:6.0f} MiB {planned / measured:6.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

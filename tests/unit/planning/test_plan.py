@@ -1,0 +1,148 @@
+"""Memory plans of models of known sizes."""
+
+import pytest
+import torch
+
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
+from raylight.errors import ConfigError
+from raylight.experience.settings import CriticSettings, PolicySettings
+from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
+from raylight.planning.model_shape import adapter_parameters, measure_activations, read_shape
+from raylight.planning.plan import PlannedRun, make_plan
+
+H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Return the folder of a configuration with the sizes of Qwen2.5-7B."""
+    from transformers import Qwen2Config
+
+    folder = tmp_path_factory.mktemp("dense")
+    Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Return the folder of a small mixture-of-experts configuration."""
+    from transformers import Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("mixture")
+    Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def planned(path: str, settings: PolicySettings | None = None, **learner: object) -> PlannedRun:
+    defaults = {
+        "n": 4,
+        "num_gpus": 1,
+        "dtype": "bf16",
+        "gradient_checkpointing": True,
+        "max_row_tokens": 8192,
+    }
+    return PlannedRun(
+        path,
+        "vllm",
+        EngineConfig(num_gpus=1, replicas=4, dtype="bfloat16", max_model_len=8192),
+        LearnerConfig(**defaults | learner),
+        RunnerConfig(n=4),
+        settings or PolicySettings(),
+    )
+
+
+def learner_items(run: PlannedRun) -> dict[str, int]:
+    return {item.name: item.size for item in make_plan(run, H100S).roles[0].items}
+
+
+def test_the_sizes_of_a_dense_model(dense):
+    shape = read_shape(dense)
+    assert shape.parameters == 7_615_616_512
+    assert (shape.layers, shape.vocabulary, shape.hidden) == (28, 152064, 3584)
+    assert shape.cache_per_token == 28 * 2 * 4 * 128
+    assert shape.root == 2 * 152064 * 3584 + 3584
+    assert shape.root + shape.layers * shape.layer == shape.parameters
+
+
+def test_the_sizes_of_a_mixture_of_experts(mixture):
+    shape = read_shape(mixture)
+    assert shape.architecture == "Qwen3MoeForCausalLM"
+    assert shape.layer > 8 * 3 * 64 * 32
+    activations = measure_activations(mixture, 1, 64, torch.float32, False)
+    assert activations.per_layer > 0
+
+
+def test_states_are_sharded(dense):
+    one, four = learner_items(planned(dense, n=1)), learner_items(planned(dense, n=4))
+    for name in ("policy weights", "policy gradients", "policy optimizer"):
+        assert one[name] == pytest.approx(4 * four[name], rel=1e-6)
+    assert one["policy optimizer"] == 8 * 7_615_616_512
+    assert one["activations"] == four["activations"]
+
+
+def test_checkpointing_saves_activations(dense):
+    kept, recomputed = (
+        learner_items(planned(dense, gradient_checkpointing=value))["activations"] for value in (False, True)
+    )
+    assert kept > 10 * recomputed
+
+
+def test_a_reference_and_a_critic_need_memory(dense):
+    assert "reference weights" in learner_items(planned(dense, PolicySettings(kl_coef=0.1)))
+    with_critic = learner_items(planned(dense, PolicySettings(adv_estimator="gae", critic=CriticSettings())))
+    assert with_critic["critic optimizer"] == with_critic["policy optimizer"]
+
+
+def test_lora_trains_the_adapter_only(dense):
+    adapter = adapter_parameters(dense, LoraConfig(rank=16))
+    items = learner_items(planned(dense, PolicySettings(kl_coef=0.1), lora={"rank": 16}))
+    assert items["policy optimizer"] == 2 * adapter * 4 // 4
+    assert "reference weights" not in items
+
+
+def test_a_run_that_fits_needs_no_change(dense):
+    plan = make_plan(planned(dense), H100S)
+    assert plan.shortages == ()
+    assert plan.remedies == ()
+
+
+def test_the_remedies_make_the_run_fit(dense):
+    run = planned(dense, gradient_checkpointing=False)
+    plan = make_plan(run, H100S)
+    assert [shortage.what for shortage in plan.shortages] == ["GPU memory"]
+    assert plan.remedies == ("learner.gradient_checkpointing=true",)
+    assert make_plan(planned(dense), H100S).shortages == ()
+
+
+def test_only_needed_changes_are_named(dense):
+    plan = make_plan(planned(dense, n=1), H100S)
+    assert plan.remedies == ("learner.n=4",)
+
+
+def test_an_engine_without_room_for_its_cache_does_not_fit(dense):
+    plan = make_plan(planned(dense), ClusterShape((NodeShape(1000 * GIB, 8, 16 * GIB),)))
+    assert "key-value cache" in [shortage.what for shortage in plan.shortages]
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match="'vit'"):
+        read_shape(str(tmp_path))

@@ -1,0 +1,110 @@
+"""The check of a run's memory before it starts."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylight import doctor_report
+from raylight.algorithms.policy import GRPO
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.errors import ConfigError
+from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
+from raylight.quickstart import STARTER_MODEL
+from raylight.trainer import memory_check
+from raylight.trainer.plan import PolicyPlan
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Return the folder of a model with 500 million parameters, whose weights are a hole in a file."""
+    from transformers import Qwen2Config
+
+    folder = tmp_path / "model"
+    Qwen2Config(
+        vocab_size=150_000,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+    ).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    with open(folder / "model.safetensors", "wb") as file:
+        os.truncate(file.fileno(), 2 * GIB)
+    return str(folder)
+
+
+def policy_plan(model_path: str, **learner: Any) -> PolicyPlan:
+    payload: Any = None
+    return PolicyPlan(
+        name="run",
+        payload=payload,
+        runner=RunnerConfig(),
+        store=StoreConfig(),
+        store_path="",
+        resources={},
+        model_path=model_path,
+        engine=EngineConfig(kind="transformers"),
+        seed=0,
+        algorithm=GRPO(model=model_path),
+        learner=LearnerConfig(**learner),
+        checkpoint=CheckpointConfig(),
+        state_url="",
+        output_dir="",
+        total_steps=1,
+        trained_agents=None,
+    )
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    cluster = ClusterShape((NodeShape(int(gib * GIB)),))
+    monkeypatch.setattr(memory_check, "connected_cluster", lambda: cluster)
+
+
+def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, 10)
+    with pytest.raises(
+        ConfigError, match=r"of host memory; there are 10.0 GiB. It fits with learner.lora.rank=16; "
+    ):
+        memory_check.check_memory(policy_plan(model))
+
+
+def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, 24)
+    memory_check.check_memory(policy_plan(model))
+
+
+def test_a_small_model_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, 8)
+    monkeypatch.setattr(memory_check, "make_plan", lambda *_: pytest.fail("planned"))
+    memory_check.check_memory(policy_plan(str(STARTER_MODEL)))
+
+
+def test_an_algorithm_without_learners_has_no_plan() -> None:
+    @dataclass
+    class Other:
+        model: str = ""
+
+    with pytest.raises(ConfigError, match="Other trains no model"):
+        memory_check.plan_settings(
+            Other(), EngineConfig(), LearnerConfig(), RunnerConfig(), ClusterShape((NodeShape(GIB),))
+        )
+
+
+def test_gpus_change_the_defaults(model: str) -> None:
+    cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
+    settings = (EngineConfig(kind="vllm"), LearnerConfig(), RunnerConfig(), cluster)
+    plan = memory_check.plan_settings(GRPO(model=model), *settings)
+    learner, engine = plan.roles[:2]
+    assert (learner.gpus, engine.gpus) == (1, 1)
+    assert plan.shortages == ()
+
+
+def test_the_doctor_names_what_the_machine_lacks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_report, "this_machine", lambda: NodeShape(8 * GIB))
+    (problem,) = doctor_report.memory_problems(model)
+    assert problem.summary.startswith("this machine cannot train the model: all processes need")
+    assert not problem.required
