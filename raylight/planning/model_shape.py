@@ -111,7 +111,7 @@ def adapter_parameters(path: str, lora: LoraConfig) -> int:
 
     model = _build(read_config(path), torch.float32)
     with torch.device("meta"):
-        adapted = peft.get_peft_model(model, peft_config(lora, "CAUSAL_LM"))
+        adapted = peft.get_peft_model(model, peft_config(lora, "CAUSAL_LM", model))
     return sum(param.numel() for param in adapted.parameters() if param.requires_grad)
 
 
