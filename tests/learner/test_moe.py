@@ -15,8 +15,14 @@ from ranks import plain_probe
 from tiny_models import MOE, build_model
 from transformers import AutoModelForCausalLM
 
+from raylight.algorithms.policy_gradient import GSPO
+from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
+from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
 from raylight.learner.model_check import read_shapes
+from raylight.learner.weight_source import WeightSource
+from raylight.types import Trajectory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +63,53 @@ def test_experts_cannot_be_adapted(tmp_path):
     model = build_model("qwen3_moe", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"mlp\.experts, which cannot be adapted"):
         train_and_save(model, tmp_path / "saved", 1, lora={"target_modules": ["gate_proj", "up_proj"]})
+
+
+def sample(model, prompts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continue each prompt by `length` tokens; return them and their log-probs."""
+    ids, found = prompts, []
+    with torch.no_grad():
+        for _ in range(length):
+            logprobs = model(ids).logits[:, -1].log_softmax(-1)
+            token = torch.multinomial(logprobs.exp(), 1)
+            ids, found = torch.cat([ids, token], 1), [*found, logprobs.gather(1, token)]
+    return ids[:, prompts.shape[1] :], torch.cat(found, 1)
+
+
+@pytest.mark.slow
+def test_gspo_teaches_a_mixture_a_task(tmp_path):
+    """The reward is the share of tokens below 64, of 288. It rises from 0.2 to 0.9 in 40 steps."""
+    from raylight.learner.policy import Policy
+
+    path = build_model("qwen3_moe", tmp_path)
+    torch.manual_seed(0)
+    gspo = {
+        name: field.default
+        for name, field in GSPO.model_fields.items()
+        if name in PolicySettings.model_fields
+    }
+    settings = gspo | {"lr": 3e-3, "mini_batches": 2, "clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
+    policy = Policy(path, LearnerConfig(), PolicySettings(**settings | {"max_logprob_mismatch": 1e-3}), 40)
+    sampler = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    prompts = torch.tensor([[90, 84], [20, 31]]).repeat_interleave(8, 0)
+    means = []
+    for step in range(40):
+        tokens, logprobs = sample(sampler, prompts, 12)
+        rewards = (tokens < 64).float().mean(1)
+        rows = [
+            Trajectory(
+                str(i), [*prompt, *row], [0, 0] + [1] * 12, [0.0, 0.0, *sampled], [-1, -1] + [step] * 12
+            )
+            for i, (prompt, row, sampled) in enumerate(
+                zip(prompts.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
+            )
+        ]
+        policy.update(TrainBatch(rewards.tolist(), [str(i // 8) for i in range(16)], rows, list(range(16))))
+        source = WeightSource(policy.engine.module, torch.float32, names="module")
+        sampler.load_state_dict(dict(source))
+        means.append(float(rewards.mean()))
+    assert means[0] < 0.35
+    assert sum(means[-5:]) / 5 > 0.9, means
 
 
 @pytest.mark.slow
