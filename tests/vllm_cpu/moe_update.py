@@ -1,0 +1,68 @@
+"""Updates a mixture of experts in vLLM: python moe_update.py MODEL prints differences of log-probs as JSON.
+
+The differences are those to plain transformers: of the loaded weights, of old weights after the learner's
+changed, and of the weights after an update.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def difference(engine: Any, model: Any, ids: list[int]) -> float:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    output = engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0]
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+    return float((torch.tensor(found) - expected).abs().max())
+
+
+def main(path: str) -> None:
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM
+
+    from raylight.engines.vllm.update_repairs import ignore_tied_output, repair_expert_updates
+    from raylight.learner.weight_source import WeightSource
+
+    repair_expert_updates()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    engine = LLM(
+        path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+    )
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    ignore_tied_output(runner.get_model())
+    torch.manual_seed(0)
+    ids = torch.randint(0, 250, (40,)).tolist()
+    loaded = difference(engine, model, ids)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.02)
+    old = difference(engine, model, ids)
+    runner.reload_weights(weights_iterator=iter(WeightSource(model, torch.float32)))
+    print(json.dumps({"loaded": loaded, "old": old, "updated": difference(engine, model, ids)}), flush=True)
+    os._exit(0)  # vLLM's threads would delay the end
+
+
+if __name__ == "__main__":
+    os.environ.update(SETTINGS)
+    main(sys.argv[1])

@@ -1,0 +1,27 @@
+"""Mixtures of experts in vLLM: a source's names are loaded, and experts are repacked after updates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import build_model
+
+SCRIPT = Path(__file__).parent / "moe_update.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+def test_an_updated_mixture_computes_what_transformers_computes(model_type: str, tmp_path: Path) -> None:
+    model = build_model(model_type, tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), model], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["loaded"] < 1e-4
+    assert found["old"] > 0.01
+    assert found["updated"] < 1e-4
