@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 import ray
-from ray.util.state import list_actors
+import ray._private.state as ray_state
 from two_nodes import TwoNodes
 
 import raylight as rl
@@ -45,12 +45,14 @@ class Watcher:
         pass
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        alive = list_actors(self._nodes.address, filters=[("state", "=", "ALIVE")], limit=1000)
+        # from the GCS: the state API needs the dashboard, whose port another cluster may have
+        alive = [actor for actor in ray_state.actors().values() if actor["State"] == "ALIVE"]
         found = self.placements[step] = {role: [] for role in ROLES.values()}
         for actor in alive:
             for start, role in ROLES.items():
-                if (actor.name or "").startswith(start):
-                    found[role].append("head" if actor.node_id == self._nodes.head_id else "other")
+                if actor["Name"].startswith(start):
+                    on_head = actor["Address"]["NodeID"] == self._nodes.head_id
+                    found[role].append("head" if on_head else "other")
         if step == self._step:
             self._nodes.remove_node()
             threading.Thread(target=self._nodes.add_node).start()  # the run goes on meanwhile
