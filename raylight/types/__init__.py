@@ -5,6 +5,9 @@ sampled from the engine, with its token ids. A *span* is one recorded operation 
 token sequence to train on.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from raylight.types.collections import Dataset, PaginatedResult
 from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
@@ -49,19 +52,21 @@ from raylight.types.states import (
     RolloutStatus,
     WorkerStatus,
 )
-from raylight.types.tokens import (
-    GREEDY_BELOW,
-    NEVER_SAMPLED_BELOW,
-    CallKey,
-    FinishedRollout,
-    FinishReason,
-    Generation,
-    IntArray,
-    LogprobArray,
-    MaskArray,
-    Trajectory,
-    VersionArray,
-)
+
+if TYPE_CHECKING:
+    from raylight.types.tokens import (
+        GREEDY_BELOW,
+        NEVER_SAMPLED_BELOW,
+        CallKey,
+        FinishedRollout,
+        FinishReason,
+        Generation,
+        IntArray,
+        LogprobArray,
+        MaskArray,
+        Trajectory,
+        VersionArray,
+    )
 
 __all__ = [
     "ATTEMPT_FINISHED",
@@ -120,3 +125,10 @@ __all__ = [
     "WorkerStatus",
     "span_json",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the types of tokens on their first use: they need numpy, which an agent's process does not."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("raylight.types.tokens"), name)

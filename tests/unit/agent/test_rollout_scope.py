@@ -15,6 +15,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import OutsideRolloutError
+from raylight.runner import pool
 from raylight.runner.execute import execute
 from raylight.runner.pool import RunnerActor, RunnerPayload
 from raylight.store.client import StoreClient
@@ -69,7 +70,9 @@ async def test_a_runner_gives_its_store_and_agent_to_hooks() -> None:
     assert seen == [("task", True, True)]
 
 
-async def test_a_runner_actor_gives_the_trainers_settings_to_the_agent() -> None:
+async def test_a_runner_actor_gives_the_trainers_settings_to_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
 
     class Asking(LitAgent[Any]):
@@ -80,8 +83,9 @@ async def test_a_runner_actor_gives_the_trainers_settings_to_the_agent() -> None
     store, hook, tracer = StoreClient(StoreService()), Hook(), DummyTracer()
     await enqueue(store, [1])
     payload = RunnerPayload(Asking(), tracer, [hook])
+    monkeypatch.setattr(pool.ray.cloudpickle, "loads", {b"pickled": payload}.__getitem__)
     async with within():
-        await RunnerActor("w", store, payload, RunnerConfig(n=3, max_rollouts=1)).serve()
+        await RunnerActor("w", store, b"pickled", RunnerConfig(n=3, max_rollouts=1)).serve()
     assert seen == [(3, 1, tracer, (hook,))]
 
 

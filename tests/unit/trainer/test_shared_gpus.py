@@ -53,7 +53,7 @@ def make_session(seen: list[str], monkeypatch: pytest.MonkeyPatch, learner: floa
         shares_gpus=0 < learner < 1 and engine > 0,
     )
     session._reopens_store = False
-    session._stack = SimpleNamespace(callback=lambda *_: None)
+    session._stack = SimpleNamespace(callback=lambda *_: None, push_async_callback=lambda *_: None)
     session._show_stage = lambda text: None
     session._reported_no_sleep, session.version = False, 0
 
@@ -63,7 +63,9 @@ def make_session(seen: list[str], monkeypatch: pytest.MonkeyPatch, learner: floa
     async def reached(*_: Any) -> None:
         raise ReachedError
 
-    learners = Events("learners", seen)
+    learners, publications = Events("learners", seen), Events("publications", [])
+    monkeypatch.setattr(publications, "learners_busy", asyncio.Lock(), raising=False)
+    monkeypatch.setattr(policy_session, "Publications", lambda *_: publications)
     monkeypatch.setattr(learners, "check_storage", reached)
     monkeypatch.setattr(learners, "stop", lambda: None)
     monkeypatch.setattr(policy_session, "LearnerGroup", lambda *_: learners)
@@ -73,6 +75,7 @@ def make_session(seen: list[str], monkeypatch: pytest.MonkeyPatch, learner: floa
     session._make_deployment = lambda *_: Events("engines", seen)
     session._make_pool = lambda: Events("runners", seen)
     session.learners, session.replicas = learners, Events("engines", seen)
+    session._coordinator, session._publications = None, publications
     return session
 
 
