@@ -15,7 +15,7 @@ from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.inputs import Inputs
-from raylight.weight_transfer.transports import choose_transport
+from raylight.weight_transfer.transports import choose_transport, find_transport
 
 if TYPE_CHECKING:
     from raylight.trainer.plan import PolicyPlan
@@ -44,10 +44,10 @@ def check_lengths(trainer: Trainer) -> None:
 
 
 def trainable_engine(trainer: Trainer) -> EngineConfig:
-    """Return the settings of the engine that samples from the policy, with its kind and transport resolved.
+    """Return the settings of the engine that samples from the policy, with its kind resolved.
 
     Raises:
-        ConfigError: the engine takes no weights, or is not installed, or cannot use the transport.
+        ConfigError: the engine takes no weights, or is not installed, or there is no such transport.
     """
     kind = choose_engine(trainer.engine)
     if kind == "upstream":
@@ -55,9 +55,19 @@ def trainable_engine(trainer: Trainer) -> EngineConfig:
             "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
             "out, and pass a fixed model to the agent as a resource: LLM(endpoint=..., traced=True)"
         )
-    engine = trainer.engine.model_copy(update={"kind": kind})
-    transport = choose_transport(engine, trainer.learner.num_gpus)
-    return engine.model_copy(update={"weight_transfer": transport})
+    if trainer.engine.weight_transfer != "auto":
+        find_transport(trainer.engine.weight_transfer)
+    return trainer.engine.model_copy(update={"kind": kind})
+
+
+def with_transport(plan: PolicyPlan) -> PolicyPlan:
+    """Return the plan with the transport of weights, which depends on the engine and on who has GPUs.
+
+    Raises:
+        ConfigError: the transport does not fit engine or learners.
+    """
+    transport = choose_transport(plan.engine, plan.learner.num_gpus)
+    return replace(plan, engine=plan.engine.model_copy(update={"weight_transfer": transport}))
 
 
 def mismatch_limit(

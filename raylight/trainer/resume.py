@@ -193,6 +193,15 @@ def resume_point_of(states: TrainingStates, step: int) -> ResumePoint:
     return ResumePoint(metadata["lineage"], states.url, step, **_read_progress(metadata), same_run=True)
 
 
+def check_no_other_run(start: ResumePoint, state_url: str) -> None:
+    """Raise a ConfigError if a new run would mix its training states with those of another run."""
+    if not start.same_run and TrainingStates(state_url).steps():
+        raise ConfigError(
+            f"checkpoint.path {state_url} has training states of another run; choose another folder, remove "
+            "the states, or resume that run"
+        )
+
+
 def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -> None:
     """Remove training states after the starting point. For a run without any, write one that refers to the
     initial model."""

@@ -22,7 +22,6 @@ from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl import VERL
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
-from raylight.experience.checkpoints import TrainingStates
 from raylight.runner.pool import RunnerPayload
 from raylight.runner.threads import AgentThreads
 from raylight.traces.triplets import TracerTraceToTriplet
@@ -45,11 +44,13 @@ from raylight.trainer.policy_checks import (
     trainable_engine,
     trained_agents_pattern,
     with_mismatch_limit,
+    with_transport,
 )
 from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
     Resume,
+    check_no_other_run,
     find_resume_point,
     fingerprint_tasks,
     fresh_start,
@@ -128,8 +129,11 @@ class Run:
         """Last step whose metrics are kept; None if the run directory starts empty."""
         return None
 
+    def fall_back_to_cpus(self) -> None:
+        """Use the settings for a cluster without GPUs, if it has none; called after the connection to Ray."""
+
     def finalize_plan(self) -> None:
-        """Choose settings that depend on the cluster; called after the connection to Ray."""
+        """Choose settings that depend on those for the hardware; called after these are known."""
 
     def config(self) -> dict[str, Any]:
         """Return the content of config.yaml: a run file that starts this run again (see `RunFile`)."""
@@ -256,26 +260,21 @@ class PolicyRun(Run):
         """The configuration that is stored with a training state."""
         return self.plan.resolved() | {"tasks": fingerprint_tasks(self.train_tasks)}
 
-    def finalize_plan(self) -> None:
+    def fall_back_to_cpus(self) -> None:
         fallback = self.trainer.run_settings.cpu_fallback
         if fallback is not None and not ray.cluster_resources().get("GPU"):
             engine = fallback.engine.model_copy(update={"kind": self.plan.engine.kind})
             self.plan = replace(self.plan, engine=engine, learner=fallback.learner)
             self._notes = fallback.notes
-        self.plan = with_adapter(with_mismatch_limit(self.plan))
+
+    def finalize_plan(self) -> None:
+        self.plan = with_adapter(with_mismatch_limit(with_transport(self.plan)))
         metrics = self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
         start = find_resume_point(self._resume, self.plan.state_url, self._state_config, highest)
         self.start = replace(start, completed_step=highest_logged_step(metrics))
-        if (
-            not self.start.same_run
-            and self.plan.checkpoint.path
-            and TrainingStates(self.plan.state_url).steps()
-        ):
-            raise ConfigError(
-                f"checkpoint.path {self.plan.state_url} has training states of another run; choose another "
-                "folder, remove the states, or resume that run"
-            )
+        if self.plan.checkpoint.path:
+            check_no_other_run(self.start, self.plan.state_url)
 
     def begin(self, report: Report, owns_cluster: bool) -> None:
         super().begin(report, owns_cluster)

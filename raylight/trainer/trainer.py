@@ -365,6 +365,7 @@ class Trainer:
         ):
             if self.runner.external:
                 check_joinable(name, connection.owns_cluster)
+            run.fall_back_to_cpus()
             run.plan, hardware_notes = plan_for_hardware(run.plan, self.engine)
             run.plan = plan_for_nodes(run.plan, self.engine)
             check_memory(run.plan)

@@ -500,9 +500,11 @@ def test_a_run_settles_on_what_the_cluster_has(
         "raylight.trainer.runs.ray.cluster_resources",
         lambda: {"CPU": 2.0, "GPU": gpus} if gpus else {"CPU": 2.0},
     )
+    run.fall_back_to_cpus()
     run.finalize_plan()
     assert (run.plan.learner.num_gpus, run.plan.engine.num_gpus) == ((0.6, 0.4) if gpus else (0, 0))
     assert run.plan.engine.kind == "transformers"
+    assert run.plan.engine.weight_transfer == "gloo"
     assert run.plan.algorithm.max_logprob_mismatch == 0.3
     assert ("no GPU: " in run._notes[-1]) == (not gpus)
     assert run.config()["algorithm"]["name"] == "VERL"
