@@ -38,7 +38,7 @@ class TransferSequence(OrderSequence):
         await self._end_transfer("its sender began another one")
         await self._changed.wait_for(lambda: self._is_over(token) or bool(self._lacking(version, token)))
         members = self._lacking(version, token)
-        self._transfer = Transfer(version, members) if members else None
+        self._transfer = Transfer(version, self._number_of_weights(), members) if members else None
         return [Member(name, s.workers, s.node) for name, s in sorted(members.items())] or None
 
     async def run_phase(self, kind: PhaseKind, infos: Mapping[str, Any], timeout: float) -> None:
@@ -145,7 +145,10 @@ class TransferSequence(OrderSequence):
             self._begin_phase(transfer, "abort")
 
     async def _end_transfer(self, reason: str) -> None:
-        """Wait until the members of a broken transfer have aborted it, and evict those that do not."""
+        """Wait until the members of a broken transfer have aborted it, and evict those that do not.
+
+        Members that have executed the order of weights, or failed it, take no further part.
+        """
         self._break_transfer(reason)
         transfer = self._transfer
         if transfer is None or not transfer.broken:
@@ -157,6 +160,7 @@ class TransferSequence(OrderSequence):
                 name
                 for name in transfer.waiting()
                 if self._quorum.is_current(name, transfer.members[name])
+                and transfer.members[name].acknowledged < transfer.order
                 and transfer.members[name].refused < max(number, 1)
             ]
 

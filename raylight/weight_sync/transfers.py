@@ -53,6 +53,7 @@ class Transfer:
     """A transfer in progress.
 
     Attributes:
+        order: number of the order of weights that the members execute.
         members: the members' subscriptions by name.
         started: time at which the phase began.
         answered: members that have executed, or failed, the current phase.
@@ -60,6 +61,7 @@ class Transfer:
     """
 
     version: int
+    order: int
     members: dict[str, Subscription]
     number: int = 0
     kind: PhaseKind | None = None

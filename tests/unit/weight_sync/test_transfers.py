@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from coordinator_helpers import Life, SpyEngine, coordinator_with, join, publish_weights, send, turns
+from coordinator_helpers import Life, SpyEngine, coordinator_with, join, obey, publish_weights, send, turns
 from unit_helpers import until, within
 
 from raylight.aio import cancel_all
@@ -107,6 +107,27 @@ async def test_a_replica_that_dies_in_a_phase_is_left_out_of_the_next_transfer(p
         again = [] if phase == "finish" else ["abort", *PHASES]
         assert living.engine.phases == [*PHASES[: PHASES.index(phase) + 1], *again]
         assert await publish_weights(coordinator, 2) == 1
+
+
+async def test_a_replica_that_has_finished_need_not_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_sequence, "ABORT_TIMEOUT_S", 0.02)
+    coordinator = ReplicaCoordinator()
+    async with within():
+        _, doomed = await replicas_of(coordinator, "living", "doomed")
+        finishing = asyncio.Event()
+
+        async def hang(version: int) -> None:
+            finishing.set()
+            await asyncio.Event().wait()
+
+        doomed.engine.finish_weight_update = hang  # type: ignore[method-assign]
+        publishing = asyncio.create_task(coordinator.publish(1, None, 60.0, token=TOKEN))
+        sending = asyncio.create_task(send(coordinator, 1, TOKEN))
+        await finishing.wait()
+        await doomed.die()
+        assert await publishing == 1
+        await sending
+        assert not coordinator.snapshot().evicted
 
 
 async def test_a_lost_connection_is_no_fault_of_the_replica_that_reports_it() -> None:
@@ -219,6 +240,16 @@ async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
         await doomed.die()
         with pytest.raises(WeightSyncError, match=r"reached 1 replicas .* engine.min_replicas is 2"):
             await publish_weights(coordinator, 2, timeout=0.05)
+
+
+async def test_too_few_replicas_for_an_adapter_fail_too() -> None:
+    coordinator = ReplicaCoordinator(min_replicas=2)
+    async with within():
+        await join(coordinator, "a")
+        publishing = asyncio.create_task(coordinator.publish(1, ["payload"], 0.05, adapter="policy"))
+        await obey(coordinator, "a")
+        with pytest.raises(WeightSyncError, match=r"reached 1 replicas .* engine.min_replicas is 2"):
+            await publishing
 
 
 async def test_a_replacement_completes_the_number_of_replicas() -> None:
