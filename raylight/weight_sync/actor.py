@@ -27,7 +27,7 @@ class CoordinatorActor(ReplicaCoordinator):
         store: pickled client of the store, which receives the names of replicas that are gone, so that it
             does not wait for their records.
         replacement_timeout_s: further time for an order while no replica is left.
-        min_replicas: number of replicas that must receive new weights.
+        min_replicas: number of replicas that must receive new weights, or a new adapter.
     """
 
     def __init__(self, store: bytes | None, replacement_timeout_s: float, min_replicas: int) -> None:
@@ -49,7 +49,7 @@ class RunningCoordinator:
 
     Args:
         replacement_timeout_s: time that Serve may take to replace a lost replica.
-        min_replicas: number of replicas that must receive new weights.
+        min_replicas: number of replicas that must receive new weights, or a new adapter.
         report: receives messages for the user; None logs them.
     """
 

@@ -51,7 +51,7 @@ class Membership:
         kill: called with the handle of each evicted replica's actor.
         replacement_timeout_s: further time for an order while no replica is left.
         restored: False for a coordinator that must be restored from a snapshot first.
-        min_replicas: number of replicas that must receive new weights.
+        min_replicas: number of replicas that must receive new weights, or a new adapter.
     """
 
     def __init__(

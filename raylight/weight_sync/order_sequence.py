@@ -119,7 +119,7 @@ class OrderSequence(Membership):
         """
         order, clock, extended = pending.order, asyncio.get_running_loop().time, False
         timeout = order.timeout
-        needed = self._min_replicas if order.kind == "weights" else 1
+        needed = self._min_replicas if order.kind in ("weights", "adapter") else 1
         while not self._has_reached(pending, needed):
             if len(self._quorum) < needed and not extended:
                 extended = True
@@ -131,7 +131,8 @@ class OrderSequence(Membership):
             await self._changed.wait_for(lambda: self._generation != seen, wake_at - clock())  # noqa: B023
             for replica, reason in self._quorum.late(order, pending.issued).items():
                 self._evict(replica, reason)
-            if pending.sender_failure or clock() >= deadline:
+            can_extend = len(self._quorum) < needed and not extended
+            if pending.sender_failure or (clock() >= deadline and not can_extend):
                 self._end_waiting(pending, timeout, needed)
 
     def _has_reached(self, pending: PendingOrder, needed: int) -> bool:

@@ -92,7 +92,7 @@ async def test_an_order_without_replicas_waits_for_the_replacement() -> None:
     killer = Killer()
     coordinator = await coordinator_of(killer, "frozen", replacement_timeout_s=30.0)
     async with within():
-        publishing = asyncio.create_task(coordinator.publish(1, PAYLOAD_REF, 0.02))
+        publishing = asyncio.create_task(coordinator.publish(1, PAYLOAD_REF, 0.2))
         await until(lambda: killer.killed == ["handle of frozen"])
         state = await coordinator.subscribe("replacement")
         assert [order.version for order in state.orders] == [1]
