@@ -4,7 +4,8 @@ The encoding is MessagePack with extensions. Decoding executes no code, so that 
 is safe to open.
 
 Laws:
-- A value is read as it was written, type for type, or refused when it is written.
+- A value is read as it was written, type for type, or refused when it is written. Three kinds are converted:
+  a subclass of dict to a dict, a bytearray or memoryview to bytes, and a datetime's time zone to its offset.
 - An error names the place of the value that cannot be stored.
 """
 
@@ -202,8 +203,16 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, set | frozenset):
         yield from ((f" item {item!r:.80}", item) for item in value)
+    elif _is_array(value) and value.dtype.kind == "O":
+        import numpy as np
+
+        yield from ((f"[{', '.join(map(str, index))}]", item) for index, item in np.ndenumerate(value))
     elif type(value) in _resource_types().values():
         yield from ((f".{name}", getattr(value, name)) for name in type(value).model_fields)
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _refusal(where: str, value: Any) -> str:
@@ -214,6 +223,8 @@ def _refusal(where: str, value: Any) -> str:
 
 def _advice(value: Any) -> str:
     """Conversion of a value to one that can be stored."""
+    if _is_array(value):
+        return f"pass .tolist(), because its values are of the type {value.dtype!s:.80}"
     if hasattr(type(value), "model_dump"):
         return f"pass .model_dump(), and call {type(value).__name__}.model_validate(...) in the agent"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

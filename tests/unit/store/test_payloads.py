@@ -7,8 +7,9 @@ import dataclasses
 import enum
 import pathlib
 import threading
-from datetime import UTC, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pydantic
@@ -135,6 +136,14 @@ def test_resources_stay_what_they_are(resource: Any) -> None:
     assert (type(read), read) == (type(resource), resource)
 
 
+def test_the_kinds_that_are_converted() -> None:
+    zone = ZoneInfo("Europe/Berlin")
+    values = [bytearray(b"a"), memoryview(b"b"), datetime(2026, 7, 1, tzinfo=zone)]
+    read = decode_payload(encode_payload(values))
+    assert typed(read[:2]) == typed([b"a", b"b"])
+    assert read[2].isoformat() == "2026-07-01T00:00:00+02:00"
+
+
 def test_a_kind_of_dict_becomes_a_dict() -> None:
     read = decode_payload(encode_payload(collections.OrderedDict(b=1, a=collections.Counter("x"))))
     assert typed(read) == typed({"b": 1, "a": {"x": 1}})
@@ -153,7 +162,8 @@ def test_a_kind_of_dict_becomes_a_dict() -> None:
         ({"path": pathlib.Path("a")}, "task['path']", "such as its text"),
         ({Colour.RED: 1}, "task key <Colour.RED: 1>", "value"),
         (rl.LLM(sampling_parameters={"stop": Sum()}), "task.sampling_parameters['stop']", "asdict"),
-        (np.array([1, Sum()], dtype=object), "task", "plain data"),
+        ({"a": np.array([[1, Sum()]], dtype=object)}, "task['a'][0, 1]", r"dataclasses\.asdict"),
+        ([np.zeros(2, dtype="i4,f4")], "task[0]", r"pass \.tolist\(\), because its values are of the type"),
     ],
 )
 def test_what_cannot_be_stored_is_named_with_its_place(value: Any, place: str, advice: str) -> None:
