@@ -122,7 +122,7 @@ def packages() -> dict[str, Any]:
             chosen = config.model_copy(update={"kind": choose_engine(config)})
             engine = engine_on_nodes(config, chosen)
             others = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Resources"].get("GPU")}
-            return {"kind": engine.kind, "answers": ask_nodes(others), "driver": has_vllm()}
+            return {"kind": engine.kind, "answers": ask_nodes(others, has_vllm), "driver": has_vllm()}
     finally:
         nodes.stop()
 
