@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SIZES = {20: (256, 12), 125: (768, 12), 350: (1024, 24)}
+SIZES = {20: (256, 12), 125: (768, 12), 350: (1024, 24), 500: (1280, 18)}
 """Millions of parameters -> width and layers of the model."""
 
 

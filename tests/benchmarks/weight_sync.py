@@ -1,0 +1,261 @@
+"""Publications of weights: seconds, and memory of every process, over model size, replicas and ranks.
+
+    python tests/benchmarks/weight_sync.py [--millions 0.25 20] [--replicas 1 2] [--ranks 1 2]
+    python tests/benchmarks/weight_sync.py --engine vllm --parallel 1 2     # needs vLLM
+    git worktree add /tmp/before COMMIT
+    python tests/benchmarks/weight_sync.py --against /tmp/before
+
+Each line is a run of its own, with learners, served replicas, store and coordinator as a training run has
+them, in which `PolicySession.publish_weights` sends versions and nothing is trained. `full` sends the model,
+`lora` what the checkout sends for an adapter of rank 8. Seconds exclude the comparison of log-probs after a
+publication: `first` opens connections, `next` is the fastest of the later ones. Memory is the increase of a
+process's resident memory (VmHWM over VmRSS before) in the first publication, of the process in which it is
+largest; learners return their unused memory to the system before. `store` is Ray's object store. Shared
+memory counts in each process that maps it. With `--against`, the checkouts take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from training_state import SIZES, make_model
+
+STARTER = 0.25
+"""Millions of parameters of the quickstart's model."""
+TIMEOUT_S = 300.0
+CELL_TIMEOUT_S = 900.0
+ROLES = ("learner 0", "learners", "engine", "store", "driver", "other")
+ENGINES = ("ServeReplica", "VLLM::", "RayWorker")
+"""Parts of the titles of engines' processes. The children of these belong to engines too."""
+RESULT = "result: "
+
+
+class Memory:
+    """Resident memory of this process's descendants, and of itself, during some work."""
+
+    def __init__(self, learners: list[int]) -> None:
+        """`learners` are the processes of the ranks."""
+        own = psutil.Process()
+        self._roles = {process.pid: role(process) for process in own.children(recursive=True)}
+        self._roles |= {own.pid: "driver"} | dict.fromkeys(learners, "learners") | {learners[0]: "learner 0"}
+        self._before: dict[int, int] = {}
+
+    def start(self) -> None:
+        for pid in self._roles:
+            try:
+                Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
+                self._before[pid] = resident(pid, "VmRSS")
+            except (ProcessLookupError, FileNotFoundError):
+                continue  # the process has ended
+
+    def increases(self) -> dict[str, int]:
+        """Return the largest increase of a process of each role, in KiB."""
+        found = dict.fromkeys(ROLES, 0)
+        for pid, before in self._before.items():
+            try:
+                increase = resident(pid, "VmHWM") - before
+            except (ProcessLookupError, FileNotFoundError):
+                continue
+            found[self._roles[pid]] = max(found[self._roles[pid]], increase)
+        return found
+
+
+def resident(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
+
+
+def role(process: psutil.Process) -> str:
+    try:
+        title = " ".join(process.cmdline())
+        titles = [title, *(" ".join(parent.cmdline()) for parent in process.parents())]
+    except psutil.NoSuchProcess:
+        return "other"
+    if "raylet/raylet" in title:
+        return "store"
+    return "engine" if any(name in one for one in titles for name in ENGINES) else "other"
+
+
+async def publish(run: Any, publications: int) -> list[dict[str, Any]]:
+    """Publish versions in a run's session; return the seconds and memory of each."""
+    from raylight.trainer.policy_session import PolicySession
+
+    rows: list[dict[str, Any]] = []
+    async with PolicySession(run.plan, run.report.stage, True, run.start) as session:
+        compare = session._check_parity
+
+        async def compare_later(*args: Any) -> Any:
+            rows.append({"seconds": time.perf_counter() - began, **memory.increases()})
+            return await compare(*args)
+
+        session._check_parity = compare_later  # type: ignore[method-assign]
+        for version in range(1, publications + 1):
+            await session.learners.load_state("", 0, version)  # numbers the weights only
+            ranks = await session.learners._call("trim")
+            session.version = version
+            memory = Memory(ranks)
+            memory.start()
+            began = time.perf_counter()
+            await session.publish_weights(TIMEOUT_S)
+    return rows
+
+
+def run_cell(cell: dict[str, Any]) -> None:
+    """Measure one configuration with the raylight that is importable, and print its rows."""
+    import functools
+
+    import raylight as rl
+    from raylight.learner.actor import LearnerActor
+    from raylight.trainer import policy_session, runs
+
+    class TrimmedLearner(LearnerActor):
+        def trim(self) -> int:
+            """Return memory that is unused, which learners keep; return the process id."""
+            import ctypes
+            import gc
+
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            return os.getpid()
+
+    @rl.rollout
+    async def agent(task: int, llm: rl.LLM) -> float:
+        return 0.0
+
+    async def work(run: Any) -> dict[str, Any]:
+        rows = await publish(run, cell["publications"])
+        print(RESULT + json.dumps(rows), flush=True)
+        return {}
+
+    policy_session.LearnerGroup = functools.partial(policy_session.LearnerGroup, actor=TrimmedLearner)
+    runs.PolicyRun.work = work  # type: ignore[method-assign]
+    args = {"tensor_parallel_size": cell["parallel"]} if cell["parallel"] > 1 else {}
+    trainer = rl.Trainer(
+        algorithm=rl.GRPO(model=cell["model"], n_steps=1, max_logprob_mismatch=1e6, sync_timeout_s=TIMEOUT_S),
+        engine={
+            "kind": cell["engine"],
+            "replicas": cell["replicas"],
+            "num_cpus": 0.2,
+            "max_model_len": 256,
+            "max_concurrent": 4,
+            "start_timeout_s": 600,
+            "args": args,
+        },
+        learner={
+            "n": cell["ranks"],
+            "num_cpus": 0.4,
+            "start_timeout_s": 600,
+            "lora": {"rank": 8} if cell["sends"] == "lora" else None,
+        },
+        output_dir=cell["folder"],
+        address="local",
+        progress=False,
+        loggers=[],
+    )
+    trainer.fit(agent, [0])
+
+
+def run_process(cell: dict[str, Any], checkout: str) -> list[dict[str, Any]] | str:
+    """Run a configuration in a process; return its rows, or the reason why there are none."""
+    environment = os.environ | {
+        "PYTHONPATH": checkout,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    with tempfile.TemporaryDirectory() as folder:
+        task = json.dumps(cell | {"folder": f"{folder}/run"})
+        command = [sys.executable, str(Path(__file__).resolve()), "--cell", task]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=checkout,  # from which Ray's workers import
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=CELL_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return f"no result within {CELL_TIMEOUT_S:g} s"
+    found = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if not found:
+        return (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}")[-600:]
+    rows: list[dict[str, Any]] = json.loads(found[-1].removeprefix(RESULT))
+    return rows
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--millions", type=float, nargs="+", default=[STARTER, 20], choices=[STARTER, *SIZES])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--parallel", type=int, nargs="+", default=[1], help="tensor parallel sizes of vLLM")
+    parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--sends", nargs="+", choices=["full", "lora"], default=["full", "lora"])
+    parser.add_argument("--publications", type=int, default=4)
+    parser.add_argument("--against", metavar="CHECKOUT", help="worktree of another commit")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.publications < 2:
+        parser.error("--publications must be at least 2")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    if options.cell:
+        run_cell(json.loads(options.cell))
+        return
+    checkouts = {"now": str(Path(__file__).resolve().parents[2])}
+    if options.against:
+        checkouts["before"] = options.against
+    print(f"{'':44} {'seconds':>14}  {'increase of memory, MiB':>24}")
+    columns = ("millions", "sends", "ranks", "replicas", "parallel", "path")
+    print(*(f"{name:>8}" for name in (*columns, "first", "next")), *(f"{name:>9}" for name in ROLES))
+    dimensions = (options.millions, options.sends, options.ranks, options.replicas, options.parallel)
+    with tempfile.TemporaryDirectory() as folder:
+        for values in itertools.product(*dimensions):
+            cell = dict(zip(columns, values, strict=False))
+            cell |= {"engine": options.engine, "publications": options.publications}
+            cell["model"] = find_model(Path(folder), cell["millions"])
+            for name, checkout in checkouts.items():
+                show([*values, name], run_process(cell, checkout))
+
+
+def find_model(folder: Path, millions: float) -> str:
+    """Return the folder of a model, which is written at its first use."""
+    if millions == STARTER:
+        from raylight.quickstart import STARTER_MODEL
+
+        return str(STARTER_MODEL)
+    model = folder / f"model-{millions:g}"
+    if not model.exists():
+        make_model(model, int(millions))
+    return str(model)
+
+
+def show(values: list[Any], rows: list[dict[str, Any]] | str) -> None:
+    key = " ".join(f"{value:>8}" for value in values)
+    if isinstance(rows, str):
+        print(key, f"failed: {rows}", flush=True)
+        return
+    first, fastest = rows[0], min(row["seconds"] for row in rows[1:])
+    memory = " ".join(f"{first[name] / 1024:9.1f}" for name in ROLES)
+    print(key, f"{first['seconds']:8.2f} {fastest:8.2f}", memory, flush=True)
+
+
+if __name__ == "__main__":
+    main()
