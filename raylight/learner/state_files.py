@@ -37,6 +37,8 @@ INDEX_CLASSES = {
     "builtins": {"set"},
 }
 """Names in the index of a state, by module."""
+TORCH_DAMAGE = "PytorchStreamReader"
+"""Beginning of torch's errors for files that are cut off."""
 
 
 class HostCopies:
@@ -82,12 +84,12 @@ class StateReader:
         url: folder or URL to which `write` wrote.
 
     Raises:
-        CheckpointError: the index is not that of a state.
+        CheckpointError: the index is damaged, or not that of a state.
         OSError: the index cannot be read.
     """
 
     def __init__(self, url: str, group: Any = None) -> None:
-        self._storage, self._group = _IndexedReader(url), group
+        self._url, self._storage, self._group = url, _IndexedReader(url), group
         stored = self._storage.index.state_dict_metadata
         self.tensors = {
             name: item for name, item in stored.items() if isinstance(item, TensorStorageMetadata)
@@ -114,7 +116,8 @@ class StateReader:
         """Read into tensors, of which each rank may have other ones.
 
         Raises:
-            CheckpointError: a tensor is missing.
+            CheckpointError: a tensor is missing, or a file is damaged.
+            OSError: a file cannot be read.
         """
         if missing := sorted(tensors.keys() - self.tensors.keys()):
             raise CheckpointError(
@@ -123,7 +126,8 @@ class StateReader:
         try:
             dcp.load(tensors, storage_reader=self._storage, process_group=self._group)
         except CheckpointException as error:
-            raise _first_failure(error) from None
+            failure = _first_failure(error)
+            raise (_damage(self._url) if _is_damage(failure) else failure) from None
 
     def read_document(self, name: str) -> Any:
         """Return the JSON of a tensor that `document` made."""
@@ -162,7 +166,11 @@ class _IndexedReader(FsspecReader):
     @functools.cached_property
     def index(self) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
-            return _IndexUnpickler(io.BytesIO(file.read())).load()
+            content = file.read()
+        try:
+            return _IndexUnpickler(io.BytesIO(content)).load()
+        except (EOFError, pickle.UnpicklingError):
+            raise _damage(str(self.path)) from None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.index
@@ -176,6 +184,18 @@ class _IndexUnpickler(pickle.Unpickler):
                 "damaged, or was not written by raylight"
             )
         return super().find_class(module, name)
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Return True for an error of reading a file that is cut off or has other content."""
+    return isinstance(error, (EOFError, pickle.UnpicklingError)) or str(error).startswith(TORCH_DAMAGE)
+
+
+def _damage(url: str) -> CheckpointError:
+    return CheckpointError(
+        f"the training state {url} is damaged: a file is cut off, or has other content; copy it again, or "
+        "remove the folder of this step to resume from an earlier one"
+    )
 
 
 def _first_failure(error: CheckpointException) -> BaseException:

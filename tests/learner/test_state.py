@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raylight.errors import DiskError
+from raylight.errors import CheckpointError, DiskError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner import state_files
 
@@ -88,3 +88,15 @@ def test_a_disk_that_becomes_full_is_a_disk_error(one_rank: None, tmp_path: Path
     with states.reading(1) as content:
         state_files.StateReader(content).read({"a": read})
     assert read.sum() == 100
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
+def test_a_damaged_state_is_named(file: str, one_rank: None, tmp_path: Path):
+    states = TrainingStates(str(tmp_path / "state"))
+    content = states.new_content(1)
+    state_files.write({"a": torch.ones(100_000)}, content)
+    states.complete(1, {}, content)
+    damaged = Path(content, file)
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    with states.reading(1) as url, pytest.raises(CheckpointError, match=r"step-1/.* is damaged: a file is cut"):
+        state_files.StateReader(url).read({"a": torch.zeros(100_000)})
