@@ -33,7 +33,7 @@ async def check_shared(folders: Mapping[str, str], nodes: Sequence[str], token: 
         ConfigError: a rank does not share a folder.
     """
     urls = list(folders.values())
-    await asyncio.to_thread(_for_each, urls, lambda fs, root: fs.pipe_file(_file(root, token, DRIVER), b""))
+    await asyncio.to_thread(_for_each, urls, lambda fs, root: _write_first(fs, root, token))
     try:
         answers = await ask(urls, token)
         for setting, url in folders.items():
@@ -69,6 +69,12 @@ def _find_answer(url: str, token: str, rank: int) -> str:
 def _for_each(urls: Sequence[str], work: Callable[[Any, str], object]) -> None:
     for url in urls:
         work(*fsspec.core.url_to_fs(url))
+
+
+def _write_first(fs: Any, root: str, token: str) -> None:
+    """Write the driver's token; the folder of a run's first state need not exist yet."""
+    fs.makedirs(root, exist_ok=True)
+    fs.pipe_file(_file(root, token, DRIVER), b"")
 
 
 def _remove_tokens(fs: Any, root: str, token: str) -> None:

@@ -37,6 +37,12 @@ async def test_shared_folders_pass_and_are_left_as_they_were(tmp_path: Path):
     MemoryFileSystem.store.clear()
 
 
+async def test_a_folder_that_does_not_exist_yet_is_made(tmp_path: Path):
+    folder = tmp_path / "run" / "states"
+    await check_shared({"checkpoint.path": str(folder)}, NODES, "t", ranks_that_see([{}, {}]))
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("setting", "remedy"),
     [
