@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import ANSWERS, PROMPTS, make_batch, plain_logprobs
+from tiny_models import build_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from raylight.algorithms.minigrpo.adapter_trainer import (
     AdapterTrainer,
+    add_adapter,
     trainable_parameters,
     trained_logprobs,
 )
@@ -45,6 +47,14 @@ def one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+def test_experts_are_left_out_of_the_adapter(tmp_path: Path):
+    module = AutoModelForCausalLM.from_pretrained(build_model("qwen3_moe", tmp_path))
+    model = add_adapter(module, LoraConfig(rank=4))
+    adapted = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert adapted
+    assert not [name for name in adapted if ".mlp." in name]
 
 
 def settings(**given) -> MiniGRPOSettings:

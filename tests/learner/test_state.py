@@ -98,5 +98,5 @@ def test_a_damaged_state_is_named(file: str, one_rank: None, tmp_path: Path):
     states.complete(1, {}, content)
     damaged = Path(content, file)
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    with states.reading(1) as url, pytest.raises(CheckpointError, match=r"step-1/.* is damaged: a file is cut"):
+    with states.reading(1) as url, pytest.raises(CheckpointError, match=r"step-1/.* is damaged: a file is"):
         state_files.StateReader(url).read({"a": torch.zeros(100_000)})

@@ -23,6 +23,7 @@ from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFi
 from raylight.experience.batch import TrainBatch
 from raylight.experience.correction_settings import TAIL, describe_excess
 from raylight.files import atomic_files
+from raylight.learner.adapter import peft_config
 from raylight.learner.token_logprobs import token_logprobs
 
 CHUNK = 128
@@ -43,23 +44,9 @@ def add_adapter(module: Any, config: LoraConfig) -> Any:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(module, peft_config(config))
+        return get_peft_model(module, peft_config(config, "CAUSAL_LM", module))
     except ValueError as error:
         raise ConfigError(f"the adapter does not fit the model: {error}") from None
-
-
-def peft_config(config: LoraConfig) -> Any:
-    """Return the adapter's settings as a peft configuration."""
-    from peft import LoraConfig as PeftConfig
-
-    untyped: dict[str, Any] = {"lora_alpha": config.alpha, "exclude_modules": config.exclude_modules}
-    return PeftConfig(
-        r=config.rank,
-        lora_dropout=config.dropout,
-        target_modules=config.target_modules,
-        task_type="CAUSAL_LM",
-        **untyped,
-    )
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -111,8 +111,8 @@ class TrlRun:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 
-        from raylight.algorithms.minigrpo.adapter_trainer import peft_config
         from raylight.algorithms.minigrpo.setup import select_device, select_dtype
+        from raylight.learner.adapter import peft_config
 
         device = select_device(self._settings)
         model = AutoModelForCausalLM.from_pretrained(
@@ -126,7 +126,7 @@ class TrlRun:
             train_dataset=self._dataset(tasks, 0),
             eval_dataset=self._dataset(val_tasks, len(tasks)) if val_tasks else None,
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
-            peft_config=peft_config(self._settings.lora),
+            peft_config=peft_config(self._settings.lora, "CAUSAL_LM", model),
             callbacks=[self._callback()],
         )
 
