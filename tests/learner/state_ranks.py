@@ -10,7 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from ranks import PROBE, make_batch
+from ranks import ANSWERS, PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.experience.checkpoints import TrainingStates
@@ -65,9 +65,7 @@ def config_of(kind: str) -> dict:
 
 def update(policy) -> dict[str, float]:
     """Update with the same tokens each time; the engine's log-probs are only compared."""
-    batch = make_batch([[-1.0] * 6 for _ in range(8)], version=policy.version)
-    for row in batch.rows:
-        row.logprobs[:] = row.logprobs[: len(row.token_ids)]
+    batch = make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=policy.version)
     metrics = policy.update(batch)
     return {name: metrics[name] for name in WATCHED if name in metrics}
 

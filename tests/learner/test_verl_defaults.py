@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from raylight.algorithms.verl_config.converters import KL_TYPES
-from raylight.algorithms.verl_config.keys import AGENT_LIGHTNING, KEYS
+from raylight.algorithms.verl_config.keys import KEYS, NOT_IN_VERL
 from raylight.algorithms.verl_config.merged_config import verl_defaults
 from raylight.experience.registry import ESTIMATORS
 from raylight.experience.settings import LossAggregation
@@ -20,7 +20,7 @@ from raylight.learner import verl_api
 ABSENT = object()
 
 
-@pytest.mark.parametrize("key", sorted(KEYS.keys() - set(AGENT_LIGHTNING)))
+@pytest.mark.parametrize("key", sorted(KEYS.keys() - set(NOT_IN_VERL)))
 def test_verl_has_the_key(key: str) -> None:
     node: Any = OmegaConf.to_container(verl_defaults(), resolve=False)
     for name in key.split("."):
@@ -30,7 +30,7 @@ def test_verl_has_the_key(key: str) -> None:
 
 def test_other_keys_do_not_exist_in_verl() -> None:
     assert not [
-        key for key in AGENT_LIGHTNING if OmegaConf.select(verl_defaults(), key, default=ABSENT) is not ABSENT
+        key for key in NOT_IN_VERL if OmegaConf.select(verl_defaults(), key, default=ABSENT) is not ABSENT
     ]
 
 
@@ -47,11 +47,11 @@ def test_the_file_matches_verls_dataclasses() -> None:
         fields = {field.name: field for field in dataclasses.fields(cls)}
         rows = [
             key.removeprefix(f"{section}.")
-            for key in KEYS.keys() - set(AGENT_LIGHTNING)
+            for key in KEYS.keys() - set(NOT_IN_VERL)
             if key.startswith(f"{section}.")
         ]
         own = {name for name in rows if "." not in name}
-        assert own - fields.keys() <= {"grad_clip", "ulysses_sequence_parallel_size"}, section
+        assert own - fields.keys() <= OF_SUBCLASSES, section
         for name in own & fields.keys():
             default = fields[name].default
             if default is dataclasses.MISSING or default == "???" or (section, name) in DIFFER:
@@ -59,10 +59,19 @@ def test_the_file_matches_verls_dataclasses() -> None:
             assert OmegaConf.select(verl_defaults(), f"{section}.{name}") == default, f"{section}.{name}"
 
 
+OF_SUBCLASSES = {
+    "grad_clip",
+    "ulysses_sequence_parallel_size",
+    "entropy_from_logits_with_chunking",
+    "entropy_from_logits_chunk_size",
+    "entropy_checkpointing",
+}
+"""Keys of the actor that verl declares in the class for FSDP."""
 DIFFER = {
     ("actor_rollout_ref.actor", "strategy"),
     ("actor_rollout_ref.model", "path"),
     ("actor_rollout_ref.actor.fsdp_config", "dtype"),
+    ("actor_rollout_ref.actor.fsdp_config", "use_no_sync_for_gradient_accumulation"),
     ("algorithm", "adv_estimator"),
 }
 """Keys whose default in the file differs from the dataclass."""

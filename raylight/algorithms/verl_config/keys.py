@@ -370,9 +370,11 @@ SECTIONS = {
     ),
 }
 KEYS: dict[str, KeyRule] = by_full_key(SECTIONS)
-AGENT_LIGHTNING = (
+NOT_IN_VERL = (
     "agentlightning.port",
+    "algorithm.off_policy_sampling",
+    "algorithm.override_sampling",
     *(key for key in KEYS if ".trace_aggregator." in key),
     f"{MODEL}.override_config.attn_implementation",
 )
-"""Keys that are not in verl's defaults: agent-lightning's own, and one of transformers."""
+"""Keys that are not in verl's defaults: those of agent-lightning and raylight, and one of transformers."""
