@@ -56,11 +56,17 @@ def _missing_device_memory(
         return
     on_gpus = [role for role in roles if role.gpus]
     shared = [role for role in on_gpus if role.gpus < 1]
-    groups = [[role] for role in on_gpus if role.gpus >= 1 or take_turns]
-    if shared and not take_turns:
+    groups = [[role] for role in on_gpus if role.gpus >= 1]
+    if take_turns:
+        groups += [[role, *(other for other in shared if other is not role)] for role in shared]
+    elif shared:
         groups.append(shared)
-    for group in groups:
-        needed = sum(role.total("device", growing=at_peak) for role in group)
+    for first, *others in groups:
+        needed = first.total("device", growing=at_peak)
+        needed += sum(
+            other.idle if take_turns else other.total("device", growing=at_peak) for other in others
+        )
+        group = [first, *(other for other in others if not take_turns or other.idle)]
         if needed > usable:
             names = " and ".join(role.role for role in group)
             yield Shortage(

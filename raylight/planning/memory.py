@@ -19,12 +19,14 @@ class Item:
         name: the part, as reports show it.
         size: bytes.
         grows: memory that is taken only as far as a run uses it.
+        stays: memory that the process keeps while another one computes on its GPU.
     """
 
     name: str
     size: int
     place: Place = "device"
     grows: bool = False
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,8 @@ class RoleMemory:
             for item in self.items
             if place == (item.place if self.gpus else "host") and (growing or not item.grows)
         )
+
+    @property
+    def idle(self) -> int:
+        """Bytes on the device while another role computes on it."""
+        return sum(item.size for item in self.items if item.stays and item.place == "device")

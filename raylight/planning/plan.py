@@ -3,8 +3,12 @@ fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import functools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
 from raylight.experience.settings import PolicySettings
@@ -12,10 +16,12 @@ from raylight.planning.cluster_shape import ClusterShape
 from raylight.planning.fit import Shortage, find_shortages
 from raylight.planning.memory import RoleMemory
 from raylight.planning.model_shape import ModelShape, read_shape
-from raylight.planning.roles import context_length, engine_memory, learner_memory, other_memory
+from raylight.planning.roles import context_length, engine_memory, learner_memory, other_memory, workers_of
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
+FEW_SEQUENCES, SHORT_ROW = 8, 2048
+"""Concurrent sequences of an engine, and tokens of a micro-batch, below which no remedy goes."""
 
 
 @dataclass(frozen=True)
@@ -97,59 +103,76 @@ def _shortages(
 
 def _remedies(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> tuple[str, ...]:
     """Apply changes one after the other until the run fits; return those that were needed."""
-    applied: list[tuple[str, Callable[[LearnerConfig], LearnerConfig]]] = []
+    applied: list[_Change] = []
     changed = run
-    for name, learner in _changes(run, cluster):
-        previous = changed
-        changed = _with_learner(changed, learner)
+    for change in _changes(run, cluster):
+        previous, changed = changed, change.apply(changed)
         if changed == previous:
             continue
-        applied.append((name, learner))
+        applied.append(change)
         if not _shortages(_roles(changed, shape, cluster), changed, shape, cluster, at_peak):
             return _needed(run, applied, shape, cluster, at_peak)
     return ()
 
 
 def _needed(
-    run: PlannedRun,
-    applied: list[tuple[str, Callable[[LearnerConfig], LearnerConfig]]],
-    shape: ModelShape,
-    cluster: ClusterShape,
-    at_peak: bool,
+    run: PlannedRun, applied: list[_Change], shape: ModelShape, cluster: ClusterShape, at_peak: bool
 ) -> tuple[str, ...]:
-    """Leave out each change without which the run still fits."""
+    """Leave out each change without which the run still fits, and of two of the same settings the first."""
     for change in list(applied):
         fewer = [other for other in applied if other is not change]
-        changed = run
-        for _, learner in fewer:
-            changed = _with_learner(changed, learner)
+        changed = functools.reduce(lambda found, other: other.apply(found), fewer, run)
         if fewer and not _shortages(_roles(changed, shape, cluster), changed, shape, cluster, at_peak):
             applied = fewer
-    return tuple(name for name, _ in applied)
+    return tuple(f"{name}={json.dumps(value)}" for change in applied for name, value in change.values.items())
 
 
-def _with_learner(run: PlannedRun, change: Callable[[LearnerConfig], LearnerConfig]) -> PlannedRun:
-    return PlannedRun(run.model_path, run.kind, run.engine, change(run.learner), run.runner, run.settings)
+@dataclass(frozen=True)
+class _Change:
+    """A change of settings that saves memory.
+
+    Attributes:
+        values: new value of each setting, by dotted name.
+    """
+
+    values: dict[str, Any]
+
+    def apply(self, run: PlannedRun) -> PlannedRun:
+        """Return the run with the change."""
+        for name, value in self.values.items():
+            section, field = name.split(".", 1)
+            if name == "learner.lora.rank":
+                field, value = "lora", LoraConfig(rank=value)
+            changed: Any = getattr(run, section).model_copy(update={field: value})
+            run = replace(run, **{section: changed})
+        return run
 
 
-def _changes(
-    run: PlannedRun, cluster: ClusterShape
-) -> Iterator[tuple[str, Callable[[LearnerConfig], LearnerConfig]]]:
-    """Yield changes of the learner's settings that save memory, those that cost least first."""
-
-    def change(**values: object) -> Callable[[LearnerConfig], LearnerConfig]:
-        return lambda config: config.model_copy(update=values)
-
-    yield "learner.gradient_checkpointing=true", change(gradient_checkpointing=True)
-    tokens = run.learner.max_tokens_per_micro_batch
-    while tokens > run.learner.row_limit or (run.learner.max_row_tokens is None and tokens > 2048):
-        tokens = max(tokens // 2, run.learner.max_row_tokens or 1)
-        yield f"learner.max_tokens_per_micro_batch={tokens}", change(max_tokens_per_micro_batch=tokens)
+def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
+    """Yield changes that save memory, those that cost least first."""
+    yield _Change({"learner.gradient_checkpointing": True})
+    sequences = run.engine.max_concurrent
+    while run.kind == "transformers" and sequences > FEW_SEQUENCES:
+        sequences = max(sequences // 2, FEW_SEQUENCES)
+        yield _Change({"engine.max_concurrent": sequences})
+    tokens, least = run.learner.max_tokens_per_micro_batch, run.learner.max_row_tokens or SHORT_ROW
+    while tokens > least:
+        tokens = max(tokens // 2, least)
+        shorter = {"engine.max_model_len": tokens} if tokens < run.engine.max_model_len else {}
+        yield _Change(shorter | {"learner.max_tokens_per_micro_batch": tokens})
     if run.learner.num_gpus:
-        free = cluster.gpus - run.engine.num_gpus * run.engine.replicas
-        if free > run.learner.n:
-            yield f"learner.n={int(free)}", change(n=int(free))
-        yield "learner.optimizer_offload=true", change(optimizer_offload=True)
-        yield "learner.param_offload=true", change(param_offload=True)
+        ranks = _most_ranks(run, cluster)
+        if ranks > run.learner.n:
+            yield _Change({"learner.n": ranks})
+        yield _Change({"learner.optimizer_offload": True})
+        yield _Change({"learner.param_offload": True})
     if run.learner.lora is None:
-        yield f"learner.lora.rank={LORA_RANK}", change(lora=LoraConfig(rank=LORA_RANK))
+        yield _Change({"learner.lora.rank": LORA_RANK})
+
+
+def _most_ranks(run: PlannedRun, cluster: ClusterShape) -> int:
+    """Return the number of learners for which the engines leave GPUs. It keeps groups of ranks whole."""
+    workers = run.engine.replicas * workers_of(run.engine)
+    free = cluster.gpus if run.learner.num_gpus < 1 else int(cluster.gpus - run.engine.num_gpus * workers)
+    group = math.lcm(run.learner.fsdp_size or 1, run.learner.ulysses)
+    return free // group * group

@@ -11,7 +11,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.experience.settings import PolicySettings
 from raylight.learner.token_logprobs import CHUNK_LOGITS
 from raylight.planning.cluster_shape import GIB, MIB
-from raylight.planning.memory import Item, Place, RoleMemory
+from raylight.planning.memory import Item, RoleMemory
 from raylight.planning.model_shape import ModelShape, adapter_parameters, measure_activations
 
 FLOAT32 = 4
@@ -47,36 +47,48 @@ def learner_memory(
     """
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
-        items.append(Item("CUDA context", GPU_CONTEXT))
+        items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
     trained = adapter_parameters(path, config.lora) if config.lora else shape.parameters
-    items += _states("policy", shape, config, trained)
+    items += _states("policy", shape, config, trained, computes=True)
     if settings.needs_reference and not config.lora:
         items += _states("reference", shape, config, 0)
     if settings.critic is not None:
         items += _states("critic", shape, config, trained)
+    models = 1 if settings.critic is None else 2
+    items.append(
+        Item("copy of the training state", models * 3 * trained * FLOAT32 // shards_of(config), "host")
+    )
     items += _pass(path, shape, config, trained)
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
 
 
-def _states(name: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
-    """Yield what a rank keeps of a model between two passes: its shards.
+def _states(
+    name: str, shape: ModelShape, config: LearnerConfig, trained: int, computes: bool = False
+) -> Iterator[Item]:
+    """Yield what a rank keeps of a model: its shards. Those that are offloaded are in host memory, and on the
+    GPU while the model computes.
 
     Args:
         trained: number of trained parameters; an adapter's are beside the model's.
+        computes: True for the model that computes at the peak.
     """
     shards, compute = shards_of(config), DTYPES[config.dtype].itemsize
     frozen = 0 if trained == shape.parameters else shape.parameters
     weights = trained * FLOAT32 + frozen * compute
-    yield Item(f"{name} weights", weights // shards, _place(config, config.param_offload))
+    yield from _shards(f"{name} weights", weights // shards, config, config.param_offload, computes)
     if trained:
         yield Item(f"{name} gradients", trained * FLOAT32 // shards)
-        place = _place(config, config.optimizer_offload)
-        yield Item(f"{name} optimizer", 2 * trained * FLOAT32 // shards, place)
+        moments = 2 * trained * FLOAT32 // shards
+        yield from _shards(f"{name} optimizer", moments, config, config.optimizer_offload, computes)
 
 
-def _place(config: LearnerConfig, offload: bool) -> Place:
-    """Return where shards are; offloading has no effect without a GPU."""
-    return "host" if offload and config.num_gpus else "device"
+def _shards(name: str, size: int, config: LearnerConfig, offload: bool, computes: bool) -> Iterator[Item]:
+    """Yield shards on the device, in host memory, or in both by turns. Without a GPU nothing is offloaded."""
+    offload = offload and bool(config.num_gpus)
+    if computes or not offload:
+        yield Item(name, size, stays=not offload)
+    if offload:
+        yield Item(f"{name}, offloaded", size, "host")
 
 
 def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
@@ -115,14 +127,15 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
         gpu_memory: bytes of a GPU.
     """
     size = DTYPES[config.dtype].itemsize
-    parallel = int(config.args.get("tensor_parallel_size", 1))
-    workers = parallel * int(config.args.get("pipeline_parallel_size", 1))
+    workers = workers_of(config)
     length = context_length(shape, config)
     weights = math.ceil(shape.parameters * size / workers)
     per_token = math.ceil(shape.cache_per_token * size / workers)
     items = [Item("Python and libraries", ENGINE_PROCESS[kind], "host"), Item("weights", weights)]
     if config.num_gpus:
-        items.append(Item("CUDA context", GPU_CONTEXT))
+        items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
+        if config.sleep_while_learning and kind == "vllm":
+            items.append(Item("weights during sleep", weights, "host"))
     if kind == "vllm" and config.num_gpus:
         share = float(config.args.get("gpu_memory_utilization", VLLM_MEMORY_SHARE))
         cache = max(int(share * gpu_memory) - weights - GPU_CONTEXT, 0)
@@ -134,6 +147,12 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
     room = cache // per_token if per_token else 0
     note = f"room for {room:,} tokens, {room / length:.1f} sequences of {length:,}" if per_token else ""
     return RoleMemory("engine", config.replicas * workers, config.num_gpus, tuple(items), note)
+
+
+def workers_of(config: EngineConfig) -> int:
+    """Return the workers of a replica, each with a part of the model."""
+    args = config.args
+    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
 
 
 def context_length(shape: ModelShape, config: EngineConfig) -> int:

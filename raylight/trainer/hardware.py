@@ -14,6 +14,7 @@ import ray
 from raylight.config import Config, EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
+from raylight.planning.roles import workers_of
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.plan import PolicyPlan, RunPlan, ServedPlan
 
@@ -101,7 +102,7 @@ def _assign_gpus(
 ) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
     """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
     ranks = 0 if learner is None else learner.n
-    workers = (engine.max_replicas or engine.replicas) * _workers(engine)
+    workers = (engine.max_replicas or engine.replicas) * workers_of(engine)
     free = hardware.gpus
     open_learner = learner is not None and "num_gpus" not in learner.model_fields_set
     open_engine = "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
@@ -164,12 +165,6 @@ def _summary(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | 
         details = [engine.dtype, f"{engine.max_model_len} tokens"]
         roles.append(f"{engine.num_gpus:g} for each engine worker ({', '.join(details)})")
     return [f"GPUs: {hardware.gpus:g} in the cluster; {', '.join(roles)}"] if roles else []
-
-
-def _workers(engine: EngineConfig) -> int:
-    """Return the GPU workers of a replica."""
-    args = engine.args
-    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
 
 
 def _with_defaults(config: C, **defaults: Any) -> C:

@@ -14,6 +14,7 @@ from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
 from raylight.planning.plan import MemoryPlan, PlannedRun, make_plan
+from raylight.planning.roles import workers_of
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.hardware import Hardware, choose, longest_sequence
 from raylight.trainer.inputs import resolve_model
@@ -41,8 +42,7 @@ def plan_settings(
             f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
         )
     model_path = resolve_model(algorithm.model)
-    on_gpu = engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine
-    kind = choose_engine(on_gpu) if engine.kind == "auto" else engine.kind
+    kind = _planned_engine(engine, cluster)
     hardware, context = Hardware(cluster.gpus), longest_sequence(Path(model_path))
     choice = choose(hardware, engine.model_copy(update={"kind": kind}), learner, context)
     settings = algorithm.policy_settings()
@@ -51,8 +51,21 @@ def plan_settings(
     )
 
 
+def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
+    """Return the engine of a run on a cluster. GPU nodes other than this machine are expected to have vLLM,
+    as `cluster.yaml` installs it."""
+    if engine.kind != "auto":
+        return engine.kind
+    if cluster.gpus and not this_machine().gpus and engine.url is None:
+        return "vllm"
+    return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
+
+
 def check_memory(plan: RunPlan) -> None:
     """Check that a run's model fits on the connected cluster, with however short rollouts.
+
+    Nodes that an autoscaler has yet to start are unknown, so a run that asks for more GPUs than there are is
+    not checked; the placement of its roles fails with an error of its own if they do not appear.
 
     Raises:
         ConfigError: it does not; the message lists what is missing and what to change.
@@ -60,6 +73,8 @@ def check_memory(plan: RunPlan) -> None:
     if not isinstance(plan, PolicyPlan) or plan.engine.kind not in PLANNED_ENGINES:
         return
     cluster = connected_cluster()
+    if _asked_gpus(plan) > cluster.gpus:
+        return
     if not cluster.gpus and SMALL_MODEL * _size_of_files(plan.model_path) + 4 * GIB < cluster.memory:
         return
     settings = plan.algorithm.policy_settings()
@@ -73,6 +88,12 @@ def check_memory(plan: RunPlan) -> None:
         f"the run does not fit on the cluster: {lacks}. {remedy}; `raylight plan` shows the memory of each "
         "part"
     )
+
+
+def _asked_gpus(plan: PolicyPlan) -> float:
+    """Return the GPUs of all roles of a run."""
+    engine, learner = plan.engine, plan.learner
+    return learner.n * learner.num_gpus + engine.replicas * workers_of(engine) * engine.num_gpus
 
 
 def connected_cluster() -> ClusterShape:

@@ -13,6 +13,7 @@ from raylight.config import EngineConfig, LearnerConfig, cpu_threads
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
+from raylight.planning.roles import workers_of
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.inputs import Inputs
 from raylight.weight_transfer.transports import choose_transport, find_transport
@@ -98,8 +99,8 @@ def idle_hardware(engine: EngineConfig, learner: LearnerConfig, resources: Mappi
         resources: total resources of the cluster, as Ray names them.
     """
     gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
-    workers = engine.args.get("tensor_parallel_size", 1) * engine.args.get("pipeline_parallel_size", 1)
-    used = learner.n * learner.num_gpus + (engine.max_replicas or engine.replicas) * workers * engine.num_gpus
+    workers = (engine.max_replicas or engine.replicas) * workers_of(engine)
+    used = learner.n * learner.num_gpus + workers * engine.num_gpus
     notes = []
     if gpus and not learner.num_gpus:
         notes.append(

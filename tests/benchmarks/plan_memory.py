@@ -74,8 +74,10 @@ def run_learner(rank: int, task: dict[str, Any]) -> None:
     import torch.distributed as dist
     from learner_tokens import as_batch
 
+    from raylight.learner import state
     from raylight.learner.actor import keep_freed_memory
     from raylight.learner.policy import Policy
+    from raylight.learner.state_files import HostCopies
 
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -89,8 +91,10 @@ def run_learner(rank: int, task: dict[str, Any]) -> None:
         return [draw.randrange(VOCABULARY) for _ in range(n)]
 
     rows = [(tokens(64), tokens(config.row_limit - 64)) for _ in range(16 * config.n)]
+    copies = HostCopies()
     for _ in range(2):
         policy.update(as_batch(rows, policy.version))
+        copies.copy(state.collect(policy))
     print(peak(), flush=True)
     dist.destroy_process_group()
 

@@ -47,6 +47,14 @@ def test_roles_that_take_turns_need_the_larger_of_both():
     assert find_shortages([learner, engine], cluster(1, 1, 80), take_turns=True) == []
 
 
+def test_what_an_idle_role_keeps_counts_while_the_other_computes():
+    learner = RoleMemory("learner", 1, 0.6, (Item("weights", 30 * GIB, stays=True), Item("pass", 20 * GIB)))
+    engine = role("engine", gpus=0.4, device=50)
+    (shortage,) = find_shortages([learner, engine], cluster(1, 1, 80), take_turns=True)
+    assert shortage.message.startswith("engine and learner: 80.0 GiB on each GPU")
+    assert find_shortages([learner, engine], cluster(1, 1, 90), take_turns=True) == []
+
+
 def test_a_part_of_a_gpu_is_left_for_fragmentation():
     assert kinds([role(gpus=1, device=79)], cluster(1, 1, 80)) == ["GPU memory"]
 

@@ -1,5 +1,7 @@
 """Memory plans of models of known sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.planning.model_shape import adapter_parameters, measure_activations, read_shape
-from raylight.planning.plan import PlannedRun, make_plan
+from raylight.planning.plan import PlannedRun, _changes, make_plan
 
 H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
 
@@ -135,6 +137,47 @@ def test_the_remedies_make_the_run_fit(dense):
 def test_only_needed_changes_are_named(dense):
     plan = make_plan(planned(dense, n=1), H100S)
     assert plan.remedies == ("learner.n=4",)
+
+
+def test_learners_keep_copies_of_their_training_state(dense):
+    items = learner_items(planned(dense))
+    assert items["copy of the training state"] == 12 * 7_615_616_512 // 4
+    critic = PolicySettings(adv_estimator="gae", critic=CriticSettings())
+    assert learner_items(planned(dense, critic))["copy of the training state"] == 24 * 7_615_616_512 // 4
+
+
+def test_offloaded_weights_are_on_the_gpu_while_they_compute(dense):
+    kept, offloaded = (
+        make_plan(planned(dense, param_offload=value, optimizer_offload=value), H100S).roles[0]
+        for value in (False, True)
+    )
+    assert offloaded.total("device") == kept.total("device")
+    assert offloaded.total("host") == kept.total("host") + 12 * 7_615_616_512 // 4
+    assert (kept.idle > 20 * GIB, offloaded.idle < GIB) == (True, True)
+
+
+def test_remedies_leave_gpus_to_engines_and_keep_groups_of_ranks(dense):
+    run = replace(
+        planned(dense, n=2, fsdp_size=2),
+        engine=EngineConfig(num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 3}),
+    )
+    (change,) = [change for change in _changes(run, H100S) if "learner.n" in change.values]
+    assert change.values == {"learner.n": 4}
+
+
+def test_shorter_micro_batches_come_with_shorter_rollouts(dense):
+    (first, *_) = [
+        change
+        for change in _changes(planned(dense, max_row_tokens=None), H100S)
+        if "learner.max_tokens_per_micro_batch" in change.values
+    ][1:]
+    assert first.values == {"engine.max_model_len": 4096, "learner.max_tokens_per_micro_batch": 4096}
+
+
+def test_fewer_sequences_make_the_cache_of_transformers_fit(dense):
+    engine = EngineConfig(num_gpus=1, dtype="bfloat16", max_model_len=16384)
+    run = replace(planned(dense), kind="transformers", engine=engine)
+    assert make_plan(run, H100S).remedies == ("engine.max_concurrent=64",)
 
 
 def test_an_engine_without_room_for_its_cache_does_not_fit(dense):

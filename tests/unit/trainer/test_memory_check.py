@@ -73,8 +73,23 @@ def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.Monk
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect(monkeypatch, 24)
+    connect(monkeypatch, 40)
     memory_check.check_memory(policy_plan(model))
+
+
+def test_gpus_that_the_autoscaler_has_yet_to_start_are_no_shortage(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(monkeypatch, 10)
+    memory_check.check_memory(policy_plan(model, n=4, num_gpus=1))
+
+
+def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_check, "this_machine", lambda: NodeShape(8 * GIB))
+    cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
+    settings = (EngineConfig(), LearnerConfig(), RunnerConfig(), cluster)
+    engine = memory_check.plan_settings(GRPO(model=model), *settings).roles[1]
+    assert (engine.gpus, engine.total("host") > 1400 * 2**20) == (1, True)
 
 
 def test_a_small_model_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
