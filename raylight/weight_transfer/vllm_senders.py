@@ -112,8 +112,8 @@ def _check_vllm(name: str) -> None:
         ) from error
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"EngineConfig.weight_transfer={name!r}: torch finds no GPU on the learners' node; set "
-            "and install a build of torch for GPUs, or set it to 'gloo'"
+            f"EngineConfig.weight_transfer={name!r}: torch finds no GPU on the learners' node; "
+            "install a build of torch for GPUs there, or set it to 'gloo'"
         )
 
 

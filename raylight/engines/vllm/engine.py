@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
@@ -248,11 +249,14 @@ class VllmEngine:
     async def _transfer(self, phase: str, *args: Any) -> None:
         """Have every worker execute a phase of a weight transfer.
 
+        The arguments are pickled here: vLLM's own messages cannot contain the handles of GPU memory of the
+        transport ipc.
+
         Raises:
             ConnectionError: a process that takes part in the transfer was lost.
             WeightSyncError: a worker failed.
         """
-        failures = await self._client.collective_rpc("raylight_transfer", args=(phase, *args))
+        failures = await self._client.collective_rpc("raylight_transfer", args=(phase, pickle.dumps(args)))
         failed = [failure for failure in failures if failure is not None]
         for kind, reason in sorted(failed):  # FAILED before LOST: a failure is the cause of the loss
             raise ConnectionError(reason) if kind == LOST else WeightSyncError(reason)

@@ -5,6 +5,7 @@ The module is imported by its dotted name in each worker.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -23,7 +24,7 @@ class TransferWorkerExtension(WorkerExtension):
     weight_transfer_engine: Any
     _weight_update_active: bool
 
-    def raylight_transfer(self, phase: str, *args: Any) -> tuple[str, str] | None:
+    def raylight_transfer(self, phase: str, args: bytes) -> tuple[str, str] | None:
         """Execute a phase of a weight transfer, while nothing is scheduled.
 
         Returns the kind and the reason of a failure, or None. It raises nothing: vLLM's executor does not
@@ -31,9 +32,10 @@ class TransferWorkerExtension(WorkerExtension):
 
         Args:
             phase: name of the worker's method.
+            args: its pickled arguments, from the replica.
         """
         try:
-            getattr(self, phase)(*args)
+            getattr(self, phase)(*pickle.loads(args))
         except Exception as error:  # of any kind, see above
             kind = LOST if isinstance(error, ConnectionError) else FAILED
             return kind, str(error) or type(error).__name__
@@ -45,10 +47,10 @@ class TransferWorkerExtension(WorkerExtension):
         Its layers have old, new and undefined weights until the next update is complete.
 
         Args:
-            started: True if the update has been started.
+            started: True if all workers have started the update; False if none or only some have.
         """
         self.weight_transfer_engine.shutdown()
-        if started:
+        if started or self._weight_update_active:
             with set_current_vllm_config(self.vllm_config):
                 self.weight_transfer_engine.finish_weight_update()
             self._weight_update_active = False
