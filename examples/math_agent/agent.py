@@ -11,19 +11,19 @@ from examples.math_agent.config import MathSettings
 from examples.math_agent.grading import is_right
 
 
-@rl.rollout(settings=MathSettings())
-async def math_agent(task: dict[str, Any], llm: rl.LLM, settings: MathSettings) -> float:
+@rl.rollout(settings=MathSettings().model_dump())
+async def math_agent(task: dict[str, Any], llm: rl.LLM, settings: dict[str, Any]) -> float:
     """Solve a task of Calc-X; the reward is 1 for the right answer, else 0.
 
     Args:
         task: with `question` and `result`.
-        settings: a resource, set with `Trainer(initial_resources={"settings": MathSettings(...)})`.
+        settings: the resource `settings`, `MathSettings(...).model_dump()`.
 
     Raises:
         CalculatorError: the MCP server failed; the rollout fails without a reward.
     """
-    solve = find_client(settings.client)
-    said = await solve(task["question"], llm, settings)
-    answer = extract(said, settings.extractor)
+    chosen = MathSettings.model_validate(settings)
+    said = await find_client(chosen.client)(task["question"], llm, chosen)
+    answer = extract(said, chosen.extractor)
     rl.emit_object({"answer": answer, "expected": task["result"]})
     return 1.0 if await is_right(answer, task["result"]) else 0.0

@@ -138,7 +138,7 @@ def train(args: argparse.Namespace, settings: MathSettings) -> None:
         n_runners=args.n_runners,
         output_dir=args.output_dir,
         tracer=_tracer(settings),
-        initial_resources={"settings": settings},
+        initial_resources={"settings": settings.model_dump()},
     )
     summary = trainer.fit(math_agent, tasks, val)
     print(json.dumps(summary, indent=2, default=str))
@@ -152,7 +152,7 @@ def score(args: argparse.Namespace, settings: MathSettings) -> None:
         engine=_engine(args),
         n_runners=1 if args.debug else args.n_runners,
         output_dir=folder,
-        initial_resources={"settings": settings},
+        initial_resources={"settings": settings.model_dump()},
     )
     try:
         trainer.evaluate(math_agent, tasks, model=args.model, sampling=SAMPLING)

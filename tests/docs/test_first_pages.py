@@ -68,7 +68,7 @@ def test_the_cluster_page_makes_a_trainer() -> None:
     assert (trainer.engine.replicas, trainer.runner.n, trainer.store.path) == (8, 16, "/local/run.db")
     text = (DOCS / "clusters.md").read_text()
     assert f"({rl.RunnerConfig().start_timeout_s:g} s)" in text
-    shown = re.findall(r"(engine|learner)=(\{.*\})`", text)
+    shown = re.findall(r"(engine|learner)=(\{[^`]*\})`", text)
     assert len(shown) >= 3
     for group, written in shown:
         {"engine": rl.EngineConfig, "learner": rl.LearnerConfig}[group].parse(yaml.safe_load(written))

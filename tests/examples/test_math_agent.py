@@ -97,11 +97,11 @@ def agent_of_tasks() -> Any:
     """
 
     @rl.rollout
-    async def math_agent_of_task(task: dict, llm: rl.LLM, settings: Any) -> float:
+    async def math_agent_of_task(task: dict, llm: rl.LLM, settings: dict[str, Any]) -> float:
         from examples.math_agent.agent import math_agent
 
         chosen = {"client": task["client"], "mcp_command": tuple(task["command"])}
-        return await math_agent(task, llm, settings.model_copy(update=chosen))
+        return await math_agent(task, llm, settings | chosen)
 
     return math_agent_of_task
 
@@ -125,7 +125,7 @@ async def run(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory)
             n_runners=1,
             output_dir=folder,
             progress=False,
-            initial_resources={"settings": MathSettings()},
+            initial_resources={"settings": MathSettings().model_dump()},
         )
         figures = trainer.evaluate(
             agent_of_tasks(), tasks_in(folder), model="scripted", sampling={"temperature": 0.5}

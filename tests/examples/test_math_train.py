@@ -55,8 +55,8 @@ def alternating(folder: Path) -> Any:
     Equal rewards would give no training signal.
     """
 
-    @rl.rollout(settings=MathSettings())
-    async def agent(task: dict[str, Any], llm: rl.LLM, settings: MathSettings) -> float:
+    @rl.rollout(settings=MathSettings().model_dump())
+    async def agent(task: dict[str, Any], llm: rl.LLM, settings: dict[str, Any]) -> float:
         assert await math_agent(task, llm, settings) == 0.0
         for number in itertools.count():
             with contextlib.suppress(FileExistsError):
