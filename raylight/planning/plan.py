@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
+from raylight.engines.vllm.args import workers_per_replica
 from raylight.experience.settings import PolicySettings
 from raylight.planning.cluster_shape import ClusterShape
 from raylight.planning.fit import Shortage, find_shortages
 from raylight.planning.memory import RoleMemory
 from raylight.planning.model_shape import ModelShape, read_shape
-from raylight.planning.roles import context_length, engine_memory, learner_memory, other_memory, workers_of
+from raylight.planning.roles import context_length, engine_memory, learner_memory, other_memory
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
@@ -172,7 +173,7 @@ def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
 
 def _most_ranks(run: PlannedRun, cluster: ClusterShape) -> int:
     """Return the number of learners for which the engines leave GPUs. It keeps groups of ranks whole."""
-    workers = run.engine.replicas * workers_of(run.engine)
+    workers = run.engine.replicas * workers_per_replica(run.engine.args)
     free = cluster.gpus if run.learner.num_gpus < 1 else int(cluster.gpus - run.engine.num_gpus * workers)
     group = math.lcm(run.learner.fsdp_size or 1, run.learner.ulysses)
     return free // group * group

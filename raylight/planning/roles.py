@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.engines.vllm.args import workers_per_replica
 from raylight.experience.settings import PolicySettings
 from raylight.learner.token_logprobs import CHUNK_LOGITS
 from raylight.planning.cluster_shape import GIB, MIB
@@ -127,7 +128,7 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
         gpu_memory: bytes of a GPU.
     """
     size = DTYPES[config.dtype].itemsize
-    workers = workers_of(config)
+    workers = workers_per_replica(config.args)
     length = context_length(shape, config)
     weights = math.ceil(shape.parameters * size / workers)
     per_token = math.ceil(shape.cache_per_token * size / workers)
@@ -147,12 +148,6 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
     room = cache // per_token if per_token else 0
     note = f"room for {room:,} tokens, {room / length:.1f} sequences of {length:,}" if per_token else ""
     return RoleMemory("engine", config.replicas * workers, config.num_gpus, tuple(items), note)
-
-
-def workers_of(config: EngineConfig) -> int:
-    """Return the workers of a replica, each with a part of the model."""
-    args = config.args
-    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
 
 
 def context_length(shape: ModelShape, config: EngineConfig) -> int:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
+from raylight.engines.vllm.args import workers_per_replica
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
-from raylight.planning.plan import MemoryPlan, PlannedRun, make_plan
-from raylight.planning.roles import workers_of
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.hardware import Hardware, choose, longest_sequence
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.plan import PolicyPlan, RunPlan
+
+if TYPE_CHECKING:
+    from raylight.planning.plan import MemoryPlan
 
 TOLERANCE = 1.15
 """Factor by which planned memory may exceed the memory that there is before a run is refused: the plan is not
@@ -41,6 +43,8 @@ def plan_settings(
         raise ConfigError(
             f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
         )
+    from raylight.planning.plan import PlannedRun, make_plan
+
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
     hardware, context = Hardware(cluster.gpus), longest_sequence(Path(model_path))
@@ -77,6 +81,8 @@ def check_memory(plan: RunPlan) -> None:
         return
     if not cluster.gpus and SMALL_MODEL * _size_of_files(plan.model_path) + 4 * GIB < cluster.memory:
         return
+    from raylight.planning.plan import PlannedRun, make_plan
+
     settings = plan.algorithm.policy_settings()
     run = PlannedRun(plan.model_path, plan.engine.kind, plan.engine, plan.learner, plan.runner, settings)
     if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
@@ -93,7 +99,7 @@ def check_memory(plan: RunPlan) -> None:
 def _asked_gpus(plan: PolicyPlan) -> float:
     """Return the GPUs of all roles of a run."""
     engine, learner = plan.engine, plan.learner
-    return learner.n * learner.num_gpus + engine.replicas * workers_of(engine) * engine.num_gpus
+    return learner.n * learner.num_gpus + engine.replicas * workers_per_replica(engine.args) * engine.num_gpus
 
 
 def connected_cluster() -> ClusterShape:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, cpu_threads
 from raylight.engines.registry import choose_engine
+from raylight.engines.vllm.args import workers_per_replica
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
-from raylight.planning.roles import workers_of
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.inputs import Inputs
 from raylight.weight_transfer.transports import choose_transport, find_transport
@@ -99,7 +99,7 @@ def idle_hardware(engine: EngineConfig, learner: LearnerConfig, resources: Mappi
         resources: total resources of the cluster, as Ray names them.
     """
     gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
-    workers = (engine.max_replicas or engine.replicas) * workers_of(engine)
+    workers = (engine.max_replicas or engine.replicas) * workers_per_replica(engine.args)
     used = learner.n * learner.num_gpus + workers * engine.num_gpus
     notes = []
     if gpus and not learner.num_gpus:

@@ -55,6 +55,15 @@ TOOL_PARSERS = {
 LORA_DEFAULTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
 
 
+def workers_per_replica(args: Mapping[str, Any]) -> int:
+    """Return the workers of a replica, each with a part of the model.
+
+    Args:
+        args: the engine's arguments.
+    """
+    return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+
+
 def known_args() -> frozenset[str]:
     """Return all arguments of vLLM's engine and its OpenAI frontend."""
     import dataclasses

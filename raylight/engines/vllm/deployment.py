@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raylight.engines.vllm.args import workers_per_replica
+
 CPU_CACHE_GIB = 1
 """Key-value cache of a CPU replica in GiB, unless `VLLM_CPU_KVCACHE_SPACE` is set."""
 
@@ -39,7 +41,7 @@ def llm_config(
     """
     from ray.serve.llm import LLMConfig
 
-    workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+    workers = workers_per_replica(args)
     env = (_loopback(args) if gpus == 0 or workers == 1 else {}) | dict(env or {})
     # The replica's actor requests nothing: it runs in the bundle of its first worker.
     bundles: list[dict[str, float]] = (

@@ -94,7 +94,7 @@ def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.Mo
 
 def test_a_small_model_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     connect(monkeypatch, 8)
-    monkeypatch.setattr(memory_check, "make_plan", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr("raylight.planning.plan.make_plan", lambda *_: pytest.fail("planned"))
     memory_check.check_memory(policy_plan(str(STARTER_MODEL)))
 
 
