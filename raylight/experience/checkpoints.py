@@ -124,7 +124,8 @@ class TrainingStates:
             self._write_marker(step, {CONTENT: name, **metadata})
             self._fs.invalidate_cache()
             for path in self._fs.ls(folder, detail=False):
-                if path.rstrip("/").rpartition("/")[2] not in (COMPLETE, name):
+                # some object stores list a folder's own marker in it
+                if path.rstrip("/").rpartition("/")[2] not in (COMPLETE, name, f"step-{step}"):
                     self._fs.rm(path, recursive=True)
 
     def prune(self, keep: int) -> None:
@@ -154,7 +155,14 @@ class TrainingStates:
 
     def _marker(self, step: int) -> dict[str, Any]:
         with self._fs.open(f"{self._folder(step)}/{COMPLETE}", "rb") as file:
-            return json.loads(file.read())
+            text = file.read()
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise CheckpointError(
+                f"{self._folder(step)}/{COMPLETE} is damaged; remove the folder step-{step} to continue from "
+                "the state before it"
+            ) from None
 
     def _remove(self, step: int) -> None:
         """Remove a state, its marker first, so that an interrupted removal leaves an incomplete state."""

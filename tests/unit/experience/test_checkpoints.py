@@ -83,6 +83,31 @@ def test_a_state_without_marker_is_absent():
     MemoryFileSystem.store.clear()
 
 
+def test_a_damaged_marker_is_named(tmp_path: Path):
+    states = TrainingStates(str(tmp_path))
+    write(states, 4, "a")
+    (tmp_path / "step-4" / "COMPLETE").write_text("")
+    with pytest.raises(CheckpointError, match="step-4/COMPLETE is damaged; remove the folder step-4"):
+        states.metadata(4)
+
+
+def test_a_store_that_lists_the_folder_in_itself_keeps_the_state(monkeypatch: pytest.MonkeyPatch):
+    MemoryFileSystem.store.clear()
+    states = TrainingStates("memory://bucket/a")
+    listed = MemoryFileSystem.ls
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "ls",
+        lambda self, path, detail=True, **options: [
+            *listed(self, path, detail=detail, **options),
+            *([] if detail else [f"{path}/"]),
+        ],
+    )
+    write(states, 4, "a")
+    assert read(states, 4) == "a"
+    MemoryFileSystem.store.clear()
+
+
 def test_a_state_of_an_earlier_version_is_refused(tmp_path: Path):
     folder = tmp_path / "step-4"
     folder.mkdir()
