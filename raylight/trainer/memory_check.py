@@ -76,10 +76,11 @@ def check_memory(plan: RunPlan) -> None:
     """
     if not isinstance(plan, PolicyPlan) or plan.engine.kind not in PLANNED_ENGINES:
         return
-    cluster = connected_cluster()
-    if _asked_gpus(plan) > cluster.gpus:
+    needed = SMALL_MODEL * _size_of_files(plan.model_path) + 4 * GIB
+    if not _asked_gpus(plan) and needed < this_machine().memory:  # no other node need be asked
         return
-    if not cluster.gpus and SMALL_MODEL * _size_of_files(plan.model_path) + 4 * GIB < cluster.memory:
+    cluster = connected_cluster()
+    if _asked_gpus(plan) > cluster.gpus or (not cluster.gpus and needed < cluster.memory):
         return
     from raylight.planning.plan import PlannedRun, make_plan
 

@@ -62,6 +62,7 @@ def policy_plan(model_path: str, **learner: Any) -> PolicyPlan:
 def connect(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     cluster = ClusterShape((NodeShape(int(gib * GIB)),))
     monkeypatch.setattr(memory_check, "connected_cluster", lambda: cluster)
+    monkeypatch.setattr(memory_check, "this_machine", lambda: cluster.nodes[0])
 
 
 def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
