@@ -74,6 +74,14 @@ async def call_until_answered(coordinator: Any, method: str, *args: Any, within:
             await pause(RETRY_DELAY_S)
 
 
+def order_limit(timeout: float, replacement_timeout_s: float) -> float:
+    """Return the longest time of an order, with its extensions and one restart of the coordinator.
+
+    A restarted coordinator gives an order its full time again.
+    """
+    return 2 * (2 * timeout + replacement_timeout_s)
+
+
 class CoordinatorClient:
     """All replicas of an engine as one, for the trainer; `ReplicaCoordinator` documents the methods.
 
@@ -127,11 +135,7 @@ class CoordinatorClient:
         return await self._issue(timeout, "probe", ids, timeout, adapter)
 
     async def _issue(self, timeout: float, method: str, *args: Any) -> Any:
-        """Issue an order.
-
-        A restarted coordinator gives it its full time again.
-        """
-        within = 2 * (timeout + self._replacement_timeout_s)
+        within = order_limit(timeout, self._replacement_timeout_s)
         key = uuid.uuid4().hex
         result, state = await call_until_answered(
             self._coordinator, "issue", key, method, *args, within=within

@@ -13,6 +13,7 @@ Replicas subscribe and long-poll; the trainer issues orders, one at a time. Laws
 - A replica that is too late for an order is evicted: it leaves the quorum and is killed, and Serve starts its
   replacement. So is a replica that fails an order which another one has executed. If all fail, or none
   executes the order within the timeout, the order fails with an error that names them.
+- A transfer that is repeated, because a replica was lost in it, has the order's full time again, once.
 - A failed order is withdrawn: a replica that joins later receives what all replicas had before it. Another
   order than one of weights remains current when it timed out: it completes when the late replicas acknowledge
   it, or is superseded.

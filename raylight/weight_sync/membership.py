@@ -33,14 +33,28 @@ class PendingOrder:
 
     order: Order
     issued: float
+    deadline: float
     token: str = ""
     """Identifies the publication for its sender."""
     sender_failure: str = ""
     """Reason why the sender of weights failed."""
+    extensions: set[str] = field(default_factory=set)
+    """Reasons for which the deadline was extended, each once."""
     evicted: list[str] = field(default_factory=list)
     """Replicas that were evicted meanwhile, with the reasons."""
     results: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Time that the replicas have in all."""
+        return self.deadline - self.issued
+
+    def extend(self, reason: str, deadline: float) -> None:
+        """Move the deadline, unless it was moved for this reason before."""
+        if reason not in self.extensions:
+            self.extensions.add(reason)
+            self.deadline = max(self.deadline, deadline)
 
 
 class Membership:

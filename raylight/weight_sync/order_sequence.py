@@ -82,7 +82,7 @@ class OrderSequence(Membership):
             raise WeightSyncError(f"the {kind} order could not begin within {timeout:g} s: {reason}")
         self._last_number += 1
         order = Order(self._last_number, kind, timeout, **fields)
-        pending = self._pending = PendingOrder(order, clock(), token)
+        pending = self._pending = PendingOrder(order, clock(), deadline, token)
         if kind == "weights":  # replicas that joined receive these instead of the earlier ones
             for subscription in self._quorum.lacking().values():
                 subscription.lacks = 0
@@ -91,7 +91,7 @@ class OrderSequence(Membership):
             self._completed.pop(order.subject, None)
         self._notify()
         try:
-            await self._wait_for_replicas(pending, deadline)
+            await self._wait_for_replicas(pending)
         except BaseException:
             if kind == "weights":  # they travel only while the order is pending
                 self._withdraw(order.number)
@@ -111,29 +111,26 @@ class OrderSequence(Membership):
         finally:
             self._turns.remove(turn)
 
-    async def _wait_for_replicas(self, pending: PendingOrder, deadline: float) -> None:
-        """Wait for every replica's response, and evict late ones.
+    async def _wait_for_replicas(self, pending: PendingOrder) -> None:
+        """Wait for every replica's response, and evict late ones. While too few are left, wait longer, once.
 
         Raises:
             WeightSyncError: no replica has executed the order in time.
         """
-        order, clock, extended = pending.order, asyncio.get_running_loop().time, False
-        timeout = order.timeout
+        order, clock = pending.order, asyncio.get_running_loop().time
         needed = self._min_replicas if order.kind in ("weights", "adapter") else 1
         while not self._has_reached(pending, needed):
-            if len(self._quorum) < needed and not extended:
-                extended = True
-                deadline += self._replacement_timeout_s
-                timeout += self._replacement_timeout_s
+            if len(self._quorum) < needed and "replacement" not in pending.extensions:
+                pending.extend("replacement", pending.deadline + self._replacement_timeout_s)
                 logger.warning("%s waits for a replacement of the engine replicas, which are gone", order)
-            wake_at = min(deadline, self._quorum.next_lateness(order, pending.issued))
+            wake_at = min(pending.deadline, self._quorum.next_lateness(order, pending.issued))
             seen = self._generation
             await self._changed.wait_for(lambda: self._generation != seen, wake_at - clock())  # noqa: B023
             for replica, reason in self._quorum.late(order, pending.issued).items():
                 self._evict(replica, reason)
-            can_extend = len(self._quorum) < needed and not extended
-            if pending.sender_failure or (clock() >= deadline and not can_extend):
-                self._end_waiting(pending, timeout, needed)
+            can_extend = len(self._quorum) < needed and "replacement" not in pending.extensions
+            if pending.sender_failure or (clock() >= pending.deadline and not can_extend):
+                self._end_waiting(pending, needed)
 
     def _has_reached(self, pending: PendingOrder, needed: int) -> bool:
         """Return True if all replicas have executed an order, and these are enough. Failed ones are evicted.
@@ -145,26 +142,26 @@ class OrderSequence(Membership):
             self._judge_failures(pending)
         return self._quorum.all_executed(pending.order.number) and len(self._quorum) >= needed
 
-    def _end_waiting(self, pending: PendingOrder, timeout: float, needed: int) -> None:
+    def _end_waiting(self, pending: PendingOrder, needed: int) -> None:
         """Evict the replicas that are late at the end of an order's time, or when the sender has failed.
 
         Raises:
             WeightSyncError: not enough replicas have executed the order.
         """
-        order = pending.order
+        order, seconds = pending.order, round(pending.seconds, 2)
         late, executed = self._quorum.waiting(order.number), self._quorum.executed(order.number)
         if not executed and pending.sender_failure:
             raise WeightSyncError(f"{order} was not sent: {pending.sender_failure}")
         gone = ", ".join(pending.evicted) or "a dead replica"
         missing = ", ".join(late) or f"a replacement for {gone}"
         if not executed:
-            raise WeightSyncError(f"{order} did not reach {missing} within {timeout:g} s")
+            raise WeightSyncError(f"{order} did not reach {missing} within {seconds:g} s")
         for replica in late:
-            reason = pending.sender_failure or f"it had not executed {order} after {timeout:g} s"
+            reason = pending.sender_failure or f"it had not executed {order} after {seconds:g} s"
             self._evict(replica, reason)
         if len(executed) < needed:
             raise WeightSyncError(
-                f"{order} reached {len(executed)} replicas within {timeout:g} s, and engine.min_replicas is "
+                f"{order} reached {len(executed)} replicas within {seconds:g} s, and engine.min_replicas is "
                 f"{needed}: it did not reach {missing}. See why replicas end with `ray logs`, or lower "
                 "engine.min_replicas"
             )
@@ -196,8 +193,9 @@ class OrderSequence(Membership):
         for subject, order in list(self._current.items()):
             if not self._quorum.all_executed(order.number):
                 continue
-            if order.kind in TRANSIENT:
-                if not (self._pending and self._pending.order is order):  # a joining replica still gets it
+            if order.kind in TRANSIENT:  # replicas that were joining when it was issued still get it
+                is_pending = self._pending is not None and self._pending.order is order
+                if not is_pending and self._quorum.all_responded(order.number):
                     del self._current[subject]
             else:
                 self._completed[subject] = order

@@ -38,9 +38,6 @@ class Subscription:
     """Number of the order of weights that it must execute before it counts; 0 if it counts."""
     received: int = 0
     """Version of the last weights that it received; the acknowledgement of their order may follow."""
-    refused: int = 0
-    """Number of the last order of weights that it failed for a reason of its own, before it acknowledges
-    that."""
     workers: int = 1
     """Number of its processes that receive weights."""
     node: str = ""
@@ -137,6 +134,10 @@ class Quorum:
     def waiting(self, number: int) -> list[str]:
         """Return the replicas that have neither executed nor failed an order."""
         return sorted(name for name, s in self._counted().items() if s.acknowledged < number)
+
+    def all_responded(self, number: int) -> bool:
+        """Return True if no response to an order is missing, also of replicas that do not count yet."""
+        return all(subscription.acknowledged >= number for subscription in self._replicas.values())
 
     def failed(self, number: int) -> list[str]:
         return sorted(name for name, s in self._counted().items() if s.failed == number)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raylight.errors import CoordinatorUnavailableError, TransferBrokenError
-from raylight.weight_sync.client import call_coordinator, call_until_answered
+from raylight.weight_sync.client import call_coordinator, call_until_answered, order_limit
 from raylight.weight_sync.transfers import Member, PhaseKind
 
 
@@ -35,8 +35,8 @@ class PublicationSettings:
 
     @property
     def limit_s(self) -> float:
-        """Longest time that a publication takes, with a restart of the coordinator."""
-        return 2 * (self.timeout_s + self.replacement_timeout_s)
+        """Longest time that a publication takes."""
+        return order_limit(self.timeout_s, self.replacement_timeout_s)
 
 
 class SenderClient:

@@ -13,6 +13,8 @@ from raylight.weight_sync.transfers import Member, Phase, PhaseKind, Transfer
 
 ABORT_TIMEOUT_S = 10.0
 """Time in which a member must abort a broken transfer."""
+LAST_EVICTION_SHARE = 0.95
+"""Share of an order's time after which members that hang are evicted."""
 
 
 class TransferSequence(OrderSequence):
@@ -38,7 +40,11 @@ class TransferSequence(OrderSequence):
         await self._end_transfer("its sender began another one")
         await self._changed.wait_for(lambda: self._is_over(token) or bool(self._lacking(version, token)))
         members = self._lacking(version, token)
-        self._transfer = Transfer(version, self._number_of_weights(), members) if members else None
+        number, pending = self._number_of_weights(), self._pending
+        if token and pending is not None and self._transfer is not None and self._transfer.order == number:
+            now = asyncio.get_running_loop().time()  # the one before may have waited long for a hung replica
+            pending.extend("repetition", now + pending.order.timeout)
+        self._transfer = Transfer(version, number, members) if members else None
         return [Member(name, s.workers, s.node) for name, s in sorted(members.items())] or None
 
     async def run_phase(self, kind: PhaseKind, infos: Mapping[str, Any], timeout: float) -> None:
@@ -124,8 +130,8 @@ class TransferSequence(OrderSequence):
             transfer.answer(replica, failure)
             if transfer.kind == "finish" and not failure:
                 subscription.received = transfer.version
-            if failure and not lost:
-                subscription.refused = self._number_of_weights()
+            if failure and not lost:  # it acknowledges the order once more when it has aborted the transfer
+                await self.acknowledge(replica, transfer.order, failure)
         self._notify()
 
     # bookkeeping
@@ -155,13 +161,11 @@ class TransferSequence(OrderSequence):
             return
 
         def left() -> list[str]:
-            number = self._number_of_weights()
             return [
                 name
                 for name in transfer.waiting()
                 if self._quorum.is_current(name, transfer.members[name])
                 and transfer.members[name].acknowledged < transfer.order
-                and transfer.members[name].refused < max(number, 1)
             ]
 
         await self._changed.wait_for(lambda: not left(), ABORT_TIMEOUT_S)
@@ -182,7 +186,7 @@ class TransferSequence(OrderSequence):
             is_publishing = pending is not None and pending.order.kind == "weights"
             lacking = self._quorum.lacking() if is_standing and not is_publishing else {}
         number = self._number_of_weights()
-        return {name: s for name, s in lacking.items() if s.received < version and s.refused < number}
+        return {name: s for name, s in lacking.items() if s.received < version and s.failed < number}
 
     def _number_of_weights(self) -> int:
         """Return the number of the current order of weights."""
@@ -200,13 +204,17 @@ class TransferSequence(OrderSequence):
         """Return the time at which a member is too late for a phase, and the reason.
 
         A frozen process sends nothing. During "update" a member may wait for the sender, whose own connection
-        has a timeout.
+        has a timeout. A member that is late in another phase is evicted before the order's time ends, so that
+        the order can wait for its replacement.
         """
         silence, total = silence_limit(timeout), LATE_SHARE * timeout
+        if self._pending is not None and self._pending.order.number == transfer.order:
+            latest = self._pending.issued + LAST_EVICTION_SHARE * self._pending.seconds
+            total = min(total, latest - transfer.started)
         subject = f"the phase {transfer.kind!r} of version {transfer.version}"
         silent = (
             max(transfer.started, transfer.members[replica].heard) + silence,
             f"it sent nothing for {silence:g} s during {subject}",
         )
-        late = (transfer.started + total, f"it had not executed {subject} after {total:g} s")
+        late = (transfer.started + total, f"it had not executed {subject} after {round(max(total, 0.0), 2):g} s")
         return silent if transfer.kind == "update" else min(silent, late)

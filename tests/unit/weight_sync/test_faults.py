@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from coordinator_helpers import ADAPTER, Life
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
@@ -373,6 +373,10 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
     await cancel_all([*cluster.tasks, *(task for r in cluster.replicas.values() for task in r.tasks)])
 
 
+@example(3, ["weights", "sleep", "probe"], [(15.82, "freeze coordinator", 0), (2.31, "hang engine", 0)])
+@example(3, ["adapter", "probe", "weights"], [(0.02, "slow engine", 2), (12.86, "hang engine", 0)])
+@example(2, ["weights"], [(0.03, "hang engine", 0), (0.03, "fail engine", 1), (0.03, "fail engine", 0)])
+@example(1, ["weights", "weights"], [(1.0, "slow engine", 0), (22.72, "hang engine", 0)])
 @given(
     replicas=st.integers(1, 3),
     orders=st.lists(st.sampled_from(ORDERS), min_size=1, max_size=4),
