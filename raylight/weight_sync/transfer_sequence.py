@@ -216,5 +216,6 @@ class TransferSequence(OrderSequence):
             max(transfer.started, transfer.members[replica].heard) + silence,
             f"it sent nothing for {silence:g} s during {subject}",
         )
-        late = (transfer.started + total, f"it had not executed {subject} after {round(max(total, 0.0), 2):g} s")
+        after = round(max(total, 0.0), 2)
+        late = (transfer.started + total, f"it had not executed {subject} after {after:g} s")
         return silent if transfer.kind == "update" else min(silent, late)
