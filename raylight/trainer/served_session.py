@@ -85,7 +85,7 @@ class ServedSession(Session):
             coordinator=self._coordinator.handle,
             training_temperature=training_temperature,
         )
-        deployment = Deployment(spec, self._owns_cluster)
+        deployment = Deployment(spec, self._owns_cluster, plan.runner.n * plan.runner.max_concurrent)
         self._stack.push_async_callback(deployment.stop)
         return deployment
 

@@ -19,6 +19,7 @@ from raylight.errors import EngineStartError, PortInUseError
 from raylight.ray_resources import format_amounts
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
+from raylight.serving.deploy.haproxy_launcher import RESERVED_FILES
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.weight_sync.client import call_until_answered
@@ -35,11 +36,13 @@ class Deployment:
     Args:
         settings: constructor argument of each replica.
         cluster_ends: True if the whole cluster ends with the run, so that nothing need be deleted one by one.
+        rollouts: most rollouts that call the model at a time.
     """
 
-    def __init__(self, settings: ReplicaSettings, cluster_ends: bool) -> None:
+    def __init__(self, settings: ReplicaSettings, cluster_ends: bool, rollouts: int = 0) -> None:
         self._settings = settings
         self._cluster_ends = cluster_ends
+        self._rollouts = rollouts
         self._stopped = False
         self._deploy_lock = threading.Lock()
         """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all
@@ -133,6 +136,7 @@ class Deployment:
                 config.host, config.port, machine, config.start_timeout_s
             )
             self._check_address(host, port)
+            self._check_connections(machine)
             if serve.status().applications:  # one of them may have the route
                 self._settings = dataclasses.replace(self._settings, route=None)
             target = serve.RunTarget(
@@ -177,6 +181,24 @@ class Deployment:
                     host,
                     remedy,
                 )
+
+    def _check_connections(self, machine: Host) -> None:
+        """Warn if HAProxy accepts fewer connections than rollouts run at a time, each of which keeps one.
+
+        If one other node runs all rollouts, it gets half of the connections.
+        """
+        limit = machine.connection_limit() if self._rollouts else None
+        if limit is not None and len(ingress.alive_nodes()) == 2:
+            limit //= 2
+        if limit is not None and limit < self._rollouts:
+            logger.warning(
+                "up to %d rollouts run at a time (runner.n x runner.max_concurrent), and HAProxy accepts %d "
+                "connections from their nodes; the others wait. Run `ulimit -n %d` before the run, or before "
+                "`ray start --head`, or lower runner.max_concurrent",
+                self._rollouts,
+                limit,
+                4 * self._rollouts + RESERVED_FILES,
+            )
 
     def _start_timeout_message(self) -> str:
         config = self._settings.config

@@ -44,6 +44,7 @@ for _flag, _value in SERVE_FLAGS.items():
     os.environ.setdefault(_flag, _value)
 
 import ray  # noqa: E402
+import ray._private.worker as ray_worker  # noqa: E402
 import urllib3  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.exceptions import RayActorError, RayError  # noqa: E402
@@ -174,9 +175,14 @@ def is_joinable() -> bool:
     """Return True if other machines can join the cluster, now or later.
 
     An autoscaler or `ray start --address` may add nodes at any time, and Serve cannot change its address. A
-    cluster that a run has started listens on loopback.
+    cluster that a run has started listens on loopback. One of the user's own `ray.init()` has no other node,
+    as a rule, and ends with this process.
     """
-    return head_node()["NodeManagerAddress"] not in LOOPBACK
+    if len(alive_nodes()) > 1:
+        return True
+    node = ray_worker._global_node  # that of a joined cluster is no head
+    started_here = node is not None and node.is_head()
+    return not started_here and head_node()["NodeManagerAddress"] not in LOOPBACK
 
 
 def head_node() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -58,6 +59,7 @@ class Host(Protocol):
     """Access to the ingress's machine."""
 
     def plan(self, host: str, port: int | None) -> IngressPlan: ...
+    def connection_limit(self) -> int | None: ...
     def remove_folder(self, node_id: str) -> None: ...
 
 
@@ -77,6 +79,7 @@ class IngressHost:
 
         Raises:
             PortInUseError: the requested port is taken.
+            EngineStartError: the address is not one of this machine.
         """
         environment, warning = self._prepare_folder()
         chosen, ports = choose_ports(host, port)
@@ -108,6 +111,10 @@ class IngressHost:
         if self._lock is not None:
             self._lock.release(force=True)
 
+    def connection_limit(self) -> int | None:
+        """Return the most connections that HAProxy accepts at a time."""
+        return haproxy_launcher.connection_limit()
+
     def remove_folder(self, node_id: str) -> None:
         """Remove HAProxy's folder of a node whose Serve has ended."""
         with contextlib.suppress(OSError):
@@ -138,6 +145,12 @@ class RemoteHost:
         except RayActorError as error:
             cause = f"raylight cannot be loaded on the head node: {str(error).strip().splitlines()[-1]}"
             return IngressPlan(*choose_ports(host, port), NO_LAUNCHER.format(cause))
+
+    def connection_limit(self) -> int | None:
+        """As `IngressHost.connection_limit`; None without raylight on that machine."""
+        with contextlib.suppress(RayActorError):
+            return ray.get(self._actor.connection_limit.remote())
+        return None
 
     def remove_folder(self, node_id: str) -> None:
         with contextlib.suppress(RayActorError):  # without raylight there is no folder
@@ -219,7 +232,7 @@ def choose_ports(host: str, requested: int | None) -> tuple[int, dict[str, str]]
     """Return the port of the ingress, and the variables with its other ports.
 
     Raises:
-        PortInUseError: the requested port is taken.
+        PortInUseError, EngineStartError: as for `choose_port`.
     """
     port = choose_port(host, requested)
     fallback = choose_port(host, None, FALLBACK_PORT if port != FALLBACK_PORT else 0)
@@ -232,6 +245,7 @@ def choose_port(host: str, requested: int | None, default: int = DEFAULT_PORT) -
 
     Raises:
         PortInUseError: the requested port is taken.
+        EngineStartError: the address is not one of this machine.
     """
     for port in (requested or default, 0):
         with socket.socket() as probe:
@@ -240,6 +254,11 @@ def choose_port(host: str, requested: int | None, default: int = DEFAULT_PORT) -
                 probe.bind((host, port))
                 return probe.getsockname()[1]
             except OSError as error:
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise EngineStartError(
+                        f"Ray Serve cannot listen on engine.host={host!r} ({error.strerror}); give an IPv4 "
+                        "address of the head node, such as '127.0.0.1', or '0.0.0.0' for all of them"
+                    ) from None
                 if requested:
                     raise PortInUseError(
                         f"port {requested} on {host} is taken ({os.strerror(error.errno or 0)}); choose "

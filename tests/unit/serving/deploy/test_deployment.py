@@ -36,17 +36,18 @@ class Cluster:
 
     address: tuple[str, int] | None = None
     raylights: bool = True
+    connections: int | None = None
     nodes: int = 1
     applications: set[str] = field(default_factory=set)
     locked: bool = False
     log: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def ingress_host(self, head: str, own_cluster: bool, timeout_s: float) -> Iterator[str]:
+    def ingress_host(self, head: str, own_cluster: bool, timeout_s: float) -> Iterator[Any]:
         if self.locked:
             raise EngineStartError(f"another driver held the lock for {timeout_s:g} s")
         self.log.append("lock")
-        yield "machine"
+        yield SimpleNamespace(connection_limit=lambda: self.connections)
         self.log.append("unlock")
 
     def start_serve(self, host: str | None, port: int | None, *_: Any) -> tuple[str, int]:
@@ -55,7 +56,7 @@ class Cluster:
         self.address = (host or "127.0.0.1", port or 8000)
         return self.address
 
-    def stop_serve(self, machine: str) -> None:
+    def stop_serve(self, machine: Any) -> None:
         assert self.log[-1] == "lock"
         self.log.append("stop")
 
@@ -90,9 +91,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return cluster
 
 
-def make(secret: str | None = "key", **config: Any) -> Deployment:
+def make(secret: str | None = "key", rollouts: int = 0, **config: Any) -> Deployment:
     values = {"host": None, "port": None, "start_timeout_s": 9.0, **config}
-    return Deployment(Settings(SimpleNamespace(**values), secret=secret), cluster_ends=False)  # type: ignore[arg-type]
+    settings: Any = Settings(SimpleNamespace(**values), secret=secret)
+    return Deployment(settings, cluster_ends=False, rollouts=rollouts)
 
 
 def test_the_first_driver_starts_serve_and_deploys_under_the_lock(cluster: Cluster) -> None:
@@ -138,6 +140,19 @@ def test_a_serve_on_loopback_does_not_fit_a_cluster_that_grows(
         return
     with pytest.raises(EngineStartError, match="agents on other nodes cannot reach"):
         make(host=host)._deploy()
+
+
+@pytest.mark.parametrize(
+    ("connections", "nodes", "warned"),
+    [(None, 1, False), (100, 1, False), (99, 1, True), (199, 2, True), (100, 3, False)],
+)
+def test_fewer_connections_than_rollouts_are_a_warning(
+    connections: int | None, nodes: int, warned: bool, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of two nodes, one may run all rollouts, and a node other than the head gets half of the connections."""
+    cluster.address, cluster.connections, cluster.nodes = ("0.0.0.0", 8123), connections, nodes
+    make(rollouts=100)._deploy()
+    assert ("up to 100 rollouts" in caplog.text and "ulimit -n 1000" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,13 +62,24 @@ def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
     return set_outcomes
 
 
-@pytest.mark.parametrize(("head", "host"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.7", "0.0.0.0")])
+@pytest.mark.parametrize(
+    ("head", "started_here", "host"),
+    [
+        ("127.0.0.1", False, "127.0.0.1"),
+        ("10.0.0.7", None, "0.0.0.0"),
+        ("10.0.0.7", False, "0.0.0.0"),
+        ("10.0.0.7", True, "127.0.0.1"),
+    ],
+)
 def test_serve_listens_where_nodes_that_join_later_can_reach_it(
-    head: str, host: str, serve_raises: Serve, monkeypatch: pytest.MonkeyPatch
+    head: str, started_here: bool | None, host: str, serve_raises: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster of one node may grow, unless its only node has a loopback address."""
+    """A cluster of one node may grow, unless its only node has a loopback address, or this process started
+    it."""
     serve_raises(None)
     set_head(monkeypatch, head)
+    node = None if started_here is None else SimpleNamespace(is_head=lambda: started_here)
+    monkeypatch.setattr(ingress.ray_worker, "_global_node", node)
     assert ingress.start_serve(None, None, Machine(), 60) == (host, 8000)
 
 

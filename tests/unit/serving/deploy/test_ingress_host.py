@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
-from raylight.errors import PortInUseError
+from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import ingress_host
 from raylight.serving.deploy.ingress_host import (
     DEFAULT_PORT,
@@ -94,7 +94,7 @@ class Actor:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
-        self.plan = self.remove_folder = self
+        self.plan = self.remove_folder = self.connection_limit = self
 
     def remote(self, *arguments: object) -> Exception:
         return self._error
@@ -116,6 +116,7 @@ def test_a_head_without_raylight_gets_a_plan_and_a_warning() -> None:
     assert "raylight cannot be loaded on the head node" in plan.warning
     assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in plan.environment
     assert FALLBACK in plan.environment
+    assert host.connection_limit() is None
     host.remove_folder("node")
 
 
@@ -133,6 +134,13 @@ def test_a_taken_port_is_replaced_unless_it_was_requested() -> None:
         assert choose_port("127.0.0.1", None, port) != port
         with pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is taken"):
             choose_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("port", [None, 8000])
+@pytest.mark.parametrize("host", ["::1", "198.51.100.7"])
+def test_an_address_of_another_machine_is_no_taken_port(host: str, port: int | None) -> None:
+    with pytest.raises(EngineStartError, match=f"cannot listen on engine.host='{host}' .* give an IPv4"):
+        choose_port(host, port)
 
 
 def test_the_fallback_proxy_never_gets_the_port_of_the_ingress(monkeypatch: pytest.MonkeyPatch) -> None:
