@@ -18,8 +18,9 @@ from raylight.errors import ConfigError
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.plan import PolicyPlan, RunPlan, ServedPlan
 
-LEARNER_SHARE, ENGINE_SHARE = 0.6, 0.4
-"""GPU fractions of a learner and of an engine's worker on one GPU. Two of a kind do not fit on one."""
+SHARES = (0.6, 0.4)
+"""GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on one
+too, so the kind with more processes gets the larger one."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
 C = TypeVar("C", bound=Config)
@@ -111,12 +112,13 @@ def _assign_gpus(
     if open_engine and learner is not None and open_learner:
         if ranks + workers <= free:
             return _with_defaults(engine, num_gpus=1), _with_defaults(learner, num_gpus=1), []
-        if max(ranks, workers) <= free:
-            return _share(engine, learner)
+        if max(ranks, workers) <= free and (ranks >= workers or ranks == 1):
+            return _share(engine, learner, workers)
         raise ConfigError(
             f"{ranks} learner(s) (learner.n) and {workers} engine worker(s) (engine.replicas x "
             f"engine.args.tensor_parallel_size) do not fit on {free:g} GPU(s), not even in pairs of one "
-            "learner and one worker; lower them, add GPUs, or set learner.num_gpus and engine.num_gpus"
+            "learner and one worker. Lower them, add GPUs, have as many learners as workers, or set "
+            "learner.num_gpus and engine.num_gpus"
         )
     if open_engine:
         if workers <= free - (ranks * learner.num_gpus if learner is not None else 0):
@@ -131,11 +133,12 @@ def _assign_gpus(
 
 
 def _share(
-    engine: EngineConfig, learner: LearnerConfig
+    engine: EngineConfig, learner: LearnerConfig, workers: int
 ) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
     """Put one learner and one engine worker on each GPU. They take turns, and free its memory meanwhile."""
-    shared = _with_defaults(engine, num_gpus=ENGINE_SHARE, sleep_while_learning=engine.kind == "vllm")
-    offloading = _with_defaults(learner, num_gpus=LEARNER_SHARE, param_offload=True, optimizer_offload=True)
+    learner_share, engine_share = SHARES if learner.n >= workers else SHARES[::-1]
+    shared = _with_defaults(engine, num_gpus=engine_share, sleep_while_learning=engine.kind == "vllm")
+    offloading = _with_defaults(learner, num_gpus=learner_share, param_offload=True, optimizer_offload=True)
     return shared, offloading, ["learners and engines share GPUs, because there are too few for both"]
 
 

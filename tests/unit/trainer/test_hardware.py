@@ -66,6 +66,22 @@ OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
         (8, {"n": 4}, {"replicas": 4}, OWN_LEARNER, OWN_ENGINE),
         (8, {"n": 8}, {"replicas": 8}, SHARED_LEARNER, SHARED_ENGINE),
         (8, {"n": 8}, {"args": {"tensor_parallel_size": 8}}, SHARED_LEARNER, ...),
+        # one learner, and a worker for each GPU: no two workers fit on one
+        (
+            2,
+            {},
+            {"args": {"tensor_parallel_size": 2}},
+            SHARED_LEARNER | {"num_gpus": 0.4},
+            SHARED_ENGINE
+            | {
+                "num_gpus": 0.6,
+                "args": {
+                    "tensor_parallel_size": 2,
+                    "gpu_memory_utilization": 0.6,
+                    "enable_sleep_mode": True,
+                },
+            },
+        ),
         # two nodes of eight
         (16, {"n": 8}, {"replicas": 4, "args": {"tensor_parallel_size": 2}}, OWN_LEARNER, OWN_ENGINE),
         # explicit settings win
@@ -140,6 +156,12 @@ def test_too_few_gpus_are_refused_with_the_settings() -> None:
     with pytest.raises(ConfigError, match=r"8 learner\(s\) \(learner.n\) and 2 engine worker") as caught:
         choice(4, {"n": 8}, {"replicas": 2})
     assert "engine.replicas" in str(caught.value)
+
+
+def test_more_workers_than_learners_cannot_be_paired() -> None:
+    """Two of four workers of 0.4 GPUs would get the same GPU."""
+    with pytest.raises(ConfigError, match="have as many learners as workers"):
+        choice(4, {"n": 2}, {"args": {"tensor_parallel_size": 4}})
 
 
 @pytest.mark.parametrize(
