@@ -19,8 +19,8 @@ from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.plan import PolicyPlan, RunPlan, ServedPlan
 
 SHARES = (0.6, 0.4)
-"""GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on one
-too, so the kind with more processes gets the larger one."""
+"""GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on
+one too, so the kind with more processes gets the larger one."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
 C = TypeVar("C", bound=Config)

@@ -13,8 +13,8 @@ from raylight.engines.registry import has_vllm
 from raylight.errors import ConfigError
 
 LEARNER_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
-"""GPU fractions of a learner and of an engine's worker, which share a GPU as in verl. Every GPU has a learner,
-so that no two workers fit on one."""
+"""GPU fractions of a learner and of an engine's worker, which share a GPU as in verl. Every GPU has a
+learner, so that no two workers fit on one."""
 GPU_ONLY_ARGS = ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "enable_sleep_mode")
 """Arguments of vLLM that have no meaning on a CPU."""
 C = TypeVar("C", bound=Config)
