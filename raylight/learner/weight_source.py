@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 
-from raylight.errors import WeightSyncError
+from raylight.errors import ConfigError
 
 Names = Literal["checkpoint", "module"]
 """Naming of tensors: as in the model's files, or as in its module."""
@@ -101,7 +101,7 @@ class WeightSource:
             ]
         groups = [[param.name for param in group] for group in layout.values()]
         if layerwise_groups([name for group in groups for name in group]) != groups:
-            raise WeightSyncError(
+            raise ConfigError(
                 f"the files of {type(self._base).__name__} do not store its layers one by one, so its "
                 "weights cannot be transferred layer by layer; choose a model of another architecture"
             )

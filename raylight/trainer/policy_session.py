@@ -137,6 +137,11 @@ class PolicySession(ServedSession):
         for lineage in filter(None, (self.start.lineage, self.start.parent_lineage)):
             left = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
             await self.store.cancel_rollouts([rollout.rollout_id for rollout in left])
+        await self._repeat_cancelled()
+
+    async def _repeat_cancelled(self) -> None:
+        """Run cancelled rollouts again when their step is replayed."""
+        for lineage in filter(None, (self.start.lineage, self.start.parent_lineage)):
             cancelled = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=["cancelled"])
             self._repeated_ids |= {rollout.rollout_id for rollout in cancelled}
 
@@ -256,6 +261,22 @@ class PolicySession(ServedSession):
             await self._prepare_to_sample(requests)
         return await self._collect(await self._run_requests(requests, progress))
 
+    async def _wait_for_rollouts(self, ids: list[str], progress: Callable[[int, int], None]) -> None:
+        """Wait for rollouts, unless they may wait themselves for a replica that the learners cannot serve.
+
+        Raises:
+            LearnerError: the learners have failed. The rollouts go on meanwhile.
+        """
+        tasks = [
+            asyncio.create_task(super()._wait_for_rollouts(ids, progress)),
+            asyncio.create_task(self._publications.wait_for_failure()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+        finally:
+            await cancel_all(tasks)
+
     async def _prepare_to_sample(self, requests: list[EnqueueRolloutRequest]) -> None:
         """If anything will be sampled, end the replay and publish the weights. Requeue rollouts that run
         again."""
@@ -314,16 +335,21 @@ class PolicySession(ServedSession):
             ) from fault
         self.restarts += 1
         self._show_stage("restarting the learners")
-        await self.learners.restart()
-        states = TrainingStates(self.plan.state_url)
-        steps = await asyncio.to_thread(states.steps)
-        if not steps:
-            raise LearnerError(
-                f"the learners were lost before {states.url} had a training state: {fault}"
-            ) from fault
-        point = resume_point_of(states, steps[-1])
-        await self.learners.load_state(states.url, point.step, point.version)
-        self.version, self.replaying = point.version, True
+        await (
+            self._repeat_cancelled()
+        )  # of those that waited side by side, the first to fail cancels the others
+        async with self._publications.learners_busy:
+            await self.learners.restart()
+            states = TrainingStates(self.plan.state_url)
+            steps = await asyncio.to_thread(states.steps)
+            if not steps:
+                raise LearnerError(
+                    f"the learners were lost before {states.url} had a training state: {fault}"
+                ) from fault
+            point = resume_point_of(states, steps[-1])
+            await self.learners.load_state(states.url, point.step, point.version)
+            self.version, self.replaying = point.version, True
+        self._publications.notice_version()
         return point
 
     def end_replay(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
+from typing import NoReturn
 
 from raylight.aio import cancel_all
 from raylight.config import EngineConfig
@@ -45,6 +46,8 @@ class Publications:
         """Last version that was published."""
         self.learners_busy = asyncio.Lock()
         """Held while the learners' weights change, or must not."""
+        self._failure: LearnerError | None = None
+        """Failure of the learners that was found when a replica had joined."""
 
     async def publish(self, version: int, adapter: str | None = None) -> None:
         """Send the learners' weights to all replicas. `learners_busy` must be held.
@@ -111,29 +114,49 @@ class Publications:
             )
 
     def notice_version(self) -> None:
-        """Notice that the learners may hold a version that joined replicas lack."""
+        """Notice that the learners work, and may hold a version that joined replicas lack."""
+        self._failure = None
         self._keeper.changed.notify_all()
+
+    async def wait_for_failure(self) -> NoReturn:
+        """Wait until a replica that joined cannot be served, because the learners have failed.
+
+        If no other replica serves, nothing else calls the learners.
+
+        Raises:
+            LearnerError: the failure.
+        """
+        await self._keeper.changed.wait_for(lambda: self._failure is not None)
+        assert self._failure is not None
+        raise self._failure
 
     async def serve_joined(self, held: Callable[[], int]) -> None:
         """Send the current version to replicas that join, whenever the learners hold it.
 
-        While they hold another one, the replicas wait for the next publication.
+        While they hold another one, the replicas wait for the next publication, or for the learners' return
+        to the current one.
 
         Args:
             held: returns the version that the learners hold.
         """
-        served: frozenset[str] = frozenset()
+        unreachable: frozenset[str] = frozenset()
 
         def is_due() -> bool:
-            return bool(self._keeper.lacking - served) and 0 < held() == self.published
+            joined = bool(self._keeper.lacking - unreachable)
+            return joined and self._failure is None and 0 < held() == self.published
 
         while True:
             await self._keeper.changed.wait_for(is_due)
             async with self.learners_busy:
                 if not is_due():
                     continue
-                served |= self._keeper.lacking
+                joined = self._keeper.lacking
                 try:
                     await self._learners.publish_weights(self.published, "", self._settings)
-                except (LearnerError, WeightSyncError) as error:  # the next publication reports or repairs it
+                except LearnerError as error:
+                    self._failure = error
+                    self._keeper.changed.notify_all()
+                    continue
+                except WeightSyncError as error:  # the next publication includes them
                     logger.warning("replicas that joined did not receive the weights: %s", error)
+                    unreachable |= joined

@@ -86,7 +86,7 @@ class Membership:
         self._ended_version = -1
         """Highest version whose publication has ended."""
         self._received_version = 0
-        """Last version of the weights that any replica has received."""
+        """Highest version of the weights that any replica has received."""
         self._current: dict[str, Order] = {}
         """Newest order of each subject: executed by the replicas, or about to be."""
         self._completed: dict[str, Order] = {}
@@ -146,6 +146,7 @@ class Membership:
         self._ever_subscribed = True
         subscription = self._quorum.add(replica, handle)
         subscription.workers, subscription.node, subscription.received = workers, node, held
+        self._received_version = max(self._received_version, held)
         weights = self._completed.get("weights")
         is_pending = self._pending is not None and self._pending.order.kind == "weights"
         if weights is not None and held < weights.version and not is_pending:
@@ -194,6 +195,7 @@ class Membership:
             dict(self._evicted),
             self._ever_subscribed,
             frozenset(self._quorum.lacking()),
+            self._received_version,
         )
 
     async def next_snapshot(self, after: int, timeout: float) -> Snapshot | None:
@@ -215,6 +217,7 @@ class Membership:
         self._current, self._completed = dict(snapshot.current), dict(snapshot.completed)
         self._evicted = dict(snapshot.evicted)
         self._ever_subscribed = snapshot.ever_subscribed
+        self._received_version = max(self._received_version, snapshot.received)
         for replica, handle in snapshot.replicas.items():
             subscription = self._quorum.add(replica, handle, present=False)
             waiting = self._watch_return(replica, subscription)

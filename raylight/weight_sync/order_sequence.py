@@ -57,7 +57,7 @@ class OrderSequence(Membership):
             else:
                 pending.results.setdefault(replica, result)
                 if pending.order.kind == "weights":
-                    self._received_version = pending.order.version
+                    self._received_version = max(self._received_version, pending.order.version)
         elif failure:
             self._withdraw(number)
         if not failure and number >= subscription.lacks:

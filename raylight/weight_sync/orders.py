@@ -101,9 +101,10 @@ class Snapshot:
         current: newest order of each subject.
         completed: newest order of each subject that all live replicas have executed.
         replicas: live replicas with their actor handles.
-        lacking: those of them that lack the current weights, and serve only when they have received them.
         evicted: evicted replicas with the reasons.
         ever_subscribed: True once any replica has subscribed.
+        lacking: live replicas that lack the current weights, and serve only when they have received them.
+        received: highest version of the weights that any replica has received.
     """
 
     generation: int = 0
@@ -115,3 +116,4 @@ class Snapshot:
     evicted: dict[str, str] = field(default_factory=dict)
     ever_subscribed: bool = False
     lacking: frozenset[str] = frozenset()
+    received: int = 0

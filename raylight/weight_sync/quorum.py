@@ -71,8 +71,8 @@ class Quorum:
         return {name: s for name, s in self._replicas.items() if not s.lacks}
 
     def lacking(self) -> dict[str, Subscription]:
-        """Return the replicas that lack the current weights."""
-        return {name: s for name, s in self._replicas.items() if s.lacks}
+        """Return the replicas that wait for the current weights."""
+        return {name: s for name, s in self._replicas.items() if s.lacks and s.failed != s.lacks}
 
     def find(self, replica: str) -> Subscription | None:
         """Return a replica's subscription."""

@@ -129,7 +129,8 @@ class TransferSequence(OrderSequence):
         if transfer is not None and subscription is not None and transfer.number == number:
             transfer.answer(replica, failure)
             if transfer.kind == "finish" and not failure:
-                subscription.received = transfer.version
+                subscription.received, subscription.lacks = transfer.version, 0
+                self._received_version = max(self._received_version, transfer.version)
             if failure and not lost:  # it acknowledges the order once more when it has aborted the transfer
                 await self.acknowledge(replica, transfer.order, failure)
         self._notify()

@@ -60,6 +60,8 @@ class World:
         """Updates, counted from 0, that fail so often."""
         self.faulty_saves: set[int] = set()
         """Versions of weights of which a state is lost once while it is saved, with the learners."""
+        self.stranded_at: set[int] = set()
+        """Numbers of finished rollouts at which the learners and the only replica are lost together."""
         self.lives = 0
         self.lost: Callable[[str], bool] = lambda rollout_id: False
         """Tells if the infrastructure fails a rollout."""
@@ -140,6 +142,11 @@ class Publications:
         self.world, self.learners, self.engines = world, learners, engines
         self.published = 0
         self.learners_busy = asyncio.Lock()
+        self.stranded, self.served = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_failure(self) -> None:
+        await self.stranded.wait()
+        raise LearnerLostError("a rank died, and a replica has joined")
 
     async def publish(self, version: int, adapter: None) -> None:
         assert self.learners_busy.locked()
@@ -152,7 +159,10 @@ class Publications:
         self.engines.weights, self.engines.version = weights, version
         self.published = version
 
-    def notice_version(self) -> None: ...
+    def notice_version(self) -> None:
+        self.stranded.clear()
+        if self.learners.version == self.published:
+            self.served.set()
 
 
 class Monitor:
@@ -214,6 +224,11 @@ class Session(PolicySession):
     async def _run_agent(self, rollout: Any) -> None:
         resources = await self.store.get_resources_by_id(rollout.resources_id)
         assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
+        if (finished := sum(self.world.sampled.values())) in self.world.stranded_at:
+            self.world.stranded_at.remove(finished)
+            self.learners.lost = True
+            self._publications.stranded.set()
+            await self._publications.served.wait()
         if self.world.lost(rollout.rollout_id):
             failure = Failure(kind="infrastructure", error="APIConnectionError: refused")
             await self.store.finish_attempt(rollout, "failed", failure)
@@ -359,6 +374,19 @@ def test_learners_that_are_lost_come_to_where_they_were(
     assert weights_of(world) == undisturbed[1]
     assert set(world.sampled.values()) == {1}
     assert rows[-1]["learner/restarts"] == sum({4: 1, 6: 2, 2: 1, 7: 1, 0: 1}[v] for v in world.faults)
+
+
+@pytest.mark.parametrize("stranded_at", [13, 40, 67])
+def test_learners_that_are_lost_with_the_only_replica_are_restarted_at_once(
+    stranded_at: int, world: World, undisturbed: tuple
+) -> None:
+    """Agents wait for the replacement of the replica, and it for the weights of the learners."""
+    world.stranded_at = {stranded_at}
+    rows = asyncio.run(live(world))
+    assert not world.stranded_at
+    assert told(rows) == undisturbed[0]
+    assert set(world.sampled.values()) == {1}
+    assert rows[-1]["learner/restarts"] == 1
 
 
 @pytest.mark.parametrize("phase", ["val-0", "train-2", "train-5", "val-4"])

@@ -14,7 +14,7 @@ from raylight.errors import TransferBrokenError, WeightSyncError
 from raylight.weight_sync import transfer_sequence
 from raylight.weight_sync.client import ReplicaClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import Order, Versions
+from raylight.weight_sync.orders import Order, Snapshot, Versions
 from raylight.weight_sync.transfer_follower import TransferFollower
 from raylight.weight_sync.transfers import Member, PhaseKind
 
@@ -230,6 +230,31 @@ async def test_a_publication_includes_replicas_that_joined() -> None:
             await coordinator.acknowledge("late", order.number)
         assert await publishing == 2
         assert late.engine.told == [("weights", 2, "keep")]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_a_received_version_is_never_issued_again_after_a_restart(returns: bool) -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        await join(coordinator, "a")
+        publishing = asyncio.create_task(coordinator.publish(1, None, 60.0, token=TOKEN))
+        assert await coordinator.begin_transfer(1, TOKEN)
+        finishing = asyncio.create_task(coordinator.run_phase("finish", {}, 60.0))
+        phase = await coordinator.next_phase("a", 0, 1, 60.0)
+        assert phase is not None
+        await coordinator.acknowledge_phase("a", phase.number)
+        await finishing
+        state = coordinator.snapshot()
+        publishing.cancel()
+    restarted = ReplicaCoordinator(restored=False)
+    async with within():
+        await restarted.restore(Snapshot(version=state.version) if returns else state)
+        if returns:
+            await restarted.subscribe("a", returns=True, held=1)
+        with pytest.raises(WeightSyncError):
+            await restarted.publish(1, None, 0.01, token="again")
+        with pytest.raises(WeightSyncError, match="never reused"):
+            await restarted.publish(1, None, 0.01, token="third")
 
 
 async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
