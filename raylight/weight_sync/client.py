@@ -13,7 +13,7 @@ from raylight.aio import pause
 from raylight.engines.protocol import UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import CatchUp, Order, Snapshot, Versions
+from raylight.weight_sync.orders import CatchUp, Order, Snapshot
 from raylight.weight_sync.transfers import Phase
 
 GRACE_S = 10.0
@@ -103,9 +103,6 @@ class CoordinatorClient:
         self._coordinator, self._on_change = coordinator, on_change
         self._replacement_timeout_s = replacement_timeout_s
 
-    async def versions(self) -> Versions:
-        return await call_until_answered(self._coordinator, "versions", within=GRACE_S)
-
     async def publish(
         self,
         version: int,
@@ -119,9 +116,6 @@ class CoordinatorClient:
 
     async def fail_publication(self, token: str, reason: str) -> None:
         await call_until_answered(self._coordinator, "fail_publication", token, reason, within=GRACE_S)
-
-    async def drop_adapter(self, name: str, timeout: float) -> None:
-        await self._issue(timeout, "drop_adapter", name, timeout)
 
     async def sleep(self, timeout: float, level: int = 1) -> dict[str, str | None]:
         return await self._issue(timeout, "sleep", timeout, level)

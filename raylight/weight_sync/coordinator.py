@@ -145,15 +145,6 @@ class ReplicaCoordinator(TransferSequence):
             self._notify()
         return len(self._quorum)
 
-    async def drop_adapter(self, name: str, timeout: float) -> None:
-        """Stop serving an adapter on all replicas; an unknown name is ignored.
-
-        Raises:
-            WeightSyncError: as for `publish`.
-        """
-        self._check_ready(awake_for=f"adapter {name!r} is dropped")
-        await self._execute("drop_adapter", timeout, adapter=name)
-
     async def sleep(self, timeout: float, level: int = 1) -> dict[str, str | None]:
         """Free the device memory of all engines.
 

@@ -253,9 +253,6 @@ class OrderExecutor:
                     )
                 await engine.load_adapter(name, order.version, adapter, order.mode)
                 state.adapters[name] = order.version
-            case "drop_adapter":
-                await engine.drop_adapter(name)
-                state.adapters.pop(name, None)
             case "sleep":
                 if not state.asleep:
                     state.sleep_result = await engine.sleep(order.level)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from raylight.engines.protocol import UpdateMode
 
-Kind = Literal["weights", "adapter", "drop_adapter", "sleep", "wake", "probe"]
-TRANSIENT: frozenset[Kind] = frozenset({"drop_adapter", "wake", "probe"})
+Kind = Literal["weights", "adapter", "sleep", "wake", "probe"]
+TRANSIENT: frozenset[Kind] = frozenset({"wake", "probe"})
 """Orders that a replica which joins later need not execute: they leave no state."""
 
 
@@ -47,7 +47,7 @@ class Order:
 
         A newer order supersedes older ones of the same subject.
         """
-        if self.kind in ("adapter", "drop_adapter"):
+        if self.kind == "adapter":
             return f"adapter {self.adapter}"
         return "sleep" if self.kind == "wake" else self.kind
 
@@ -55,7 +55,6 @@ class Order:
         names: dict[Kind, str] = {
             "weights": f"version {self.version}",
             "adapter": f"version {self.version} of adapter {self.adapter!r}",
-            "drop_adapter": f"removal of adapter {self.adapter!r}",
         }
         return names.get(self.kind, f"the {self.kind} order")
 

@@ -50,8 +50,6 @@ class Replica:
                 self.weights = order.version
             case "adapter":
                 self.adapters[order.adapter] = order.version
-            case "drop_adapter":
-                self.adapters.pop(order.adapter, None)
             case "probe":
                 return [float(self.weights)]
             case _:
@@ -199,9 +197,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.replicas and len(self.givings) < 3)
     @rule(
-        kind=st.sampled_from(
-            ["weights", "weights", "adapter", "adapter", "drop_adapter", "sleep", "wake", "wake", "probe"]
-        ),
+        kind=st.sampled_from(["weights", "weights", "adapter", "adapter", "sleep", "wake", "wake", "probe"]),
         adapter=st.sampled_from(["x", "y"]),
         timeout=st.sampled_from([3.0, 30.0]),
     )
@@ -210,7 +206,6 @@ class CoordinatorMachine(RuleBasedStateMachine):
         call = {
             "weights": lambda: self.coordinator.publish(version, [version], timeout),
             "adapter": lambda: self.coordinator.publish(version, [version], timeout, adapter=adapter),
-            "drop_adapter": lambda: self.coordinator.drop_adapter(adapter, timeout),
             "sleep": lambda: self.coordinator.sleep(timeout),
             "wake": lambda: self.coordinator.wake(timeout),
             "probe": lambda: self.coordinator.probe([1, 2], timeout),

@@ -332,7 +332,7 @@ FAULTS = [
     "kill coordinator",
     "freeze coordinator",
 ]
-ORDERS = ["weights", "weights", "adapter", "drop", "sleep", "probe"]
+ORDERS = ["weights", "weights", "adapter", "sleep", "probe"]
 
 
 async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float, str, int]]) -> None:
@@ -352,9 +352,6 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
             case "adapter":
                 adapter = next(versions)
                 await client.publish(adapter, [ADAPTER], TIMEOUT_S, adapter="x")
-            case "drop":
-                adapter = 0
-                await client.drop_adapter("x", TIMEOUT_S)
             case "sleep":
                 assert set((await client.sleep(TIMEOUT_S)).values()) <= {"a CPU has no device memory"}
                 await client.wake(TIMEOUT_S)

@@ -77,7 +77,6 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
         }
         assert await coordinator.versions() == Versions(1, {"x": 2}, asleep=1)
         await coordinator.wake(5.0)
-        await coordinator.drop_adapter("x", 5.0)
         for engine in engines:
             assert engine.told == [
                 ("weights", 1, "wait"),
@@ -85,9 +84,8 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
                 ("probe", [4, 5, 6], "x"),
                 ("sleep", 1),
                 ("wake",),
-                ("drop", "x"),
             ]
-        assert await coordinator.versions() == Versions(1)
+        assert await coordinator.versions() == Versions(1, {"x": 2})
 
 
 async def join_late(coordinator: ReplicaCoordinator, executor: OrderExecutor, version: int) -> None:
@@ -106,9 +104,7 @@ async def test_who_comes_later_does_what_stands_before_it_serves() -> None:
     async with following(coordinator, "a"):
         await publish_weights(coordinator, 1, 5.0)
         await coordinator.publish(2, [ADAPTER], 5.0, adapter="x")
-        await coordinator.publish(3, [ADAPTER], 5.0, adapter="dropped")
         await publish_weights(coordinator, 4, 5.0)
-        await coordinator.drop_adapter("dropped", 5.0)
         await coordinator.sleep(5.0)
         executor, engine, _ = make_executor(coordinator, "late")
         await join_late(coordinator, executor, 4)
@@ -398,7 +394,6 @@ async def test_an_actors_errors_arrive_as_they_were_raised() -> None:
     with pytest.raises(WeightSyncError, match="no engine replica has subscribed") as caught:
         await client.publish(1, ["arrays"], 5.0)
     assert type(caught.value) is WeightSyncError
-    assert await client.versions() == Versions()
 
 
 @pytest.mark.parametrize(
