@@ -34,6 +34,9 @@ class AnsweredMessages:
         self._journal = journal
         self._max_clients = max_clients
         last = journal.fetch_one("SELECT MAX(used) FROM clients")
+        self._numbers: dict[str, int] = {}
+        """Number of the last message of the clients that sent one to this object; it may be too high, for a
+        message whose transaction was undone."""
         self._positions = itertools.count(((last and last[0]) or 0) + 1)
 
     def find(self, client_id: str, number: int) -> list[CallResult] | None:
@@ -43,6 +46,8 @@ class AnsweredMessages:
             StoreError: a later message of the client was executed, which overtook this one after the client
                 had given it up.
         """
+        if self._numbers.get(client_id, number) < number:
+            return None
         row = self._journal.fetch_one("SELECT number, results FROM clients WHERE client_id = ?", (client_id,))
         if row is None or row[0] < number:
             return None
@@ -57,9 +62,13 @@ class AnsweredMessages:
         position = next(self._positions)
         data = encode_payload([[succeeded, _encode(succeeded, result)] for succeeded, result in results])
         self._journal.execute(
-            "INSERT OR REPLACE INTO clients VALUES (?, ?, ?, ?)", (client_id, number, data, position)
+            "INSERT INTO clients VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET number = excluded.number, "
+            "results = excluded.results, used = excluded.used",
+            (client_id, number, data, position),
         )
+        self._numbers[client_id] = number
         if position % PRUNE_EVERY == 0:
+            self._numbers.clear()  # of the clients that are gone
             self._journal.execute(
                 "DELETE FROM clients WHERE used <= (SELECT used FROM clients ORDER BY used DESC LIMIT 1 "
                 "OFFSET ?)",

@@ -174,9 +174,10 @@ class Attempts:
     # liveness
 
     def record_activity(self, attempt: AttemptState) -> None:
-        """Renew an attempt's lease because a span or a call arrived; it is running, even if it was considered
-        unresponsive."""
+        """Renew an attempt's lease because a span or a call arrived, and store its next sequence id; it is
+        running, even if it was considered unresponsive."""
         if attempt.status in ATTEMPT_FINISHED:
+            self.set_next_sequence_id(attempt.attempt_id, attempt.next_sequence_id)
             return
         if attempt.status != "running":
             self._journal.increment("attempts_revived", by=attempt.status == "unresponsive")
@@ -206,10 +207,24 @@ class Attempts:
         self, attempt: AttemptState, now: float, unresponsive_at: float | None, heartbeat: float | None
     ) -> None:
         """Restart the lease of an attempt."""
-        attempt = attempt._replace(unresponsive_at=unresponsive_at)
+        if unresponsive_at != attempt.unresponsive_at:
+            attempt = attempt._replace(unresponsive_at=unresponsive_at)
         self._journal.execute(
-            "UPDATE attempts SET last_heartbeat_time = ?, silent_at = ?, deadline = ? WHERE attempt_id = ?",
-            (heartbeat, unresponsive_at, self._deadline(attempt, now), attempt.attempt_id),
+            "UPDATE attempts SET last_heartbeat_time = ?, silent_at = ?, deadline = ?, next_span = ? WHERE "
+            "attempt_id = ?",
+            (
+                heartbeat,
+                unresponsive_at,
+                self._deadline(attempt, now),
+                attempt.next_sequence_id,
+                attempt.attempt_id,
+            ),
+        )
+
+    def set_next_sequence_id(self, attempt_id: str, sequence_id: int) -> None:
+        """Store the sequence id of an attempt's next span."""
+        self._journal.execute(
+            "UPDATE attempts SET next_span = ? WHERE attempt_id = ?", (sequence_id, attempt_id)
         )
 
     @staticmethod

@@ -7,22 +7,20 @@ stored completely.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 from cachetools import LRUCache
-from numpy.typing import NDArray
 
 from raylight.semconv import INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
 from raylight.store.call_rows import generation_bytes
 from raylight.store.records import ClosedCall
 from raylight.store.rows import Row, span_row
-from raylight.types import CallKey, Generation, Span
+from raylight.types import CallKey, Generation, IntArray, Span
 
-CAPACITY = 2**28
-"""Bytes of tokens and texts that are remembered. The attempts that were used last are kept."""
+CAPACITY = 2**26
+"""Bytes of tokens and texts that a client remembers. The attempts that were used last are kept."""
 MAX_BRANCHES = 64
 """Branches of an attempt that are remembered."""
 MIN_TOKENS = 16
@@ -31,30 +29,50 @@ MIN_TEXT = 64
 """Fewest characters that are worth sharing."""
 TEXTS = (INPUT_MESSAGES, TOOL_DEFINITIONS, REQUEST_PARAMETERS)
 """Attributes of a call's span that repeat those of earlier calls."""
-Symbols = NDArray[Any]
-"""Token ids (int32), or the characters of an ASCII text (uint8)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Branch:
-    """The latest call of a branch."""
+    """The latest call of a branch, with the arrays and texts of its record."""
 
     call_id: str
-    tokens: Symbols
-    """Tokens of the prompt and the output; empty for a call without tokens."""
+    generation: Generation | None
     span_id: str
     """Id of its span; "" if it has none."""
-    texts: dict[str, Symbols]
+    texts: dict[str, str]
+    size: int
+    """Bytes of tokens and texts."""
 
     @property
-    def size(self) -> int:
-        return self.tokens.nbytes + sum(text.nbytes for text in self.texts.values())
+    def messages(self) -> str:
+        return self.texts.get(INPUT_MESSAGES, "")
 
-    def messages(self) -> Symbols:
-        return self.texts.get(INPUT_MESSAGES, _NOTHING)
+    def parts(self) -> tuple[IntArray, ...]:
+        """Tokens of the prompt and of the output."""
+        return () if self.generation is None else (self.generation.prompt_ids, self.generation.output_ids)
 
+    def token(self, index: int) -> int | None:
+        """Token at a position; None behind the end."""
+        for part in self.parts():
+            if index < len(part):
+                return part[index]
+            index -= len(part)
+        return None
 
-_NOTHING: Symbols = np.empty(0, np.int32)
+    def count_shared(self, prompt: IntArray) -> int:
+        """Number of this call's tokens with which a prompt begins."""
+        count = 0
+        for part in self.parts():
+            shared = _count_equal(prompt[count:], part)
+            count += shared
+            if shared < len(part):
+                break
+        return count
+
+    def is_within(self, other: _Branch, shared: int) -> bool:
+        """True if another call, which begins with `shared` tokens of this one, has all its tokens and
+        messages, apart from the last bracket."""
+        return shared == sum(map(len, self.parts())) and other.messages.startswith(self.messages[:-1])
 
 
 class CallDeltas:
@@ -79,16 +97,18 @@ class CallDeltas:
             TypeError: the sampling parameters cannot be stored.
         """
         branches = self._attempts.get(key.attempt_id, [])
-        tokens, base, shared, data = _NOTHING, None, 0, None
+        base, shared, data = None, 0, None
         if generation is not None:
-            prompt = generation.prompt_ids
-            base, shared = _find_base(branches, prompt, lambda branch: branch.tokens, MIN_TOKENS)
-            data, tokens = generation_bytes(generation, shared), generation.token_ids
+            base, shared = _find_base(branches, generation.prompt_ids)
+            data = generation_bytes(generation, shared)
         texts = {} if span is None else _texts_of(span)
         row, continued = (None, None) if span is None else _span_delta(branches, span, texts)
         if generation is not None or span is not None:
-            branch = _Branch(key.call_id, tokens, span.span_id if span else "", texts)
-            self._remember(key.attempt_id, branches, branch, base if generation is not None else continued)
+            branch = _branch(key.call_id, generation, span, texts)
+            before = base if generation is not None else continued
+            if before is not None and not before.is_within(branch, shared):
+                before = None
+            self._remember(key.attempt_id, [*(other for other in branches if other is not before), branch])
         base_id = base.call_id if base is not None else None
         return key.rollout_id, key.attempt_id, key.call_id, base_id, shared, data, row
 
@@ -102,73 +122,71 @@ class CallDeltas:
         for attempt_id in attempt_ids:
             self._attempts.pop(attempt_id, None)
 
-    def _remember(
-        self, attempt_id: str, branches: list[_Branch], branch: _Branch, base: _Branch | None
-    ) -> None:
-        kept = [other for other in branches if other is not base or not _contains(branch, other)]
-        kept = [*kept[-MAX_BRANCHES + 1 :], branch]
-        while kept and sum(other.size for other in kept) > self._attempts.maxsize:
-            del kept[0]
-        self._attempts.pop(attempt_id, None)
-        if kept:
-            self._attempts[attempt_id] = kept
+    def _remember(self, attempt_id: str, branches: list[_Branch]) -> None:
+        branches = branches[-MAX_BRANCHES:]
+        while sum(branch.size for branch in branches) > self._attempts.maxsize:
+            del branches[0]
+        self._attempts[attempt_id] = branches
 
 
-def _contains(branch: _Branch, other: _Branch) -> bool:
-    """True if a call has all tokens and messages of another one, apart from the last bracket."""
-    messages = other.messages()[:-1]
-    return (
-        len(other.tokens) <= len(branch.tokens)
-        and np.array_equal(other.tokens, branch.tokens[: len(other.tokens)])
-        and np.array_equal(messages, branch.messages()[: len(messages)])
-    )
+def _branch(call_id: str, generation: Generation | None, span: Span | None, texts: dict[str, str]) -> _Branch:
+    size = sum(map(sys.getsizeof, texts.values()))
+    if generation is not None:
+        size += generation.prompt_ids.nbytes + generation.output_ids.nbytes
+    return _Branch(call_id, generation, span.span_id if span else "", texts, size)
 
 
-def _span_delta(branches: list[_Branch], span: Span, texts: dict[str, Symbols]) -> tuple[Row, _Branch | None]:
+def _find_base(branches: list[_Branch], prompt: IntArray) -> tuple[_Branch | None, int]:
+    """Return the call that shares the longest beginning, and its length; None and 0 if it is too short."""
+    best, length = None, MIN_TOKENS - 1
+    for branch in reversed(branches):
+        if length >= len(prompt):
+            break
+        if branch.token(length) == prompt[length] and (shared := branch.count_shared(prompt)) > length:
+            best, length = branch, shared
+    return (best, length) if best else (None, 0)
+
+
+def _span_delta(branches: list[_Branch], span: Span, texts: dict[str, str]) -> tuple[Row, _Branch | None]:
     """Row of a call's span, and the branch whose texts it continues."""
-    with_span = [branch for branch in branches if branch.span_id]
-    messages = texts.get(INPUT_MESSAGES, _NOTHING)
-    base, _ = _find_base(with_span, messages, _Branch.messages, MIN_TEXT)
+    messages = texts.get(INPUT_MESSAGES, "")
+    base, longest = None, MIN_TEXT - 1
+    for branch in reversed(branches):
+        if longest >= len(messages):
+            break
+        if branch.span_id and branch.messages.startswith(messages[: longest + 1]):
+            base, longest = branch, _count_shared(messages, branch.messages)
     if base is None:
         return span_row(span, base=""), None
-    lengths = {
-        name: _common_length(text, base.texts[name]) for name, text in texts.items() if name in base.texts
-    }
+    lengths = {name: _count_shared(text, base.texts.get(name, "")) for name, text in texts.items()}
     shared = {name: length for name, length in lengths.items() if length >= MIN_TEXT}
     attributes = {name: span.attributes[name][length:] for name, length in shared.items()}
     rest = span.model_copy(update={"attributes": span.attributes | attributes})
     return span_row(rest, base.span_id, shared), base
 
 
-def _texts_of(span: Span) -> dict[str, Symbols]:
+def _texts_of(span: Span) -> dict[str, str]:
     """Texts that later spans may continue."""
-    texts = {name: span.attributes.get(name) for name in TEXTS}
-    return {
-        name: np.frombuffer(text.encode(), np.uint8)
-        for name, text in texts.items()
-        if isinstance(text, str) and text.isascii()
-    }
+    texts = ((name, span.attributes.get(name)) for name in TEXTS)
+    return {name: text for name, text in texts if isinstance(text, str)}
 
 
-def _find_base(
-    branches: list[_Branch], wanted: Symbols, symbols_of: Callable[[_Branch], Symbols], least: int
-) -> tuple[_Branch | None, int]:
-    """Return the branch that shares the longest beginning, and its length; None and 0 if it is too short."""
-    best, length = None, 0
-    for branch in reversed(branches):
-        if length == len(wanted):
-            break
-        symbols = symbols_of(branch)
-        if len(symbols) <= length or symbols[length] != wanted[length]:
-            continue  # it cannot share more
-        if (common := _common_length(wanted, symbols)) > length:
-            best, length = branch, common
-    return (best, length) if length >= least else (None, 0)
-
-
-def _common_length(one: Symbols, other: Symbols) -> int:
-    """Number of equal symbols at the beginning of both."""
+def _count_equal(one: IntArray, other: IntArray) -> int:
+    """Number of equal tokens at the beginning of both."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
+
+
+def _count_shared(text: str, earlier: str) -> int:
+    """Number of equal characters at the beginning of both, without the last bracket of the earlier one."""
+    low, high = 0, min(len(text), len(earlier) - 1)
+    middle = high  # mostly all of them are equal
+    while low < high:
+        if text.startswith(earlier[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,7 @@ CREATE TRIGGER status_counted AFTER UPDATE OF status ON rollouts WHEN old.status
 END;
 """
 
+_ADD_TO_COUNTER = "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value"
 PRAGMAS = (
     "journal_mode = WAL",
     "synchronous = NORMAL",
@@ -158,8 +160,6 @@ PRAGMAS = (
     "cache_size = -32768",
     "wal_autocheckpoint = 4000",
 )
-
-
 UNSTORABLE = (
     UnicodeEncodeError,
     OverflowError,
@@ -171,16 +171,16 @@ UNSTORABLE = (
 """Errors of SQLite about values that it cannot store. All its other errors are about the file."""
 
 
-class JournalError(StoreError):
-    """The file itself failed, and the whole transaction was undone."""
-
-
 DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 """Primary error codes of SQLite that are about the disk."""
 
 
+class JournalError(StoreError):
+    """The file itself failed, and the whole transaction was undone."""
+
+
 def _is_about_the_disk(error: BaseException) -> bool:
-    """Return True for an error of SQLite that a full, failing or read-only disk causes."""
+    """True for an error of SQLite that a full, failing or read-only disk causes."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in DISK_CODES
 
 
@@ -200,6 +200,8 @@ class Journal:
         self.path = Path(self._folder.name, "store.db") if self._folder else Path(path or "").absolute()
         self._read_only = read_only
         self._resources = contextlib.ExitStack()  # files and connections, closed in reverse order
+        self._increments: Counter[str] = Counter()
+        """Changes of counters in the current transaction, which are written with its end."""
         if self._folder:
             self._resources.callback(self._folder.cleanup)
         try:
@@ -300,9 +302,11 @@ class Journal:
         """
         self._check_present()
         try:
-            self.db.execute("BEGIN IMMEDIATE")
+            self._begin()
             yield
+            self.db.executemany(_ADD_TO_COUNTER, self._increments.items())
             self.db.execute("COMMIT")
+            self._increments.clear()
         except BaseException as error:
             self._undo("ROLLBACK")
             if isinstance(error, sqlite3.Error):
@@ -313,19 +317,27 @@ class Journal:
     def savepoint(self) -> Iterator[None]:
         """Within a transaction: undo the changes of the block if it raises."""
         self.execute("SAVEPOINT call")
+        increments = self._increments.copy()
         try:
             yield
         except BaseException:
+            self._increments = increments
             self._undo("ROLLBACK TO call")
             self._undo("RELEASE call")
             raise
         self.execute("RELEASE call")
 
-    def _undo(self, statement: str) -> None:
-        """Undo changes.
+    def restart(self) -> None:
+        """Within a transaction: undo its changes so far."""
+        self._undo("ROLLBACK")
+        self._begin()
 
-        SQLite may have undone the transaction by itself, for example when the disk was full.
-        """
+    def _begin(self) -> None:
+        self._increments.clear()
+        self.db.execute("BEGIN IMMEDIATE")
+
+    def _undo(self, statement: str) -> None:
+        """Undo changes. SQLite may have undone them by itself, for example when the disk was full."""
         with contextlib.suppress(sqlite3.Error):
             self.db.execute(statement)
 
@@ -375,15 +387,12 @@ class Journal:
     def increment(self, name: str, by: int = 1) -> None:
         """Add to a counter."""
         if by:
-            self.execute(
-                "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
-                (name, by),
-            )
+            self._increments[name] += by
 
     def counter(self, name: str) -> int:
         """Value of a counter; 0 if it was never incremented."""
         row = self.fetch_one("SELECT value FROM counts WHERE name = ?", (name,))
-        return row[0] if row else 0
+        return (row[0] if row else 0) + self._increments[name]
 
     def close(self) -> None:
         """Close the file and release the lock."""

@@ -20,7 +20,7 @@ from raylight.store.attempt_state import AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
-from raylight.store.rows import ATTEMPT_ID, BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
+from raylight.store.rows import BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
 from raylight.types import ATTEMPT_FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
@@ -34,6 +34,15 @@ _ADD_SPAN = (
     f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT "
     "(attempt_id, span_id) DO NOTHING"
 )
+_OPEN_WITH_BASES = (
+    "WHERE attempt_id = ? AND call_id = ? AND generation IS NULL AND (? IS NULL OR EXISTS (SELECT 1 FROM "
+    "calls WHERE attempt_id = ? AND call_id = ? AND generation IS NOT NULL)) AND (? IS NULL OR EXISTS ("
+    "SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ? AND base IS NOT NULL))"
+)
+"""SQL condition of an open call whose bases are stored. The base of its span must be the span of a captured
+call, because an agent may have written a span with any id."""
+_CLOSE_CALL = f"UPDATE calls SET base = ?, shared = ?, generation = ? {_OPEN_WITH_BASES}"
+_DELETE_OPEN_CALL = f"DELETE FROM calls {_OPEN_WITH_BASES}"
 
 
 @dataclass
@@ -108,9 +117,7 @@ class Records:
             else:
                 sequence_ids.append(None)
         for attempt in attempts.values():
-            if next_ids[attempt.attempt_id] != attempt.next_sequence_id:
-                self._set_next_id(attempt.attempt_id, next_ids[attempt.attempt_id])
-            self._attempts.record_activity(attempt)
+            self._attempts.record_activity(attempt._replace(next_sequence_id=next_ids[attempt.attempt_id]))
         added = sum(sequence_id is not None for sequence_id in sequence_ids)
         self._journal.increment("total_spans", by=added)
         self._journal.increment("spans_duplicate", by=len(spans) - added - dropped)
@@ -147,17 +154,12 @@ class Records:
         )
         return values | {"status": "failed", "failure": failure_json(lost)}
 
-    def _set_next_id(self, attempt_id: str, sequence_id: int) -> None:
-        self._journal.execute(
-            "UPDATE attempts SET next_span = ? WHERE attempt_id = ?", (sequence_id, attempt_id)
-        )
-
     def next_sequence_ids(self, attempts: list[tuple[str, str]]) -> list[int]:
         """Reserve the next sequence id of each attempt; an attempt that is listed twice gets two."""
         sequence_ids = []
         for rollout_id, attempt_id in attempts:
             sequence_ids.append(self._attempts.get(rollout_id, attempt_id).next_sequence_id)
-            self._set_next_id(attempt_id, sequence_ids[-1] + 1)
+            self._attempts.set_next_sequence_id(attempt_id, sequence_ids[-1] + 1)
         return sequence_ids
 
     # calls
@@ -224,58 +226,35 @@ class Records:
         ignored: list[CallIds] = []
         unusable: set[tuple[str, str | None]] = set()
         for rollout_id, attempt_id, call_id, base, shared, generation, span in calls:
-            key = (attempt_id, call_id)
-            open_row = self._journal.fetch_one(
-                "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
-            )
-            if open_row != (1,):  # closed before, by the message that a client repeats, or late
-                self._journal.increment("generations_late", by=open_row is None and generation is not None)
-                ignored.append((rollout_id, attempt_id, call_id))
-                unusable |= {key, (attempt_id, span[SPAN_ID] if span else None)}
-                self._rollouts.events.calls_closed = True
-                continue
-            bases = {(attempt_id, base), (attempt_id, span[BASE] if span else None)} - {(attempt_id, None)}
-            if bases & unusable or not (self._has_call(attempt_id, base) and self._has_base_of(span)):
-                without_base.append((rollout_id, attempt_id, call_id))
-                continue
-            if generation is None:
-                self._journal.execute("DELETE FROM calls WHERE attempt_id = ? AND call_id = ?", key)
+            ids, key = (rollout_id, attempt_id, call_id), (attempt_id, call_id)
+            span_base = span[BASE] or None if span else None
+            condition = (*key, base, attempt_id, base, span_base, attempt_id, span_base)
+            if not unusable.isdisjoint({(attempt_id, base), (attempt_id, span_base)}):
+                closed = 0
+            elif generation is None:
+                closed = self._journal.execute(_DELETE_OPEN_CALL, condition).rowcount
             else:
-                self._journal.execute(
-                    "UPDATE calls SET base = ?, shared = ?, generation = ? WHERE attempt_id = ? AND "
-                    "call_id = ?",
-                    (base, shared, generation, *key),
-                )
-                self._journal.increment("generations")
-            if span is not None:
-                self.add_spans([span], bounded=False)
+                closed = self._journal.execute(_CLOSE_CALL, (base, shared, generation, *condition)).rowcount
+            if closed:
+                self._journal.increment("generations", by=generation is not None)
+                if span is not None:
+                    self.add_spans([span], bounded=False)
+            elif (is_open := self._is_open(key)) is True:
+                without_base.append(ids)
+                continue
+            else:  # closed before, by the message that a client repeats, or late
+                self._journal.increment("generations_late", by=is_open is None and generation is not None)
+                ignored.append(ids)
+                unusable |= {key, *([(attempt_id, span[SPAN_ID])] if span else [])}
             self._rollouts.events.calls_closed = True
         return without_base, ignored
 
-    def _has_call(self, attempt_id: str, call_id: str | None) -> bool:
-        """True if a call is recorded, or is None."""
-        return call_id is None or bool(
-            self._journal.fetch_one(
-                "SELECT 1 FROM calls WHERE attempt_id = ? AND call_id = ? AND generation IS NOT NULL",
-                (attempt_id, call_id),
-            )
+    def _is_open(self, key: tuple[str, str]) -> bool | None:
+        """Return True for an open call, False for a recorded one, and None for one that is not stored."""
+        row = self._journal.fetch_one(
+            "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
         )
-
-    def _has_base_of(self, span: Row | None) -> bool:
-        """True if the span of a captured call has no base, or its base is such a span too.
-
-        An agent may have written a span with any id.
-        """
-        return (
-            span is None
-            or not span[BASE]
-            or bool(
-                self._journal.fetch_one(
-                    "SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ? AND base IS NOT NULL",
-                    (span[ATTEMPT_ID], span[BASE]),
-                )
-            )
-        )
+        return None if row is None else bool(row[0])
 
     def _undecided_attempt(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
         """The attempt; None if it is unknown or decided."""

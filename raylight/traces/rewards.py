@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 MAX_REWARD = 1e9
 """Largest magnitude of a reward. Sums and squares of advantages over the tokens of a batch stay finite in
 float32."""
+_PREFIX = f"{REWARD_PREFIX}."
 LEGACY_REWARD = "reward"
 """Attribute of an annotation span in which agent-lightning 0.2 stored its only reward."""
 AGENTOPS_OUTPUTS = ("agentops.task.output", "agentops.entity.output")
@@ -131,7 +132,7 @@ def _read_rewards(span: SpanLike) -> list[NamedReward]:
     attributes = span.attributes
     if not attributes:
         return []
-    keys = [key for key in attributes if key.startswith(f"{REWARD_PREFIX}.")]
+    keys = [key for key in attributes if key.startswith(_PREFIX)]
     if keys:
         return _indexed(attributes, keys)
     value = _legacy_value(span.name, attributes)

@@ -202,10 +202,10 @@ async def test_time_ends_attempts_without_anybody_calling() -> None:
     service = StoreService(None, StoreConfig(lease_seconds=0.05))
     store = StoreClient(service)
     async with within():
+        started = time.monotonic()
         leased = await store.enqueue_rollout(1, config=RolloutConfig(infrastructure_retries=0))
         limited = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=0.02))
         await store.dequeue_rollout("w")
-        started = time.monotonic()
         ids = await store.wait_for_rollouts(rollout_ids=[leased.rollout_id, limited.rollout_id])
         assert 0.03 < time.monotonic() - started < 5
         found = await store.get_rollout_states(ids)
@@ -303,6 +303,7 @@ def held(thing: Any) -> int:
 
 
 async def test_nothing_of_a_finished_rollout_stays_in_memory(box: Box) -> None:
+    await box.store.heartbeat("w0", {}, [])  # the client is known from its first message on
     before = held(box.service)
     for i in range(30):
         rollout = await box.take(f"w{i % 3}", max_attempts=2, retry_condition={"failed"})

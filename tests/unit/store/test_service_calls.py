@@ -13,7 +13,7 @@ import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, call_of, ids_of, open_box, reward_of, span_of
 from unit_helpers import make_generation, within
 
-from raylight.errors import UnknownIdError
+from raylight.errors import StoreError, UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
 from raylight.types import CallKey, Generation, HistoryNote, Rollout
 
@@ -75,6 +75,27 @@ async def test_a_call_is_recorded_once_however_often_it_is_sent(box: Box) -> Non
     await box.store.capture([], [(key, make_generation([9], [9], key=key), None), (key, None, None)])
     assert await generations(box, rollout) == [sampled(key)]
     assert (await box.count("generations"), await box.count("generations_late")) == (1, 0)
+
+
+async def test_a_record_that_cannot_be_stored_fails_alone(box: Box) -> None:
+    rollout = await box.take()
+    keys = [call_of(rollout) for _ in range(3)]
+    await box.store.capture([(key, 0.0) for key in keys], [])
+    nobody = CallKey("ro-\ud800", "at-1", "c")  # it can be read by nobody, because it is not Unicode
+    sent = [
+        box.store.capture([], [(key, sampled(key, i), span_of(rollout, f"call {i}"))])
+        for i, key in enumerate(keys)
+    ]
+    stored, failed = await asyncio.gather(
+        asyncio.gather(*sent),
+        box.store.capture([(nobody, 0.0)], [(nobody, sampled(nobody), None)]),
+        return_exceptions=True,
+    )
+    assert stored == [[], [], []]
+    assert isinstance(failed, StoreError)
+    assert await generations(box, rollout) == [sampled(key, i) for i, key in enumerate(keys)]
+    statistics = await box.store.statistics()
+    assert (statistics["generations"], statistics["total_spans"]) == (3, 3)
 
 
 async def test_a_call_that_sampled_nothing_leaves_nothing(box: Box) -> None:
