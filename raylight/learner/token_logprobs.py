@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
+CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**27}
 """Logits in memory at a time, by type of device. Smaller chunks cost time: each reads all output weights."""
+BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**25}
+"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache."""
+LOWEST_LOGPROB = -1e4
+"""Bound of log-probs that are multiplied by their probability, which is 0 there: minus infinity times 0 is
+not."""
 
 OutputLayer = Callable[[torch.Tensor], torch.Tensor]
 """Function from hidden states, shape (tokens, hidden size), to logits, shape (tokens, vocabulary)."""
@@ -33,7 +38,7 @@ def token_logprobs(
     """Return the log-probs of tokens, and with `entropy` the entropies of their distributions, both float32.
 
     Logits are computed chunk by chunk, and again in the backward pass, so that they are never in memory for
-    more than a chunk. A single chunk is not computed again.
+    more than a chunk. The last chunk is kept for the backward pass.
 
     Args:
         head: output layer.
@@ -44,50 +49,17 @@ def token_logprobs(
         chunk: tokens of a chunk.
         entropy_grad: compute the gradient of the entropies too.
     """
-    tokens = (targets, temperatures)
-    if len(targets) <= chunk or not torch.is_grad_enabled():
-        return _all_chunks(head, chunk, entropy, entropy_grad, hidden, *tokens)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     logprobs, entropies = _ChunkedLogprobs.apply(
-        head, chunk, entropy, entropy_grad, *tokens, hidden, *trained
+        head, chunk, entropy, entropy_grad, torch.is_grad_enabled(), targets, temperatures, hidden, *trained
     )
     return logprobs, entropies if entropy else None
-
-
-def _all_chunks(
-    head: OutputLayer,
-    chunk: int,
-    entropy: bool,
-    entropy_grad: bool,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probs and entropies of all tokens, one chunk after the other."""
-    chosen, entropies = [], []
-    for part in _slices(len(targets), chunk):
-        logprobs = _scale(head(hidden[part]), temperatures, part).log_softmax(-1)
-        chosen.append(logprobs.gather(-1, targets[part, None])[:, 0])
-        if entropy:
-            with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-                entropies.append(-(logprobs.exp() * logprobs).sum(-1))
-        del logprobs
-    return torch.cat(chosen), torch.cat(entropies) if entropy else None
-
-
-def _slices(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk)]
-
-
-def _scale(logits: torch.Tensor, temperatures: torch.Tensor | None, part: slice) -> torch.Tensor:
-    return logits.float() if temperatures is None else logits.float() / temperatures[part, None]
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Log-probs and entropies without stored logits.
 
-    The gradient of the logits is written down rather than derived, which needs fewer copies of a chunk than
-    `torch.utils.checkpoint`.
+    The gradient of the logits is written down rather than derived, and replaces them in memory.
     """
 
     @staticmethod
@@ -97,63 +69,99 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         entropy_grad: bool,
+        training: bool,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropies = _all_chunks(head, chunk, entropy, entropy_grad, hidden, targets, temperatures)
-        if entropies is None:
-            entropies = logprobs.new_zeros(())
-        if not entropy_grad:
-            ctx.mark_non_differentiable(entropies)
-        ctx.head, ctx.chunk, ctx.entropy_grad, ctx.parameters = head, chunk, entropy_grad, parameters
-        device = hidden.device.type
-        ctx.autocast = (
-            {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-            if torch.amp.is_autocast_available(device)
-            else None
-        )
-        ctx.save_for_backward(targets, temperatures, hidden)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
+        entropies = torch.empty_like(logprobs) if entropy else None
+        for part in _slices(len(targets), chunk):
+            inputs = hidden[part].detach().requires_grad_()
+            logits = block = None  # frees those of the chunk before
+            with torch.set_grad_enabled(training and part.stop >= len(targets)):
+                logits = head(inputs)
+            for rows, block in _blocks(logits.detach(), part):
+                found = _scale(block, temperatures, rows).log_softmax(-1)
+                logprobs[rows] = found.gather(-1, targets[rows, None])[:, 0]
+                if entropies is not None:
+                    entropies[rows] = _entropies(found.exp(), found)
+        if training:
+            if entropies is not None and not entropy_grad:
+                ctx.mark_non_differentiable(entropies)
+            ctx.head, ctx.chunk, ctx.entropy_grad, ctx.parameters = head, chunk, entropy_grad, parameters
+            device = hidden.device.type
+            ctx.autocast = (
+                {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
+                if torch.amp.is_autocast_available(device)
+                else None
+            )
+            ctx.save_for_backward(targets, temperatures, hidden)
+            ctx.last = inputs, logits
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         targets, temperatures, hidden = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         totals: list[torch.Tensor | None] = [None] * len(ctx.parameters)
-        for part in _slices(len(targets), ctx.chunk):
-            inputs = hidden[part].detach().requires_grad_()
-            logits = _recompute(ctx, inputs)
-            grad_logits = _grad_logits(
-                _scale(logits.detach(), temperatures, part),
-                targets[part],
-                grad[part],
-                grad_entropy[part] if ctx.entropy_grad else None,
+        for part in reversed(_slices(len(targets), ctx.chunk)):
+            inputs, logits = ctx.last or _recompute(ctx, hidden[part])
+            ctx.last = None
+            grad_logits = logits.detach()
+            for rows, block in _blocks(grad_logits, part):
+                found = _grad_logits(
+                    _scale(block, temperatures, rows),
+                    targets[rows],
+                    grad[rows],
+                    grad_entropy[rows] if ctx.entropy_grad and grad_entropy is not None else None,
+                )
+                block.copy_(found if temperatures is None else found.div_(temperatures[rows, None]))
+            grad_hidden[part], *grads = torch.autograd.grad(
+                logits, [inputs, *ctx.parameters], grad_logits, allow_unused=True
             )
-            if temperatures is not None:
-                grad_logits.div_(temperatures[part, None])
-            found = torch.autograd.grad(
-                logits, [inputs, *ctx.parameters], grad_logits.to(logits.dtype), allow_unused=True
-            )
-            grad_hidden[part] = found[0]
-            totals = [_add(total, more) for total, more in zip(totals, found[1:], strict=True)]
-        return None, None, None, None, None, None, grad_hidden, *totals
+            totals = [_add(total, more) for total, more in zip(totals, grads, strict=True)]
+            del inputs, logits, grad_logits, block, grads
+        return None, None, None, None, None, None, None, grad_hidden, *totals
 
 
-def _recompute(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Return a chunk's logits with their graph, computed as in the forward pass."""
+def _slices(tokens: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
+
+
+def _blocks(logits: torch.Tensor, part: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield the logits of a chunk block by block, each after the slice of its tokens."""
+    size = max(BLOCK_LOGITS[logits.device.type] // logits.shape[1], 1)
+    for block in _slices(len(logits), size):
+        yield slice(part.start + block.start, part.start + min(block.stop, len(logits))), logits[block]
+
+
+def _scale(logits: torch.Tensor, temperatures: torch.Tensor | None, rows: slice) -> torch.Tensor:
+    return logits.float() if temperatures is None else logits.float() / temperatures[rows, None]
+
+
+def _entropies(probs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the entropies of distributions. Overwrites both arguments."""
+    return -probs.mul_(logprobs.clamp_(min=LOWEST_LOGPROB)).sum(-1)
+
+
+def _recompute(ctx: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a chunk's detached inputs and its logits with their graph, computed as in the forward pass."""
+    inputs = hidden.detach().requires_grad_()
     with torch.enable_grad():
         if ctx.autocast is None:
-            return ctx.head(inputs)
+            return inputs, ctx.head(inputs)
         with torch.autocast(inputs.device.type, **ctx.autocast):
-            return ctx.head(inputs)
+            return inputs, ctx.head(inputs)
 
 
 def _grad_logits(
     logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, grad_entropy: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the gradient of a chunk's scaled logits.
+    """Return the gradient of scaled logits.
 
     With p their softmax and H its entropy: `grad * (onehot - p) - grad_entropy * p * (log p + H)`.
     """
@@ -162,9 +170,8 @@ def _grad_logits(
     else:
         logprobs = logits.log_softmax(-1)
         result = logprobs.exp()
-        entropies = -(result * logprobs).sum(-1, keepdim=True)
-        weights = logprobs.add_(entropies).mul_(grad_entropy[:, None]).add_(grad[:, None])
-        result.mul_(weights.neg_())
+        entropies = _entropies(result.clone(), logprobs)[:, None]
+        result.mul_(logprobs.add_(entropies).mul_(-grad_entropy[:, None]).sub_(grad[:, None]))
     return result.scatter_add_(-1, targets[:, None], grad[:, None])
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from raylight.learner import token_logprobs as token_logprobs_module
 from raylight.learner.token_logprobs import token_logprobs
 
 TOKENS, VOCABULARY = 11, 40
@@ -23,7 +24,8 @@ def case():
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_chunks_change_neither_values_nor_gradients(case, chunk, entropy_grad):
+def test_chunks_change_neither_values_nor_gradients(case, chunk, entropy_grad, monkeypatch):
+    monkeypatch.setitem(token_logprobs_module.BLOCK_LOGITS, "cpu", 3 * VOCABULARY)
     head, hidden, targets, temperatures = case
     leaves = [hidden, *head.parameters()]
     expected = plain(*case)
@@ -76,7 +78,7 @@ def test_no_more_than_a_chunk_of_logits_is_computed_at_a_time(case):
 
     arguments = (counting, head.parameters(), hidden, targets, temperatures)
     token_logprobs(*arguments, chunk=4)[0].sum().backward()
-    assert seen == [4, 4, 3, 4, 4, 3]
+    assert seen == [4, 4, 3, 4, 4]  # the last chunk is kept for the backward pass
     seen.clear()
     token_logprobs(*arguments, chunk=TOKENS)[0].sum().backward()
     assert seen == [TOKENS]
@@ -100,3 +102,31 @@ def test_autocast_holds_in_the_backward_pass(case):
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32
     assert set(dtypes) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_tokens_of_probability_zero_add_nothing_to_entropy_and_gradient(case, entropy_grad):
+    head, hidden, _, temperatures = case
+    targets = torch.arange(TOKENS)
+
+    def found(layer):
+        logprobs, entropies = token_logprobs(
+            layer,
+            head.parameters(),
+            hidden,
+            targets,
+            temperatures,
+            chunk=4,
+            entropy=True,
+            entropy_grad=entropy_grad,
+        )
+        loss = logprobs.sum() + (entropies.sum() if entropy_grad else 0)
+        return logprobs, entropies, *torch.autograd.grad(loss, [hidden, *head.parameters()])
+
+    def masked(part):
+        logits = head(part)
+        return torch.cat([logits[:, :-20], torch.full_like(logits[:, -20:], -torch.inf)], 1)
+
+    values = found(masked)
+    assert all(value.isfinite().all() for value in values)
+    torch.testing.assert_close(values, found(lambda part: masked(part).clamp(min=-1e6)))
