@@ -65,8 +65,8 @@ class Experiment:
             stack.callback(self._processes.kill)
             if self._fault.action == "fill the disk":
                 stack.enter_context(self._disk.mounted())
-            if self._fault.action == "remove the node":
-                self._nodes = TwoNodes(self._environment)
+            if self._fault.action in ("remove the node", "replace the node"):
+                self._nodes = TwoNodes(self._environment, other={"resources": {"learner_node": 1}})
                 self._settings["address"] = self._nodes.address
             self._run_drivers()
             if self._nodes is not None:
@@ -128,9 +128,11 @@ class Experiment:
             self._disk.fill()
         if self._nodes is not None:
             self._nodes.remove_node()
+            if self._fault.action == "replace the node":
+                threading.Thread(target=self._nodes.add_node).start()  # the run goes on meanwhile
         chosen = targets if self._fault.every else targets[:1]
         for process in chosen:
-            if self._fault.action == "kill":
+            if self._fault.action in ("kill", "replace the node"):
                 process.kill()
                 continue
             process.suspend()

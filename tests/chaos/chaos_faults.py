@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from chaos_events import Predicate
 
-Action = Literal["kill", "freeze", "interrupt", "terminate", "fill the disk", "remove the node"]
+Action = Literal[
+    "kill", "freeze", "interrupt", "terminate", "fill the disk", "remove the node", "replace the node"
+]
 
 
 def is_line(part: str) -> Predicate:
@@ -43,6 +45,7 @@ class Fault:
 
     Attributes:
         name: name on the command line, unique.
+        action: with "replace the node" the node that has the learners, while the target is killed.
         target: kind of process, a key of `chaos_processes.TARGETS`.
         when: key of MOMENTS.
         times: number of times; the later ones come at the same moment of a later step.
@@ -160,6 +163,9 @@ FAULTS = {
         _fault("raylet-freeze", "raylet", "rollouts", "freeze", seconds=10.0),
         _fault("dashboard-agent", "dashboard agent", "rollouts", error=LOST),
         _fault("node", "", "rollouts", "remove the node", settings=TWO_REPLICAS),
+        _fault(
+            "node-and-replica", "replica", "rollouts", "replace the node", settings={"learner_node": True}
+        ),
         _fault("disk", "", "rollouts", "fill the disk", error="DiskError"),
         # the driver
         _fault("driver-rollouts", "driver", "rollouts", error=""),
