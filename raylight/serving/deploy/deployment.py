@@ -156,7 +156,7 @@ class Deployment:
 
         Raises:
             PortInUseError: Serve uses another port than the requested one.
-            EngineStartError: strangers could use the model, or agents could not reach it.
+            EngineStartError: the model would be open to anyone, or out of the agents' reach.
         """
         config = self._settings.config
         if self._settings.secret is None and host not in ingress.LOOPBACK:

@@ -23,8 +23,8 @@ PROBE_TIMEOUT_S = 5.0
 INGRESS_TIMEOUT_S = 2.0
 """Further time in which the ingress itself must answer, or it is late too."""
 
-LOOK_S = 1.0
-"""Interval at which an unanswered probe looks whether any replica is alive."""
+REPLICA_CHECK_S = 1.0
+"""Interval at which live replicas are counted while a probe has no answer."""
 
 CountReplicas = Callable[[], int | None]
 """Function that returns the number of live replicas; None if it is unknown."""
@@ -55,7 +55,7 @@ class IngressProbe:
         """Send a probe and return its result."""
         sent, request = self._clock(), asyncio.ensure_future(self._client.get(self._url))
         try:
-            while not (await asyncio.wait([request], timeout=LOOK_S))[0]:
+            while not (await asyncio.wait([request], timeout=REPLICA_CHECK_S))[0]:
                 if self._count_replicas() == 0:
                     return Probe(sent, "refused", "no replica is alive")
             response = request.result()

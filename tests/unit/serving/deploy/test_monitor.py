@@ -124,10 +124,10 @@ async def test_a_late_answer_has_a_reason(
 async def test_a_probe_that_is_held_back_without_a_replica_is_refused(
     ingress: Ingress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(monitor_module, "REPLICA_CHECK_S", 0.05)
     ingress.held.clear()
     assert await probed(ingress.url, replicas=0) == Probe(7.0, "refused", "no replica is alive")
-    monkeypatch.setattr(monitor_module, "LOOK_S", 5.0)
+    monkeypatch.setattr(monitor_module, "REPLICA_CHECK_S", 5.0)
     ingress.held.set()
     assert await probed(ingress.url, replicas=0) == Probe(7.0, "answered")
 
