@@ -144,7 +144,7 @@ def plan(
     _import_from_here()
     trainer = rl.Trainer(**load_run_file(config, assignments or ()).trainer_arguments())
     cluster = given_cluster(nodes, gpus, gpu_memory, memory)
-    found = plan_settings(trainer.algorithm, trainer.engine, trainer.learner, trainer.runner, cluster)
+    found = plan_settings(trainer.algorithm, trainer.run_settings, trainer.runner, cluster)
     (print_json if as_json else print_plan)(found)
     if found.shortages:
         sys.exit(1)

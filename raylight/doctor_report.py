@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from raylight.algorithms.policy import GRPO
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.algorithms.policy import GRPO, RunSettings
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.doctor import (
     GIB,
     PORTS,
@@ -133,8 +133,7 @@ def memory_problems(model_path: str) -> list[Problem]:
     """Return what this machine lacks for training a model with GRPO's defaults."""
     plan = plan_settings(
         GRPO(model=model_path),
-        EngineConfig(),
-        LearnerConfig(),
+        RunSettings(EngineConfig(), LearnerConfig(), CheckpointConfig()),
         RunnerConfig(),
         ClusterShape((this_machine(),)),
     )

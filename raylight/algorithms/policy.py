@@ -40,6 +40,10 @@ class RunSettings:
     cpu_fallback: RunSettings | None = None
     """Settings for a cluster without GPUs; None: the same settings."""
 
+    def for_hardware(self, gpus: float) -> RunSettings:
+        """Return the settings for a cluster with so many GPUs."""
+        return self if gpus or self.cpu_fallback is None else self.cpu_fallback
+
 
 class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Settings of all policy-gradient algorithms.

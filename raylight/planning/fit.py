@@ -1,12 +1,14 @@
-"""Comparison of the memory that roles need with what a cluster has, and what to change if it does not fit."""
+"""Comparison of the memory that roles need with what a cluster has."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raylight.planning.cluster_shape import GIB, ClusterShape
 from raylight.planning.memory import RoleMemory
+from raylight.planning.placement import PlacedNode, place
 
 USABLE_DEVICE = 0.95
 """Share of a GPU's memory that fragmentation leaves to use."""
@@ -28,61 +30,63 @@ class Shortage:
 def find_shortages(
     roles: Sequence[RoleMemory], cluster: ClusterShape, *, at_peak: bool = True, take_turns: bool = False
 ) -> list[Shortage]:
-    """Return what the roles need and the cluster lacks. Roles with a fraction of a GPU share one.
+    """Return what the roles need and the cluster lacks, each once.
 
     Args:
         at_peak: count what grows with the tokens of a batch or of a cache at its largest; else not at all.
         take_turns: roles that share a GPU free its memory while the other one computes.
     """
-    return [
-        *_missing_gpus(roles, cluster),
-        *_missing_device_memory(roles, cluster, at_peak, take_turns),
-        *_missing_host(roles, cluster, at_peak),
+    nodes = place(roles, cluster, at_peak)
+    found = [
+        *_missing_gpus(roles, nodes, cluster),
+        *(shortage for node in nodes for shortage in _missing_device_memory(node, at_peak, take_turns)),
+        *(shortage for node in nodes for shortage in _missing_host(node, at_peak)),
     ]
+    return list(dict.fromkeys(found))
 
 
-def _missing_gpus(roles: Sequence[RoleMemory], cluster: ClusterShape) -> Iterator[Shortage]:
-    needed = sum(role.gpus * role.processes for role in roles)
-    if needed > cluster.gpus:
+def _missing_gpus(
+    roles: Sequence[RoleMemory], nodes: Sequence[PlacedNode], cluster: ClusterShape
+) -> Iterator[Shortage]:
+    if sum(len(node.roles) for node in nodes) < sum(role.processes for role in roles):
+        needed = sum(role.gpus * role.processes for role in roles)
         parts = ", ".join(f"{role.processes} x {role.gpus:g} for {role.role}" for role in roles if role.gpus)
         yield Shortage("GPUs", f"the run needs {needed:g} GPUs ({parts}); there are {cluster.gpus}")
 
 
-def _missing_device_memory(
-    roles: Sequence[RoleMemory], cluster: ClusterShape, at_peak: bool, take_turns: bool
-) -> Iterator[Shortage]:
-    usable = int(USABLE_DEVICE * cluster.gpu_memory)
-    if not usable:
-        return
-    on_gpus = [role for role in roles if role.gpus]
-    shared = [role for role in on_gpus if role.gpus < 1]
-    groups = [[role] for role in on_gpus if role.gpus >= 1]
-    if take_turns:
-        groups += [[role, *(other for other in shared if other is not role)] for role in shared]
-    elif shared:
-        groups.append(shared)
-    for first, *others in groups:
-        needed = first.total("device", growing=at_peak)
-        needed += sum(
-            other.idle if take_turns else other.total("device", growing=at_peak) for other in others
+def _missing_device_memory(node: PlacedNode, at_peak: bool, take_turns: bool) -> Iterator[Shortage]:
+    usable = USABLE_DEVICE * node.shape.gpu_memory
+    for held in node.on_gpus:
+        loads = (
+            [_turn(held, i, at_peak) for i in range(len(held))]
+            if take_turns
+            else [(held, sum(role.total("device", growing=at_peak) for role in held))]
         )
-        group = [first, *(other for other in others if not take_turns or other.idle)]
-        if needed > usable:
-            names = " and ".join(role.role for role in group)
-            yield Shortage(
-                "GPU memory",
-                f"{names}: {gib(needed)} on each GPU; of its {gib(cluster.gpu_memory)}, {gib(usable)} "
-                "can be used",
-            )
+        for roles, needed in loads:
+            if needed > usable:
+                names = " and ".join(role.role for role in roles)
+                yield Shortage(
+                    "GPU memory",
+                    f"{names}: {gib(needed)} on each GPU; of its {gib(node.shape.gpu_memory)}, {gib(usable)} "
+                    "can be used",
+                )
 
 
-def _missing_host(roles: Sequence[RoleMemory], cluster: ClusterShape, at_peak: bool) -> Iterator[Shortage]:
-    """Compare the host memory of all processes with that of all nodes."""
-    needed = sum(role.total("host", growing=at_peak) * role.processes for role in roles)
-    available = cluster.memory
-    if needed > available:
+def _turn(held: Sequence[RoleMemory], index: int, at_peak: bool) -> tuple[list[RoleMemory], int]:
+    """Return the roles that take memory of a GPU while one of them computes, and their bytes."""
+    role, idle = held[index], [other for i, other in enumerate(held) if i != index and other.idle]
+    return [role, *idle], role.total("device", growing=at_peak) + sum(other.idle for other in idle)
+
+
+def _missing_host(node: PlacedNode, at_peak: bool) -> Iterator[Shortage]:
+    needed = node.host(at_peak)
+    if needed > node.shape.memory:
+        counts = Counter(role.role for role in node.roles)
+        parts = " + ".join(f"{count} x {role}" if count > 1 else role for role, count in counts.items())
         yield Shortage(
-            "host memory", f"all processes need {gib(needed)} of host memory; there are {gib(available)}"
+            "host memory",
+            f"the processes of one machine need {gib(needed)} of host memory ({parts}); it has "
+            f"{gib(node.shape.memory)}",
         )
 
 

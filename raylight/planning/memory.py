@@ -38,14 +38,12 @@ class RoleMemory:
         processes: number of equal processes.
         gpus: GPUs of each process; 0 if it computes on a CPU, a fraction if it shares one.
         items: what the process holds at its peak.
-        note: remark for the report.
     """
 
     role: str
     processes: int
     gpus: float
     items: tuple[Item, ...] = field(default=())
-    note: str = ""
 
     def total(self, place: Place, *, growing: bool = True) -> int:
         """Return the bytes of one process on its device or in host memory.
@@ -62,6 +60,30 @@ class RoleMemory:
         )
 
     @property
+    def note(self) -> str:
+        """Remark for the report."""
+        return ""
+
+    @property
     def idle(self) -> int:
         """Bytes on the device while another role computes on it."""
         return sum(item.size for item in self.items if item.stays and item.place == "device")
+
+
+@dataclass(frozen=True)
+class EngineMemory(RoleMemory):
+    """Memory of one worker of an engine's replica.
+
+    Attributes:
+        context: tokens of the longest sequence.
+        room: tokens for which the key-value cache has room; None if the model caches no tokens.
+    """
+
+    context: int = 0
+    room: int | None = None
+
+    @property
+    def note(self) -> str:
+        if self.room is None:
+            return ""
+        return f"room for {self.room:,} tokens, {self.room / self.context:.1f} sequences of {self.context:,}"

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
-from raylight.engines.vllm.args import workers_per_replica
+from raylight.engines.vllm.args import most_workers
 from raylight.experience.settings import PolicySettings
 from raylight.planning.cluster_shape import ClusterShape
 from raylight.planning.fit import Shortage, find_shortages
-from raylight.planning.memory import RoleMemory
+from raylight.planning.memory import EngineMemory, RoleMemory
 from raylight.planning.model_shape import ModelShape, read_shape
-from raylight.planning.roles import context_length, engine_memory, learner_memory, other_memory
+from raylight.planning.roles import engine_memory, learner_memory, other_memory
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
@@ -68,10 +68,9 @@ def make_plan(run: PlannedRun, cluster: ClusterShape, *, at_peak: bool = True) -
         ConfigError: transformers has no causal language model of the architecture.
     """
     shape = read_shape(run.model_path)
-    roles = _roles(run, shape, cluster)
-    shortages = _shortages(roles, run, shape, cluster, at_peak)
+    shortages = _shortages(run, shape, cluster, at_peak)
     remedies = _remedies(run, shape, cluster, at_peak) if shortages else ()
-    return MemoryPlan(shape, cluster, tuple(roles), tuple(shortages), remedies)
+    return MemoryPlan(shape, cluster, tuple(_roles(run, shape, cluster)), tuple(shortages), remedies)
 
 
 def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[RoleMemory]:
@@ -82,23 +81,19 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
     ]
 
 
-def _shortages(
-    roles: list[RoleMemory], run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool
-) -> list[Shortage]:
+def _shortages(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> list[Shortage]:
+    roles = _roles(run, shape, cluster)
     found = find_shortages(roles, cluster, at_peak=at_peak, take_turns=run.engine.sleep_while_learning)
-    cache = next(item.size for item in roles[1].items if item.name == "key-value cache")
-    length = context_length(shape, run.engine)
-    engine_weights = next(item.size for item in roles[1].items if item.name == "weights")
-    per_token = engine_weights * shape.cache_per_token // shape.parameters
-    if cache < per_token * length:
-        found.append(
-            Shortage(
-                "key-value cache",
-                f"engine: no room for one sequence of {length:,} tokens beside the weights; give it more "
-                "memory (engine.args.gpu_memory_utilization), more GPUs (engine.args.tensor_parallel_size), "
-                "or lower engine.max_model_len",
+    for role in roles:
+        if isinstance(role, EngineMemory) and role.room is not None and role.room < role.context:
+            found.append(
+                Shortage(
+                    "key-value cache",
+                    f"engine: no room for one sequence of {role.context:,} tokens beside the weights; give "
+                    "it more memory (engine.args.gpu_memory_utilization), more GPUs "
+                    "(engine.args.tensor_parallel_size), or lower engine.max_model_len",
+                )
             )
-        )
     return found
 
 
@@ -111,7 +106,7 @@ def _remedies(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak
         if changed == previous:
             continue
         applied.append(change)
-        if not _shortages(_roles(changed, shape, cluster), changed, shape, cluster, at_peak):
+        if not _shortages(changed, shape, cluster, at_peak):
             return _needed(run, applied, shape, cluster, at_peak)
     return ()
 
@@ -123,7 +118,7 @@ def _needed(
     for change in list(applied):
         fewer = [other for other in applied if other is not change]
         changed = functools.reduce(lambda found, other: other.apply(found), fewer, run)
-        if fewer and not _shortages(_roles(changed, shape, cluster), changed, shape, cluster, at_peak):
+        if fewer and not _shortages(changed, shape, cluster, at_peak):
             applied = fewer
     return tuple(f"{name}={json.dumps(value)}" for change in applied for name, value in change.values.items())
 
@@ -173,7 +168,7 @@ def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
 
 def _most_ranks(run: PlannedRun, cluster: ClusterShape) -> int:
     """Return the number of learners for which the engines leave GPUs. It keeps groups of ranks whole."""
-    workers = run.engine.replicas * workers_per_replica(run.engine.args)
+    workers = most_workers(run.engine)
     free = cluster.gpus if run.learner.num_gpus < 1 else int(cluster.gpus - run.engine.num_gpus * workers)
     group = math.lcm(run.learner.fsdp_size or 1, run.learner.ulysses)
     return free // group * group

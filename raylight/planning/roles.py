@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
-from raylight.engines.vllm.args import workers_per_replica
+from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings import PolicySettings
 from raylight.learner.token_logprobs import CHUNK_LOGITS
 from raylight.planning.cluster_shape import GIB, MIB
-from raylight.planning.memory import Item, RoleMemory
+from raylight.planning.memory import EngineMemory, Item, RoleMemory
 from raylight.planning.model_shape import ModelShape, adapter_parameters, measure_activations
 
 FLOAT32 = 4
@@ -118,7 +118,7 @@ def shards_of(config: LearnerConfig) -> int:
     return config.fsdp_size or config.n
 
 
-def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int) -> RoleMemory:
+def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int) -> EngineMemory:
     """Return the memory of one worker of an engine's replica.
 
     On a GPU vLLM fills its share of the device's memory with the key-value cache.
@@ -129,7 +129,7 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
     """
     size = DTYPES[config.dtype].itemsize
     workers = workers_per_replica(config.args)
-    length = context_length(shape, config)
+    length = min(config.max_model_len, shape.context or config.max_model_len)
     weights = math.ceil(shape.parameters * size / workers)
     per_token = math.ceil(shape.cache_per_token * size / workers)
     items = [Item("Python and libraries", ENGINE_PROCESS[kind], "host"), Item("weights", weights)]
@@ -145,14 +145,8 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
     else:
         cache = config.max_concurrent * length * per_token
     items.append(Item("key-value cache", cache, grows=kind == "transformers"))
-    room = cache // per_token if per_token else 0
-    note = f"room for {room:,} tokens, {room / length:.1f} sequences of {length:,}" if per_token else ""
-    return RoleMemory("engine", config.replicas * workers, config.num_gpus, tuple(items), note)
-
-
-def context_length(shape: ModelShape, config: EngineConfig) -> int:
-    """Return the longest sequence of an engine, in tokens."""
-    return min(config.max_model_len, shape.context or config.max_model_len)
+    processes, room = most_workers(config), cache // per_token if per_token else None
+    return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
 
 
 def other_memory(config: RunnerConfig) -> list[RoleMemory]:

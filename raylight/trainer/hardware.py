@@ -13,7 +13,7 @@ import ray
 
 from raylight.config import Config, EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import workers_per_replica
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.plan import PolicyPlan, RunPlan, ServedPlan
@@ -103,7 +103,7 @@ def _assign_gpus(
 ) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
     """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
     ranks = 0 if learner is None else learner.n
-    workers = (engine.max_replicas or engine.replicas) * workers_per_replica(engine.args)
+    workers = most_workers(engine)
     free = hardware.gpus
     open_learner = learner is not None and "num_gpus" not in learner.model_fields_set
     open_engine = "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
+from raylight.config import EngineConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import workers_per_replica
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
 from raylight.trainer.engine_nodes import ask_nodes
@@ -31,9 +31,12 @@ PLANNED_ENGINES = ("vllm", "transformers")
 
 
 def plan_settings(
-    algorithm: Any, engine: EngineConfig, learner: LearnerConfig, runner: RunnerConfig, cluster: ClusterShape
+    algorithm: Any, settings: RunSettings, runner: RunnerConfig, cluster: ClusterShape
 ) -> MemoryPlan:
-    """Return the memory plan of a run with these settings, with the defaults for the cluster's hardware.
+    """Return the memory plan of a run, with the defaults for the cluster's hardware.
+
+    Args:
+        settings: the run's, as the algorithm adjusts them.
 
     Raises:
         ConfigError: the algorithm trains no model, or there are too few GPUs.
@@ -45,13 +48,15 @@ def plan_settings(
         )
     from raylight.planning.plan import PlannedRun, make_plan
 
+    settings = settings.for_hardware(cluster.gpus)
+    engine, learner = settings.engine, settings.learner
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
     hardware, context = Hardware(cluster.gpus), longest_sequence(Path(model_path))
     choice = choose(hardware, engine.model_copy(update={"kind": kind}), learner, context)
-    settings = algorithm.policy_settings()
+    policy = algorithm.policy_settings()
     return make_plan(
-        PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, settings), cluster
+        PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, policy), cluster
     )
 
 
@@ -100,7 +105,7 @@ def check_memory(plan: RunPlan) -> None:
 def _asked_gpus(plan: PolicyPlan) -> float:
     """Return the GPUs of all roles of a run."""
     engine, learner = plan.engine, plan.learner
-    return learner.n * learner.num_gpus + engine.replicas * workers_per_replica(engine.args) * engine.num_gpus
+    return learner.n * learner.num_gpus + most_workers(engine) * engine.num_gpus
 
 
 def connected_cluster() -> ClusterShape:

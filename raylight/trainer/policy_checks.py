@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, cpu_threads
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import workers_per_replica
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
@@ -99,7 +99,7 @@ def idle_hardware(engine: EngineConfig, learner: LearnerConfig, resources: Mappi
         resources: total resources of the cluster, as Ray names them.
     """
     gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
-    workers = (engine.max_replicas or engine.replicas) * workers_per_replica(engine.args)
+    workers = most_workers(engine)
     used = learner.n * learner.num_gpus + workers * engine.num_gpus
     notes = []
     if gpus and not learner.num_gpus:

@@ -261,11 +261,12 @@ class PolicyRun(Run):
         return self.plan.resolved() | {"tasks": fingerprint_tasks(self.train_tasks)}
 
     def fall_back_to_cpus(self) -> None:
-        fallback = self.trainer.run_settings.cpu_fallback
-        if fallback is not None and not ray.cluster_resources().get("GPU"):
-            engine = fallback.engine.model_copy(update={"kind": self.plan.engine.kind})
-            self.plan = replace(self.plan, engine=engine, learner=fallback.learner)
-            self._notes = fallback.notes
+        requested = self.trainer.run_settings
+        settings = requested.for_hardware(ray.cluster_resources().get("GPU", 0))
+        if settings is not requested:
+            engine = settings.engine.model_copy(update={"kind": self.plan.engine.kind})
+            self.plan = replace(self.plan, engine=engine, learner=settings.learner)
+            self._notes = settings.notes
 
     def finalize_plan(self) -> None:
         self.plan = with_adapter(with_mismatch_limit(with_transport(self.plan)))

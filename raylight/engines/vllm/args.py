@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from raylight.config import EngineConfig
 from raylight.errors import ConfigError
 
 WORKER_EXTENSION = "raylight.engines.vllm.transfer_worker.TransferWorkerExtension"
@@ -62,6 +63,11 @@ def workers_per_replica(args: Mapping[str, Any]) -> int:
         args: the engine's arguments.
     """
     return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
+
+
+def most_workers(config: EngineConfig) -> int:
+    """Return the workers of all replicas, as many as there may ever be."""
+    return (config.max_replicas or config.replicas) * workers_per_replica(config.args)
 
 
 def known_args() -> frozenset[str]:

@@ -69,3 +69,22 @@ def test_memory_that_grows_on_demand_counts_at_the_peak():
 
 def test_sizes_are_readable():
     assert [gib(size) for size in (0, 5 * 2**20, GIB, 80 * GIB)] == ["0 MiB", "5 MiB", "1.0 GiB", "80.0 GiB"]
+
+
+def test_memory_is_compared_on_each_machine():
+    learners = role("learner", processes=2, gpus=1, host=30)
+    nodes = (NodeShape(40 * GIB, 2, GIB), NodeShape(40 * GIB))
+    (shortage,) = find_shortages([learners], ClusterShape(nodes))
+    assert shortage.message == (
+        "the processes of one machine need 60.0 GiB of host memory (2 x learner); it has 40.0 GiB"
+    )
+    assert kinds([learners], cluster(2, 1, 1, memory=40)) == []
+
+
+def test_processes_without_gpus_are_spread():
+    assert kinds([role(processes=4, host=30)], cluster(2, memory=70)) == []
+    assert kinds([role(processes=5, host=30)], cluster(2, memory=70)) == ["host memory"]
+
+
+def test_two_fractions_above_a_half_do_not_fit_on_one_gpu():
+    assert kinds([role(processes=3, gpus=0.6)], cluster(1, 2, 80)) == ["GPUs"]

@@ -1,14 +1,14 @@
 """The check of a run's memory before it starts."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raylight import doctor_report
-from raylight.algorithms.policy import GRPO
+from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
@@ -59,6 +59,10 @@ def policy_plan(model_path: str, **learner: Any) -> PolicyPlan:
     )
 
 
+def run_settings(**engine: Any) -> RunSettings:
+    return RunSettings(EngineConfig(**engine), LearnerConfig(), CheckpointConfig())
+
+
 def connect(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     cluster = ClusterShape((NodeShape(int(gib * GIB)),))
     monkeypatch.setattr(memory_check, "connected_cluster", lambda: cluster)
@@ -68,7 +72,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
 def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     connect(monkeypatch, 10)
     with pytest.raises(
-        ConfigError, match=r"of host memory; there are 10.0 GiB. It fits with learner.lora.rank=16; "
+        ConfigError, match=r"of host memory \(.*\); it has 10.0 GiB. It fits with learner.lora.rank=16; "
     ):
         memory_check.check_memory(policy_plan(model))
 
@@ -88,7 +92,7 @@ def test_gpus_that_the_autoscaler_has_yet_to_start_are_no_shortage(
 def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "this_machine", lambda: NodeShape(8 * GIB))
     cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
-    settings = (EngineConfig(), LearnerConfig(), RunnerConfig(), cluster)
+    settings = (run_settings(), RunnerConfig(), cluster)
     engine = memory_check.plan_settings(GRPO(model=model), *settings).roles[1]
     assert (engine.gpus, engine.total("host") > 1400 * 2**20) == (1, True)
 
@@ -105,22 +109,30 @@ def test_an_algorithm_without_learners_has_no_plan() -> None:
         model: str = ""
 
     with pytest.raises(ConfigError, match="Other trains no model"):
-        memory_check.plan_settings(
-            Other(), EngineConfig(), LearnerConfig(), RunnerConfig(), ClusterShape((NodeShape(GIB),))
-        )
+        memory_check.plan_settings(Other(), run_settings(), RunnerConfig(), ClusterShape((NodeShape(GIB),)))
 
 
 def test_gpus_change_the_defaults(model: str) -> None:
     cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
-    settings = (EngineConfig(kind="vllm"), LearnerConfig(), RunnerConfig(), cluster)
+    settings = (run_settings(kind="vllm"), RunnerConfig(), cluster)
     plan = memory_check.plan_settings(GRPO(model=model), *settings)
     learner, engine = plan.roles[:2]
     assert (learner.gpus, engine.gpus) == (1, 1)
     assert plan.shortages == ()
 
 
+def test_settings_for_cpus_replace_those_for_gpus(model: str) -> None:
+    on_cpus, cluster = run_settings(kind="transformers"), ClusterShape((NodeShape(64 * GIB),))
+    learner = LearnerConfig(num_gpus=0.6)
+    settings = replace(on_cpus, learner=learner, cpu_fallback=on_cpus)
+    roles = memory_check.plan_settings(GRPO(model=model), settings, RunnerConfig(), cluster).roles
+    assert [role.gpus for role in roles[:2]] == [0, 0]
+
+
 def test_the_doctor_names_what_the_machine_lacks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_report, "this_machine", lambda: NodeShape(8 * GIB))
     (problem,) = doctor_report.memory_problems(model)
-    assert problem.summary.startswith("this machine cannot train the model: all processes need")
+    assert problem.summary.startswith(
+        "this machine cannot train the model: the processes of one machine need"
+    )
     assert not problem.required
