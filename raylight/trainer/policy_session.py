@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from ray.util.placement_group import remove_placement_group
 
@@ -24,16 +24,15 @@ from raylight.trainer.cluster import reserve
 from raylight.trainer.parity import Parity, ParityMonitor, make_probe
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan, with_sampling
 from raylight.trainer.publication import Publications
+from raylight.trainer.repeated_rollouts import RepeatedRollouts
 from raylight.trainer.resume import ResumePoint, resume_point_of, wait_for_store
 from raylight.trainer.served_session import ServedSession
 from raylight.types import (
-    FINISHED,
     GREEDY,
     TRAINABLE_AGENTS,
     EnqueueRolloutRequest,
     FinishedRollout,
     RolloutMode,
-    RolloutStatus,
 )
 from raylight.weight_sync.seeds import derive_seed
 
@@ -63,9 +62,7 @@ class PolicySession(ServedSession):
         """Version of the learners' weights."""
         self._step = start.step
         self._replay_lock = asyncio.Lock()
-        self._repeated_ids: set[str] = set()
-        """Rollouts that run again when their step is replayed: the resumed run left them undecided, and they
-        are cancelled until then, or the infrastructure failed them in a step that was not completed."""
+        self._repeated = RepeatedRollouts(start, show_stage)
         self._probe = make_probe(plan.model_path, plan.engine.max_model_len, plan.seed)
         self._parity = ParityMonitor(plan.algorithm.max_logprob_mismatch)
         self._reported_no_sleep = False
@@ -81,8 +78,7 @@ class PolicySession(ServedSession):
             await wait_for_store(Path(plan.store_path))
         self._start_store()
         if self._reopens_store:
-            await self._cancel_undecided()
-            await self._find_lost_rollouts()
+            await self._repeated.find(self.store)
         await self._start_coordinator()
         self.learners = LearnerGroup(plan.name, plan.learner, placement)
         self._stack.callback(self.learners.stop)
@@ -127,53 +123,6 @@ class PolicySession(ServedSession):
             return self.plan.seed
         attempts = (await self.store.statistics())["total_attempts"]
         return derive_seed(self.plan.seed, "attempts", attempts)
-
-    async def _cancel_undecided(self) -> None:
-        """Cancel rollouts that the resumed run left undecided.
-
-        The engines do not have the model for them until the steps since the training state are replayed.
-        """
-        undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
-        for lineage in filter(None, (self.start.lineage, self.start.parent_lineage)):
-            left = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
-            await self.store.cancel_rollouts([rollout.rollout_id for rollout in left])
-        await self._repeat_cancelled()
-
-    async def _repeat_cancelled(self) -> None:
-        """Run cancelled rollouts again when their step is replayed."""
-        for lineage in filter(None, (self.start.lineage, self.start.parent_lineage)):
-            cancelled = await self.store.query_rollouts(rollout_id_contains=lineage, status_in=["cancelled"])
-            self._repeated_ids |= {rollout.rollout_id for rollout in cancelled}
-
-    async def _find_lost_rollouts(self) -> None:
-        """Find the rollouts that the infrastructure failed in the phase in which the resumed run ended.
-
-        A phase is the training or an evaluation of a step. Each begins after the one before it, so the last
-        one in the store is the only one that may not be completed. Completed phases are replayed as they
-        were.
-        """
-        lineage = self.start.lineage
-        last = await self.store.query_rollouts(
-            rollout_id_contains=f"{lineage}-", sort_by="start_time", sort_order="desc", limit=1
-        )
-        if not last:
-            return
-        mode, step = last[0].rollout_id.removeprefix(f"{lineage}-").split("-")[:2]
-        if 0 < int(step) <= self.start.completed_step:  # step 0 is reported again in any case
-            return
-        failed = await self.store.query_rollouts(
-            rollout_id_contains=f"{lineage}-{mode}-{step}-", status_in=["failed"]
-        )
-        lost = {
-            rollout.rollout_id
-            for rollout in failed
-            if rollout.attempt
-            and rollout.attempt.failure
-            and rollout.attempt.failure.kind == "infrastructure"
-        }
-        if lost:
-            self._show_stage(f"{len(lost)} rollouts of step {step} that the infrastructure failed run again")
-            self._repeated_ids |= lost
 
     async def _reserve(self) -> Any:
         """Reserve the learners' resources as a placement group."""
@@ -285,26 +234,15 @@ class PolicySession(ServedSession):
             self.replaying = False
             if self.version > self._publications.published:
                 await self.publish_weights(self.plan.algorithm.sync_timeout_s)
-        for request in requests:
-            if request.rollout_id in self._repeated_ids:
-                resources_id = request.resources_id or await self._latest_resources_id()
-                await self.store.update_rollout(
-                    request.rollout_id, status="requeuing", resources_id=resources_id
-                )
-                self._repeated_ids.discard(request.rollout_id)
+        await self._repeated.requeue(self.store, requests)
 
     async def _all_decided(self, ids: list[str]) -> bool:
-        if not self._repeated_ids.isdisjoint(ids):
+        if self._repeated.includes_any(ids):
             return False
         stored = await self.store.get_rollout_states(ids)
         return len(stored) == len(ids) and all(
             rollout.status in ("succeeded", "failed") for rollout in stored
         )
-
-    async def _latest_resources_id(self) -> str:
-        latest = await self.store.get_latest_resources()
-        assert latest is not None, "the resources were published"
-        return latest.resources_id
 
     async def _collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
@@ -335,9 +273,8 @@ class PolicySession(ServedSession):
             ) from fault
         self.restarts += 1
         self._show_stage("restarting the learners")
-        await (
-            self._repeat_cancelled()
-        )  # of those that waited side by side, the first to fail cancels the others
+        # of rollouts that waited side by side, the first to fail cancels the others
+        await self._repeated.find_cancelled(self.store)
         async with self._publications.learners_busy:
             await self.learners.restart()
             states = TrainingStates(self.plan.state_url)

@@ -200,8 +200,7 @@ class Session(PolicySession):
         self._stack.push_async_callback(self.service.close)
         self.store = StoreClient(self.service)
         if self._reopens_store:
-            await self._cancel_undecided()
-            await self._find_lost_rollouts()
+            await self._repeated.find(self.store)
         await self.store.add_resources({"engine": self.world.lives})
         if not self.start.is_fresh:
             await self.learners.load_state(self.start.state_url, self.start.step, self.version)
