@@ -1,7 +1,7 @@
 """Writes the table of architectures in docs/models.md: `python docs/generate_models.py`, with vLLM installed.
 
-`--vllm` also loads each architecture into vLLM, or those of the model types that follow: about 15 s each.
-Without it, that column is kept.
+`--vllm` also loads each architecture into vLLM and compares log-probs after an update, or those of the model
+types that follow: up to a minute each. Without it, these columns are kept. Reasons are printed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
 import logging
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,11 @@ from raylight.learner.weight_source import WeightSource
 
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
-HEADER = "| architecture | `model_type` | names checked | trained in tests | loaded by vLLM on a CPU |"
+HEADER = "| architecture | `model_type` | names checked | trained in tests | in vLLM | same log-probs |"
+UPDATE = Path(__file__).parents[1] / "tests" / "vllm_cpu" / "weight_update.py"
+UPDATE_TIMEOUT_S = 240
+MAX_DIFFERENCE = 1e-3
+"""Largest difference of log-probs, in float32, between vLLM and transformers."""
 TRAINED = {"qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3_next", "gpt_oss"}
 """Model types that the tests train."""
 SIZES = {
@@ -67,6 +74,8 @@ SIZES = {
     "v_head_dim": 16,
 }
 """Small values of settings, where an architecture has them."""
+UNSUPPORTED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
+"""Parts of vLLM's registry with classes that it does not have."""
 PARTS = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
 CHANGES: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1},
@@ -99,6 +108,8 @@ def served_by_vllm() -> set[str]:
     names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            if ast.unparse(node.targets[0]) in UNSUPPORTED:
+                continue
             names |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     return names
 
@@ -170,6 +181,25 @@ def load_in_vllm(config: Any) -> str:
     return "yes" if not missing else f"no: not loaded: {', '.join(missing[:2])}"
 
 
+def compare_in_vllm(config: Any) -> str:
+    """Return "yes" if vLLM's log-probs are those of transformers, before and after an update of its weights.
+
+    Otherwise return the reason.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if hasattr(config, "initializer_range"):
+            config.initializer_range = 0.1  # so that an update that is lost changes the log-probs
+        causal_lm_class(config)._from_config(config, dtype=torch.float32).save_pretrained(folder)
+        command = [sys.executable, str(UPDATE), folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=UPDATE_TIMEOUT_S)
+    if done.returncode:
+        return f"no: {done.stderr.strip().splitlines()[-1]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found["loaded"] < MAX_DIFFERENCE > found["updated"] and found["old"] > MAX_DIFFERENCE:
+        return "yes"
+    return f"no: differences {found}"
+
+
 def read_rows() -> dict[str, list[str]]:
     """Return the cells of the committed table, by model type."""
     table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
@@ -179,22 +209,29 @@ def read_rows() -> dict[str, list[str]]:
 
 def table(rows: dict[str, list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows.values()]
-    return "\n".join([HEADER, "|---" * 5 + "|", *lines]) + "\n"
+    return "\n".join([HEADER, "|---" * 6 + "|", *lines]) + "\n"
 
 
 def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[str]]) -> list[str]:
     config = tiny_config(model_type, name)
     names = check_names(config)
-    loads = known[model_type][4] if model_type in known else ""
+    found = known[model_type][4:] if model_type in known else ["", ""]
     if with_vllm:
-        try:
-            loads = load_in_vllm(config) if names == "yes" else ""
-        except Exception as error:  # of any kind: vLLM's CPU build or this small configuration of it
-            loads = f"no: {error!r}"
-        if loads.startswith("no"):
-            print(model_type, loads[:600], file=sys.stderr)
-            loads = ""
-    return [f"`{name}`", f"`{model_type}`", names, "yes" if model_type in TRAINED else "", loads]
+        found = ["", ""]
+        for column, check in enumerate((load_in_vllm, compare_in_vllm)):
+            result = _result(check, config) if names == "yes" else ""
+            if result != "yes":
+                print(model_type, check.__name__, result[:600], file=sys.stderr, flush=True)
+                break
+            found[column] = result
+    return [f"`{name}`", f"`{model_type}`", names, "yes" if model_type in TRAINED else "", *found]
+
+
+def _result(check: Callable[[Any], str], config: Any) -> str:
+    try:
+        return check(config)
+    except Exception as error:  # of any kind: vLLM's CPU build or this small configuration of it
+        return f"no: {error!r}"
 
 
 def main(arguments: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_models import build_model
 
-SCRIPT = Path(__file__).parent / "moe_update.py"
+SCRIPT = Path(__file__).parent / "weight_update.py"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Updates a mixture of experts in vLLM: python moe_update.py MODEL prints differences of log-probs as JSON.
+"""Updates a model in vLLM: python weight_update.py MODEL prints differences of log-probs as JSON.
 
 The differences are those to plain transformers: of the loaded weights, of old weights after the learner's
 changed, and of the weights after an update.
@@ -23,7 +23,7 @@ SETTINGS = {
 def difference(engine: Any, model: Any, ids: list[int]) -> float:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     output = engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0]
     found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
     with torch.no_grad():
@@ -48,6 +48,7 @@ def main(path: str) -> None:
         max_model_len=128,
         max_num_seqs=4,
         enable_prefix_caching=False,
+        skip_tokenizer_init=True,
     )
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     ignore_tied_output(runner.get_model())
