@@ -206,7 +206,22 @@ def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str
     except yaml.YAMLError as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"--set {text}: the value is not YAML: {message}; quote it") from None
+    if key := _key_without_space(parsed):
+        raise ConfigError(
+            f"--set {text}: YAML reads {key!r} as a name without a value; write a space after the colon, and "
+            f"quote the whole: --set '{text.replace(key, key.replace(':', ': ', 1))}'"
+        )
     target[path[-1]] = _as_number(parsed) if isinstance(parsed, str) else parsed
+
+
+def _key_without_space(value: Any) -> str | None:
+    """Return a key `name:value` of a mapping, which lacks the space after its colon; None without one."""
+    if isinstance(value, list):
+        return next(filter(None, map(_key_without_space, value)), None)
+    if not isinstance(value, dict):
+        return None
+    glued = (key for key, inner in value.items() if inner is None and isinstance(key, str) and ":" in key)
+    return next(glued, None) or _key_without_space(list(value.values()))
 
 
 def _as_number(text: str) -> Any:

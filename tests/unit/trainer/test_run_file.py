@@ -95,6 +95,7 @@ def test_what_is_wrong_is_named_with_the_nearest_names(change: dict, message: st
         ("algorthm.lr=1", "there is no section 'algorthm'; the nearest are: algorithm"),
         ("seed.a=1", "seed is 3 and has no settings"),
         ("seed=[1", "the value is not YAML"),
+        ("engine.args={tp:4}", "write a space after the colon, and quote the whole: .*'engine.args={tp: 4}'"),
     ],
 )
 def test_a_wrong_assignment_is_an_error(text: str, message: str, write: Any) -> None:
