@@ -100,15 +100,7 @@ class StoreClient(StoreReader, RecordWriter):
         group_id: str | None = None,
     ) -> AttemptedRollout:
         """Add a rollout with a first attempt that the caller executes; the rollout is never queued."""
-        request = EnqueueRolloutRequest(
-            input=input,
-            mode=mode,
-            group_id=group_id,
-            resources_id=resources_id,
-            config=config,  # type: ignore[arg-type]  # None: the defaults
-            metadata=metadata,  # type: ignore[arg-type]
-            rollout_id=rollout_id,
-        )
+        request = _request(input, mode, resources_id, config, metadata, rollout_id, group_id)
         row = await self._channel.call("start_rollout", request_row(request), new_id("at"), worker_id)
         return _attempted(requested_rollout(request, row))
 
@@ -129,15 +121,7 @@ class StoreClient(StoreReader, RecordWriter):
         Args:
             group_id: group of rollouts of the same task, whose rewards are compared with one another (GRPO).
         """
-        request = EnqueueRolloutRequest(
-            input=input,
-            mode=mode,
-            group_id=group_id,
-            resources_id=resources_id,
-            config=config,  # type: ignore[arg-type]  # None: the defaults
-            metadata=metadata,  # type: ignore[arg-type]
-            rollout_id=rollout_id,
-        )
+        request = _request(input, mode, resources_id, config, metadata, rollout_id, group_id)
         return (await self.enqueue_many_rollouts([request]))[0]
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
@@ -327,6 +311,26 @@ class StoreClient(StoreReader, RecordWriter):
     async def release_worker(self, worker_id: str, reason: str) -> int:
         """Mark a worker as gone for good; its attempts go back to the queue. Returns their number."""
         return await self._channel.call("release_worker", worker_id, reason)
+
+
+def _request(
+    input: Any,
+    mode: RolloutMode | None,
+    resources_id: str | None,
+    config: RolloutConfig | None,
+    metadata: dict[str, Any] | None,
+    rollout_id: str | None,
+    group_id: str | None,
+) -> EnqueueRolloutRequest:
+    return EnqueueRolloutRequest(
+        input=input,
+        mode=mode,
+        resources_id=resources_id,
+        config=config,  # type: ignore[arg-type]  # None: the defaults
+        metadata=metadata,  # type: ignore[arg-type]
+        rollout_id=rollout_id,
+        group_id=group_id,
+    )
 
 
 def _attempted(rollout: Rollout) -> AttemptedRollout:

@@ -268,14 +268,24 @@ class StoreReader:
         returns the ids of the decided ones."""
         return await self._channel.send("wait_for_rollouts", list(rollout_ids), at_least, timeout)
 
-    async def collect(self, rollout_ids: Sequence[str], with_spans: bool = False) -> list[FinishedRollout]:
+    async def collect(
+        self, rollout_ids: Sequence[str], with_spans: bool = False, with_span_tokens: bool = True
+    ) -> list[FinishedRollout]:
         """Return each rollout with the final reward and the generations of its latest attempt, and on request
-        its spans."""
+        its spans.
+
+        Args:
+            with_span_tokens: add the tokens of the generations to the spans of their calls too, as lists, as
+                adapters read them. For a conversation of many calls these are many times its tokens.
+        """
         finished: list[FinishedRollout] = []
         for start in range(0, len(rollout_ids), COLLECT_BATCH):
             ids = list(rollout_ids[start : start + COLLECT_BATCH])
             answer = await self._channel.send("query", "collect", ids, with_spans)
-            finished += [_finished(*columns) for columns in answer]
+            for item in (_finished(*columns) for columns in answer):
+                if with_span_tokens:
+                    add_tokens(item.spans, item.generations)
+                finished.append(item)
         return finished
 
     async def lease_seconds(self) -> float:
@@ -306,12 +316,12 @@ def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[
         rollout_from_row(rollout),
         next(iter(rewards.values()), None),
         generations,
-        add_tokens(spans_from_rows(spans), generations),
+        spans_from_rows(spans),
         rewards,
     )
 
 
-def add_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
+def add_tokens(spans: list[Span], generations: list[Generation]) -> None:
     """Add the tokens of generations to the spans of their calls; both are stored separately.
 
     A response that was cut off gets none, so that it is never trained on.
@@ -326,7 +336,6 @@ def add_tokens(spans: list[Span], generations: list[Generation]) -> list[Span]:
                 RESPONSE_LOGPROBS: generation.logprobs.tolist(),
                 WEIGHT_VERSIONS: generation.weight_versions.tolist(),
             }
-    return spans
 
 
 def _is_chat(span: Span, call_id: str) -> bool:

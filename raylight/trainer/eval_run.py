@@ -141,7 +141,8 @@ class EvalRun:
         finished: list[FinishedRollout] = []
         with (self.folder / "eval.jsonl").open("a") as file:
             for start in range(0, len(ids), COLLECT_CHUNK):
-                for item in await session.store.collect(ids[start : start + COLLECT_CHUNK], with_spans=True):
+                chunk = ids[start : start + COLLECT_CHUNK]
+                for item in await session.store.collect(chunk, with_spans=True, with_span_tokens=False):
                     task, sample = divmod(len(finished), self.plan.settings.samples)
                     file.write(json.dumps(eval_line(item, task, sample), default=repr) + "\n")
                     finished.append(replace(item, spans=[]))

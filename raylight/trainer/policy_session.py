@@ -118,11 +118,14 @@ class PolicySession(ServedSession):
             await self.learners.load_state(self.start.state_url, self.start.step, self.version)
 
     async def _sampling_seed(self) -> int:
-        """Return the engines' seed. A resumed run must not repeat responses of groups that it completes."""
-        if not self._reopens_store:
+        """Return the engines' seed. A resumed run must not repeat responses of groups that it completes.
+
+        A store that was lost has no attempts; the step then tells the resumed run from the first one.
+        """
+        if self.start.is_fresh and not self._reopens_store:
             return self.plan.seed
         attempts = (await self.store.statistics())["total_attempts"]
-        return derive_seed(self.plan.seed, "attempts", attempts)
+        return derive_seed(self.plan.seed, "resumed", self.start.step, attempts)
 
     async def _reserve(self) -> Any:
         """Reserve the learners' resources as a placement group."""
@@ -248,15 +251,14 @@ class PolicySession(ServedSession):
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
         rewards to turns."""
         if self.plan.trained_agents is not None or self.plan.algorithm.turn_rewards:
-            return await self.store.collect(ids, with_spans=True)
+            return await self.store.collect(ids, with_spans=True, with_span_tokens=False)
         finished = await self.store.collect(ids)
         chosen = [item.rollout.rollout_id for item in finished if item.rollout.metadata.get(TRAINABLE_AGENTS)]
         if not chosen:
             return finished
-        with_spans = {
-            item.rollout.rollout_id: item for item in await self.store.collect(chosen, with_spans=True)
-        }
-        return [with_spans.get(item.rollout.rollout_id, item) for item in finished]
+        with_spans = await self.store.collect(chosen, with_spans=True, with_span_tokens=False)
+        by_id = {item.rollout.rollout_id: item for item in with_spans}
+        return [by_id.get(item.rollout.rollout_id, item) for item in finished]
 
     async def recover(self, fault: LearnerLostError) -> ResumePoint:
         """Restart lost learners and load the last training state; return its position. The engines keep

@@ -75,7 +75,7 @@ class PromptEvaluator:
         decided = await self._store.wait_for_rollouts(rollout_ids=ids, timeout=self._timeout)
         if len(decided) < len(ids):
             await self._store.cancel_rollouts(ids)
-        finished = await self._store.collect(ids, with_spans=True)
+        finished = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
         self._report_failures(finished)
         evaluation = Evaluation([self._trial(item) for item in finished])
         _check_not_all_lost(evaluation)

@@ -171,7 +171,7 @@ class TrainingLoop:
         finished = await self._store.collect(ids)
         marked = any(item.rollout.metadata.get(TRAINABLE_AGENTS) for item in finished)
         return (
-            await self._store.collect(ids, with_spans=True)
+            await self._store.collect(ids, with_spans=True, with_span_tokens=False)
             if marked or self._context.trained_agents is not None
             else finished
         )

@@ -323,6 +323,8 @@ async def test_the_spans_of_calls_are_read_with_their_tokens(box: Box) -> None:
     ):
         assert spans[0].attributes == {CALL_ID: key.call_id, "x": 1} | tokens
         assert [span.attributes for span in spans[1:]] == [span.attributes for span in odd]
+    (item,) = await box.store.collect([rollout.rollout_id], with_spans=True, with_span_tokens=False)
+    assert item.spans[0].attributes == {CALL_ID: key.call_id, "x": 1}
     await box.store.start_attempt(rollout.rollout_id)
     assert (await box.store.query_spans(rollout.rollout_id, limit=1))[0].attributes[PROMPT_TOKEN_IDS] == [
         1,

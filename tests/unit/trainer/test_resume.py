@@ -4,14 +4,18 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.store.journal import Journal
+from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
+    ResumePoint,
     affects_updates,
     changed_settings,
     find_resume_point,
@@ -192,3 +196,19 @@ def test_a_resumed_run_waits_until_the_former_store_is_closed(tmp_path: Path):
 
     asyncio.run(wait())
     Journal(path).close()
+
+
+async def test_the_engines_of_a_resumed_run_have_a_seed_of_their_own() -> None:
+    async def seed(attempts: int, **start: Any) -> int:
+        async def statistics() -> dict[str, int]:
+            return {"total_attempts": attempts}
+
+        session: Any = object.__new__(PolicySession)
+        session.plan, session.start = SimpleNamespace(seed=7), ResumePoint("a", **start)
+        session.store, session._reopens_store = SimpleNamespace(statistics=statistics), session.start.same_run
+        return await session._sampling_seed()
+
+    assert await seed(5) == await seed(0) == 7, "the store may be shared"
+    lost = [await seed(0, state_url="states", step=step, same_run=same) for step in (3, 4) for same in (0, 1)]
+    kept = [await seed(attempts, same_run=True) for attempts in (8, 16)]
+    assert len({7, lost[0], lost[2], *kept}) == 5
