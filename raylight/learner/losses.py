@@ -9,7 +9,7 @@ import torch
 
 from raylight.errors import ConfigError
 from raylight.experience.registry import select_arguments
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.unused_settings import SCALED_AGGREGATION
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import optimizer_config
@@ -156,8 +156,8 @@ def wrap_token_loss(function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def averages_rows(settings: PolicySettings) -> bool:
-    """True if the loss is a mean of row means. `PolicyLoss` then adds entropy and KL itself."""
+def averages_rows(settings: PolicySettings | CriticSettings) -> bool:
+    """True if the loss is a mean of row means, which weights rows by their part of the rollout."""
     return settings.loss_agg_mode == "seq-mean-token-mean"
 
 

@@ -80,8 +80,18 @@ def mismatch_limit(
 
 
 def with_mismatch_limit(plan: PolicyPlan) -> PolicyPlan:
-    """Return the plan with the limit of the mean difference of log-probs filled in."""
+    """Return the plan with the limit of the mean difference of log-probs filled in.
+
+    Raises:
+        ConfigError: the run would fail at the limit before it warns.
+    """
     limit = mismatch_limit(plan.algorithm, plan.engine, plan.learner, plan.model_path)
+    warns_at = plan.algorithm.warn_logprob_mismatch
+    if warns_at > limit and not plan.algorithm.tolerates_mismatch:
+        raise ConfigError(
+            f"warn_logprob_mismatch={warns_at:g} is above the limit at which the run fails, {limit:g} for "
+            "these dtypes; lower it, or set max_logprob_mismatch"
+        )
     return replace(plan, algorithm=plan.algorithm.model_copy(update={"max_logprob_mismatch": limit}))
 
 

@@ -44,8 +44,13 @@ def all_updates() -> dict[str, dict[str, float]]:
         batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
     found = {name: update(config, batch) for name, config in VARIANTS.items()}
     found["scaled"] = update({}, batch, loss_agg_mode="seq-mean-token-sum-norm")
-    critic = CriticSettings(lr=1e-3, mini_batches=2)
-    return found | {"critic": update(LORA, batch, adv_estimator="gae", critic=critic)}
+    for name, config, mode in (
+        ("critic", LORA, "token-mean"),
+        ("critic-scaled", {}, "seq-mean-token-sum-norm"),
+    ):
+        critic = CriticSettings(lr=1e-3, mini_batches=2, loss_agg_mode=mode)
+        found[name] = update(config, batch, adv_estimator="gae", critic=critic)
+    return found
 
 
 def main(rank: int, ranks: int, file: str) -> None:

@@ -106,6 +106,34 @@ def test_loss_and_steps_follow_the_critics_settings():
     assert once.update(make_minibatches(rows))["critic/vf_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
+AGGREGATIONS = [
+    ("token-mean", lambda errors, rollouts: torch.cat(errors).mean()),
+    ("seq-mean-token-mean", lambda errors, rollouts: sum(torch.cat(part).mean() for part in rollouts) / 7),
+    (
+        "seq-mean-token-sum-norm",
+        lambda errors, rollouts: torch.cat(errors).sum() / 7 / max(len(row) for row in errors),
+    ),
+]
+
+
+@pytest.mark.parametrize(("mode", "aggregate"), AGGREGATIONS, ids=[name for name, _ in AGGREGATIONS])
+@pytest.mark.parametrize("budget", [18, 16384], ids=["tight", "one-pass"])
+def test_a_rollout_counts_once_in_any_micro_batches(mode, aggregate, budget):
+    from raylight.learner.rows import Minibatch
+
+    critic = make_critic({"max_tokens_per_micro_batch": budget}, loss_agg_mode=mode)
+    rows = make_rows()
+    add_returns(rows)
+    critic.add_values(rows)
+    both = len(rows[0].response) + len(rows[3].response)  # these two rows are one rollout
+    for row in (rows[0], rows[3]):
+        row.rollout_fraction = len(row.response) / both
+    errors = [0.5 * (row.values - row.returns) ** 2 for row in rows]
+    rollouts = [[errors[0], errors[3]], *([error] for i, error in enumerate(errors) if i not in (0, 3))]
+    found = critic.update([Minibatch(rows, 7)])
+    assert found["critic/vf_loss"] == pytest.approx(float(aggregate(errors, rollouts)), rel=1e-4)
+
+
 def test_with_lora_the_head_is_trained_in_full():
     critic = make_critic({"lora": {"rank": 4}})
     names = [name for name, param in critic.engine.module.named_parameters() if param.requires_grad]

@@ -221,7 +221,7 @@ def test_ranks_and_packing_do_not_change_the_update(tmp_path: Path):
     outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     one, two = all_updates(), json.loads(outputs[0].strip().splitlines()[-1])
-    assert set(two) == {*VARIANTS, "scaled", "critic"}
+    assert set(two) == {*VARIANTS, "scaled", "critic", "critic-scaled"}
     for variant, alone in one.items():
         for name in (
             "learner/grad_norm",

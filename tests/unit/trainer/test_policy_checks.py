@@ -65,3 +65,17 @@ def test_a_transport_that_the_cluster_cannot_use_is_refused(
         trainer.fit(lambda task, llm: 1.0, [1, 2, 3])
     with pytest.raises(ConfigError, match="needs GPUs on both sides"):
         planned(planned_runs[0], 0)
+
+
+@pytest.mark.parametrize("correction", [None, "token"])
+def test_a_warning_above_the_default_limit_is_refused_unless_the_run_corrects(
+    correction: str | None, planned_runs: list[Any], hollow_model: str, tmp_path: Path
+) -> None:
+    algorithm = GRPO(model=hollow_model, warn_logprob_mismatch=0.9, rollout_is=correction)
+    with pytest.raises(ReachedRay):
+        Trainer(algorithm=algorithm, output_dir=str(tmp_path)).fit(lambda task, llm: 1.0, [1, 2, 3])
+    if correction is None:
+        with pytest.raises(ConfigError, match="above the limit at which the run fails, 0"):
+            planned(planned_runs[0], 0)
+    else:
+        planned(planned_runs[0], 0)
