@@ -1,7 +1,7 @@
 """Peak memory and seconds of a policy update over vocabulary and tokens, against another commit and TRL.
 
     git worktree add /tmp/before COMMIT
-    python tests/benchmarks/update_memory.py [--before /tmp/before] [--trl] [--tokens 1024 4096]
+    python tests/benchmarks/update_memory.py [--before /tmp/before] [--trl] [--shapes 32768x4096 151936x2048]
 
 Each measurement is a process of its own, so that peaks do not mix. It builds a random Qwen2 of 2 layers and
 makes two updates on rows of 512 tokens, of which a quarter is the prompt. It reports the faster update, and
@@ -104,12 +104,14 @@ def peak_bytes() -> int:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Measure one contestant in this process."""
     torch.set_num_threads(args.threads)
-    rows = make_rows(args.tokens[0], args.vocabulary[0])
+    (shape,) = args.shapes
+    vocabulary, tokens = map(int, shape.split("x"))
+    rows = make_rows(tokens, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/rendezvous", 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         build = trl_update if args.contestant == "trl" else learner_update
-        update = build(args.model, rows, args.tokens[0])
+        update = build(args.model, rows, tokens)
         before = peak_bytes()
         seconds = []
         for _ in range(2):
@@ -120,9 +122,11 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     return {"seconds": min(seconds), "bytes": peak_bytes() - before}
 
 
-def run_process(contestant: str, path: str, model: str, tokens: int, vocabulary: int, args: Any) -> dict:
+def run_process(
+    contestant: str, path: str, model: str, shape: str, args: argparse.Namespace
+) -> dict[str, float]:
     command = [sys.executable, __file__, "--contestant", contestant, "--model", model]
-    command += ["--tokens", str(tokens), "--vocabulary", str(vocabulary), "--threads", str(args.threads)]
+    command += ["--shapes", shape, "--threads", str(args.threads)]
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -132,8 +136,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768])
+    parser.add_argument(
+        "--shapes", nargs="+", default=["32768x4096", "151936x2048"], help="vocabulary x tokens of an update"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
@@ -148,19 +153,18 @@ def main() -> None:
     here = str(Path(__file__).resolve().parents[2])
     contestants = {"now": here} | ({"before": args.before} if args.before else {})
     contestants |= {"trl": here} if args.trl else {}
-    print(f"{'vocabulary':>10} {'tokens':>7} {'':8} {'CPU seconds':>11} {'peak MiB':>9}")
-    for vocabulary in args.vocabulary:
+    print(f"{'shape':>14} {'':8} {'CPU seconds':>11} {'peak MiB':>9}")
+    for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder), vocabulary, args.hidden)
-            for tokens in args.tokens:
-                found: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
-                for _ in range(args.rounds):
-                    for name, path in contestants.items():
-                        found[name].append(run_process(name, path, folder, tokens, vocabulary, args))
-                for name, results in found.items():
-                    seconds = min(result["seconds"] for result in results)
-                    peak = min(result["bytes"] for result in results) / MIB
-                    print(f"{vocabulary:10d} {tokens:7d} {name:8} {seconds:11.2f} {peak:9.0f}", flush=True)
+            save_model(Path(folder), int(shape.split("x")[0]), args.hidden)
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
+            for _ in range(args.rounds):
+                for name, path in contestants.items():
+                    found[name].append(run_process(name, path, folder, shape, args))
+            for name, results in found.items():
+                seconds = min(result["seconds"] for result in results)
+                peak = min(result["bytes"] for result in results) / MIB
+                print(f"{shape:>14} {name:8} {seconds:11.2f} {peak:9.0f}", flush=True)
 
 
 if __name__ == "__main__":
