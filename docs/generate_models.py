@@ -42,9 +42,9 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
+    "hidden_size": 128,
+    "n_embd": 128,
+    "d_model": 128,
     "ffn_hidden_size": 96,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -53,7 +53,7 @@ SIZES = {
     "num_attention_heads": 4,
     "n_head": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -78,14 +78,13 @@ UNSUPPORTED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Parts of vLLM's registry with classes that it does not have."""
 PARTS = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
 CHANGES: dict[str, dict[str, Any]] = {
-    "dots1": {"n_shared_experts": 1},
-    "glm4_moe": {"head_dim": 16},
+    "glm4_moe": {"head_dim": 32},
     "gemma3": PARTS,
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": None},
     "gemma4": PARTS,
     "gemma4_unified": PARTS,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 32},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
 }
 """Further settings, by model type."""
