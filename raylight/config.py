@@ -161,7 +161,8 @@ class EngineConfig(Config):
     weight_transfer: str = "auto"
     """Transport of new weights: "gloo" through host memory; "nccl", "ipc" (engines and learners on the same
     GPUs) or "sharded_rdt" of vLLM between GPUs; or the dotted name of a transport. "auto" is gloo unless vLLM
-    and the learners have GPUs, then ipc if they share them, else nccl."""
+    and the learners have GPUs, then ipc if each worker shares its GPU with a learner,
+    nccl if no process shares one, else gloo."""
     min_replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Replicas that must have received new weights. With fewer, the run waits for replacements of the lost
     ones, up to `start_timeout_s`, and then ends."""

@@ -67,7 +67,7 @@ def with_transport(plan: PolicyPlan) -> PolicyPlan:
     Raises:
         ConfigError: the transport does not fit engine or learners.
     """
-    transport = choose_transport(plan.engine, plan.learner.num_gpus)
+    transport = choose_transport(plan.engine, plan.learner, most_workers(plan.engine))
     return replace(plan, engine=plan.engine.model_copy(update={"weight_transfer": transport}))
 
 

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass
 
 from raylight.components import import_dotted_name
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.weight_transfer.protocol import (
     SenderSettings,
@@ -76,21 +76,19 @@ def find_transport(name: str) -> Transport:
     return transport
 
 
-def choose_transport(engine: EngineConfig, learner_gpus: float) -> str:
+def choose_transport(engine: EngineConfig, learner: LearnerConfig, workers: int) -> str:
     """Resolve `engine.weight_transfer` to the name of a transport that engines and learners support.
 
     Args:
         engine: its `kind` is resolved already.
-        learner_gpus: GPUs of each learner.
+        workers: most workers that all replicas may have.
 
     Raises:
         ConfigError: the transport is unknown, or does not fit engine or learners.
     """
-    name, on_gpus = engine.weight_transfer, bool(engine.num_gpus and learner_gpus)
+    name, on_gpus = engine.weight_transfer, bool(engine.num_gpus and learner.num_gpus)
     if name == "auto":
-        if engine.kind != "vllm" or not on_gpus:
-            return "gloo"
-        return "ipc" if engine.sleep_while_learning or min(engine.num_gpus, learner_gpus) < 1 else "nccl"
+        return _fastest(engine, learner, workers) if engine.kind == "vllm" and on_gpus else "gloo"
     transport = find_transport(name)
     if engine.kind != "vllm" and transport.receiver is None:
         raise ConfigError(
@@ -100,9 +98,20 @@ def choose_transport(engine: EngineConfig, learner_gpus: float) -> str:
     if transport.needs_gpu and not on_gpus:
         raise ConfigError(
             f"{WHERE}={name!r} needs GPUs on both sides: engine.num_gpus is {engine.num_gpus:g} and "
-            f"learner.num_gpus is {learner_gpus:g}; leave it out, or set it to 'gloo'"
+            f"learner.num_gpus is {learner.num_gpus:g}; leave it out, or set it to 'gloo'"
         )
     return name
+
+
+def _fastest(engine: EngineConfig, learner: LearnerConfig, workers: int) -> str:
+    """Return the transport between vLLM and learners on GPUs.
+
+    ipc needs a learner on the GPU of every worker, and nccl a GPU for each process.
+    """
+    if engine.num_gpus >= 1 or (workers == 1 and learner.num_gpus >= 1):
+        return "nccl"
+    fits_beside_learner = learner.num_gpus < 1 and engine.num_gpus + learner.num_gpus <= 1
+    return "ipc" if fits_beside_learner and workers <= learner.n else "gloo"
 
 
 def open_sender(

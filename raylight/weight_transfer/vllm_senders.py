@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from raylight.errors import ConfigError
+from raylight.errors import ConfigError, WeightSyncError
 from raylight.weight_transfer.protocol import SenderSettings, SyncClient, WeightStream
 
 T = TypeVar("T")
@@ -20,19 +20,54 @@ T = TypeVar("T")
 class VllmSender:
     """A `WeightSender` around a trainer engine of vLLM."""
 
-    def __init__(self, info: Any, client: SyncClient, source: WeightStream) -> None:
+    def __init__(self, info: Any, client: SyncClient | DeferredFailures, source: WeightStream) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         def open_engine() -> Any:
             return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
+        self._client = client
         self._engine = _as_connection_error(open_engine)
 
     def send_weights(self) -> None:
         _as_connection_error(self._engine.send_weights)
+        if isinstance(self._client, DeferredFailures):
+            self._client.raise_failure()
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+
+
+class DeferredFailures:
+    """A `SyncClient` of vLLM's ipc engine, whose ranks meet after every buffer: if rank 0 left at the first
+    failure, the others would wait for it. It calls no engine after the failure, which `raise_failure` raises.
+    """
+
+    def __init__(self, client: SyncClient) -> None:
+        self._client = client
+        self._failure: Exception | None = None
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+
+    def start_weight_update(self) -> None:
+        self._try(self._client.start_weight_update)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._try(lambda: self._client.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._try(self._client.finish_weight_update)
+
+    def raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                call()
+            except (WeightSyncError, ConnectionError) as error:
+                self._failure = error
 
 
 def open_nccl(settings: SenderSettings, client: SyncClient, source: WeightStream) -> VllmSender:
@@ -73,7 +108,7 @@ def open_ipc(settings: SenderSettings, client: SyncClient, source: WeightStream)
             packed_buffer_size_bytes=max(largest, DEFAULT_PACKED_BUFFER_SIZE_BYTES),
             rank=settings.rank,
         ),
-        client,
+        DeferredFailures(client),
         source,
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.weight_transfer.gloo import GlooReceiver
 from raylight.weight_transfer.transports import (
@@ -30,7 +30,13 @@ OWN = Transport("package.module:Sender", "own", "package.module:Receiver", needs
         ({"kind": "vllm", "num_gpus": 1}, 0, "gloo"),
         ({"kind": "vllm", "num_gpus": 1}, 1, "nccl"),
         ({"kind": "vllm", "num_gpus": 0.4}, 0.6, "ipc"),
-        ({"kind": "vllm", "num_gpus": 1, "sleep_while_learning": True}, 1, "ipc"),
+        ({"kind": "vllm", "num_gpus": 0.4, "replicas": 2}, 0.6, "ipc"),
+        ({"kind": "vllm", "num_gpus": 0.4, "replicas": 3}, 0.6, "gloo"),  # one has no learner beside it
+        ({"kind": "vllm", "num_gpus": 0.5}, 0.6, "gloo"),  # not on the same GPU
+        ({"kind": "vllm", "num_gpus": 0.4}, 1, "nccl"),
+        ({"kind": "vllm", "num_gpus": 0.4, "replicas": 2}, 1, "gloo"),  # both may be on one GPU
+        ({"kind": "vllm", "num_gpus": 1}, 0.6, "nccl"),
+        ({"kind": "vllm", "num_gpus": 1, "sleep_while_learning": True}, 1, "nccl"),
         ({"kind": "vllm", "num_gpus": 1, "weight_transfer": "sharded_rdt"}, 1, "sharded_rdt"),
         ({"kind": "vllm", "num_gpus": 1, "weight_transfer": "gloo"}, 1, "gloo"),
         ({"kind": "transformers", "weight_transfer": f"{__name__}:OWN"}, 0, f"{__name__}:OWN"),
@@ -39,7 +45,8 @@ OWN = Transport("package.module:Sender", "own", "package.module:Receiver", needs
 def test_the_transport_fits_engine_and_learners(
     settings: dict[str, Any], learner_gpus: float, expected: str
 ) -> None:
-    assert choose_transport(EngineConfig(**settings), learner_gpus) == expected
+    engine, learner = EngineConfig(**settings), LearnerConfig(n=2, num_gpus=learner_gpus)
+    assert choose_transport(engine, learner, engine.replicas) == expected
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,7 @@ def test_the_transport_fits_engine_and_learners(
 )
 def test_a_transport_that_does_not_fit_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_transport(EngineConfig(**settings), 0)
+        choose_transport(EngineConfig(**settings), LearnerConfig(num_gpus=0), 1)
 
 
 def test_engines_without_learners_have_a_transport_too() -> None:
