@@ -33,28 +33,28 @@ from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 
+SMALL = {
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+}
 SHAPES = {"tiny": (128, 13, (4, 10)), "small": (64, 32, (64, 64))}
 """Rows, prompt tokens, and tokens of the shortest and the longest answer, by shape."""
 GROUP = 8
 
 
-def small_model(folder: Path) -> str:
-    """Save a random Qwen2 of 20 million parameters. Return its path."""
+def save_model(folder: Path, **sizes: Any) -> str:
+    """Save a random Qwen2 with the starter model's tokenizer, which verl reads. Return its path."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=8192,
-        hidden_size=384,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **sizes
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    for file in Path(STARTER_MODEL).glob("*token*"):  # verl reads a tokenizer
+    for file in Path(STARTER_MODEL).glob("*token*"):
         (folder / file.name).write_bytes(file.read_bytes())
     return str(folder)
 
@@ -231,7 +231,7 @@ def main() -> None:
     loop = args.loop or ("both" if args.ranks == 1 else "learner")
     with tempfile.TemporaryDirectory() as folder:
         for shape in SHAPES if args.shape == "all" else [args.shape]:
-            model = small_model(Path(folder) / "small") if shape == "small" else str(STARTER_MODEL)
+            model = save_model(Path(folder) / "small", **SMALL) if shape == "small" else str(STARTER_MODEL)
             values: dict[str, Any] = {
                 "shape": shape,
                 "rounds": args.rounds,

@@ -5,7 +5,8 @@
 "sharded" is what raylight does: every rank copies its shards, and writes them in the background. "gathered"
 is the common way: rank 0 gathers the whole model and optimizer, and writes one file. Memory is the increase
 of a rank's resident memory, at its peak, over that of the model, with its moments if it is saved. A fresh
-model is loaded into; its moments are part of the increase. Each figure is of processes of its own.
+model is loaded into; its moments are part of the increase. Each figure is of processes of its own. "ratio" is
+that of sharded to gathered, each of its slowest or largest rank.
 """
 
 from __future__ import annotations
@@ -215,15 +216,20 @@ def main() -> None:
         for millions in options.millions:
             make_model(Path(temporary, f"model-{millions}"), millions)
             for ranks in options.ranks:
-                for way in ("gathered", "sharded"):
-                    rows = run(Path(temporary), millions, ranks, way)
-                    cells = [
-                        " / ".join(
-                            f"{row[name]:.2f}" if name.endswith("_s") else f"{row[name]:.0f}" for row in rows
-                        )
-                        for name in columns
-                    ]
-                    print(f"{millions:>9}M {ranks:>5} {way:>9}" + "".join(f"{cell:>22}" for cell in cells))
+                found = {way: run(Path(temporary), millions, ranks, way) for way in ("gathered", "sharded")}
+                start = f"{millions:>9}M {ranks:>5}"
+                for way, rows in found.items():
+                    cells = (
+                        " / ".join(f"{row[name]:.{decimals(name)}f}" for row in rows) for name in columns
+                    )
+                    print(f"{start} {way:>9}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+                worst = {way: [max(row[name] for row in found[way]) for name in columns] for way in found}
+                ratios = (a / b for a, b in zip(worst["sharded"], worst["gathered"], strict=True))
+                print(f"{start} {'ratio':>9}" + "".join(f"{ratio:>22.2f}" for ratio in ratios), flush=True)
+
+
+def decimals(column: str) -> int:
+    return 2 if column.endswith("_s") else 0
 
 
 if __name__ == "__main__":

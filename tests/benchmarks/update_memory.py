@@ -27,30 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from learner_tokens import as_batch, save_model
 
 ROW_TOKENS = 512
 MIB = 2**20
-
-
-def save_model(folder: Path, vocabulary: int, hidden: int) -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from raylight.quickstart import STARTER_MODEL
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2 * ROW_TOKENS,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    for file in Path(STARTER_MODEL).glob("*token*"):  # verl reads a tokenizer
-        (folder / file.name).write_bytes(file.read_bytes())
 
 
 def make_rows(tokens: int, vocabulary: int) -> list[tuple[list[int], list[int]]]:
@@ -61,8 +41,6 @@ def make_rows(tokens: int, vocabulary: int) -> list[tuple[list[int], list[int]]]
 
 
 def learner_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: int) -> Callable[[], Any]:
-    from learner_tokens import as_batch
-
     from raylight.config import LearnerConfig
     from raylight.experience.settings import PolicySettings
     from raylight.learner.policy import Policy
@@ -156,7 +134,14 @@ def main() -> None:
     print(f"{'shape':>14} {'':8} {'CPU seconds':>11} {'peak MiB':>9}")
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder), int(shape.split("x")[0]), args.hidden)
+            save_model(
+                Path(folder),
+                vocab_size=int(shape.split("x")[0]),
+                hidden_size=args.hidden,
+                intermediate_size=2 * args.hidden,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+            )
             found: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
             for _ in range(args.rounds):
                 for name, path in contestants.items():
