@@ -26,20 +26,24 @@ class Decoder:
         dtype: torch dtype of the parameters.
         device: torch device.
         slots: number of sequences in the cache.
+        longest: tokens of the longest sequence.
     """
 
-    def __init__(self, path: str, dtype: str, device: str, slots: int) -> None:
+    def __init__(self, path: str, dtype: str, device: str, slots: int, longest: int) -> None:
         # transformers chooses "sdpa", or "eager" for an architecture without it
         module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
         self._masks = AttentionMasks(self.module)
         self.device = torch.device(device)
-        self.slots = slots
+        self.slots, self._longest = slots, longest
         self.adapters = PeftAdapters(self.module)
         self.active: list[Sequence] = []
         """Sequences in the cache, by slot."""
-        self._cache = SlotCache(self.module.config.num_hidden_layers, slots)
+        self._cache = self._empty_cache()
         self._check_cache()
+
+    def _empty_cache(self) -> SlotCache:
+        return SlotCache(self.module.config.num_hidden_layers, self.slots, self._longest)
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
         """Add sequences with all their tokens so far.
@@ -158,7 +162,7 @@ class Decoder:
 
     def offload(self) -> None:
         """Free the device: move the parameters to main memory and drop the cache."""
-        self._cache = SlotCache(self.module.config.num_hidden_layers, self.slots)
+        self._cache = self._empty_cache()
         self.module.to("cpu")
         torch.cuda.empty_cache()
 

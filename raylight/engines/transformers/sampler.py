@@ -62,7 +62,7 @@ class Sampler:
     ) -> None:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._decoder = Decoder(path, dtype, device, slots)
+        self._decoder = Decoder(path, dtype, device, slots, max_model_len)
         config = self._decoder.module.config
         self.max_model_len = min(max_model_len, config.max_position_embeddings)
         self.vocab_size: int = config.vocab_size

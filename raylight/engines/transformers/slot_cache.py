@@ -16,10 +16,14 @@ model's longest context."""
 
 
 class Window:
-    """The part of the slots that the current forward pass reads and writes; shared by all layers."""
+    """The part of the slots that the current forward pass reads and writes; shared by all layers.
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    Args:
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, slots: int, longest: int) -> None:
+        self.slots, self.longest = slots, longest
         self.rows = slice(0, 0)
         self.positions: torch.Tensor | None = None
         """Shape (rows,): position at which each row writes its one token; None while prefilling from position
@@ -48,7 +52,7 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         window = self.window
         if window.width > self.keys.shape[2]:
-            self.keys, self.values = _grow(self.keys, window.width), _grow(self.values, window.width)
+            self.keys, self.values = (_grow(old, window) for old in (self.keys, self.values))
         keys, values = self.keys[window.rows], self.values[window.rows]
         if window.positions is None:
             keys[:, :, : key_states.shape[2]] = key_states
@@ -76,8 +80,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """The slots of all layers."""
 
-    def __init__(self, layers: int, slots: int) -> None:
-        self.window = Window(slots)
+    def __init__(self, layers: int, slots: int, longest: int) -> None:
+        self.window = Window(slots, longest)
         self.slot_layers = [SlotLayer(self.window) for _ in range(layers)]
         super().__init__(layers=list(self.slot_layers))
 
@@ -96,12 +100,12 @@ class SlotCache(Cache):
             layer.move(source, target, length)
 
 
-def _grow(old: torch.Tensor, needed: int) -> torch.Tensor:
-    """Return the slots with room for more tokens.
+def _grow(old: torch.Tensor, window: Window) -> torch.Tensor:
+    """Return the slots with room for the window and for later tokens, up to the longest sequence.
 
     New entries are zero, because masked NaN times 0 would still be NaN.
     """
-    length = max(needed, 2 * old.shape[2], GROWTH)
+    length = max(window.width, min(max(2 * old.shape[2], GROWTH), window.longest))
     new = old.new_zeros(old.shape[0], old.shape[1], length, old.shape[3])
     new[:, :, : old.shape[2]] = old
     return new

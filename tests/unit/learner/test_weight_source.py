@@ -145,7 +145,7 @@ def test_a_group_is_freed_before_the_next_one_is_gathered():
 def test_the_transformers_engine_computes_with_the_weights_of_a_source(model_type, tmp_path):
     from raylight.engines.transformers.decoder import Decoder
 
-    decoder = Decoder(build_model(model_type, tmp_path), "float32", "cpu", slots=1)
+    decoder = Decoder(build_model(model_type, tmp_path), "float32", "cpu", slots=1, longest=64)
     changed = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = list(range(1, 40))
     with torch.inference_mode():

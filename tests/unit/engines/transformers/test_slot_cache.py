@@ -1,0 +1,16 @@
+"""Growth of the cache's slots."""
+
+import torch
+
+from raylight.engines.transformers.slot_cache import GROWTH, SlotCache
+
+
+def test_slots_grow_on_demand_and_not_beyond_the_longest_sequence() -> None:
+    cache = SlotCache(layers=1, slots=2, longest=GROWTH + 44)
+    (layer,) = cache.slot_layers
+    lengths = []
+    for width in (8, GROWTH + 1):
+        cache.prefill(0, 1, width)
+        layer.update(torch.ones(1, 3, width, 4), torch.ones(1, 3, width, 4))
+        lengths.append(layer.keys.shape[2])
+    assert lengths == [GROWTH, GROWTH + 44]
