@@ -11,6 +11,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def make_batch(rows: list[list[int]], logprobs: list[list[float]], version: int)
 
 
 def measure(
-    model: str, config: dict[str, Any], rows: list[list[int]], known: list[list[float]]
+    model: str, config: dict[str, Any], rows: list[list[int]], known: list[list[float]], _folder: str
 ) -> dict[str, Any]:
     """Update a new policy twice; return the metrics of the first update and the cost of the second."""
     from raylight.learner.policy import Policy
@@ -98,7 +99,12 @@ def measure(
     }
 
 
-def main(task: dict[str, Any]) -> dict[str, Any]:
+def run_rank(task: dict[str, Any], measure: Callable[..., dict[str, Any]]) -> None:
+    """Call `measure` for each configuration of a task as the only rank, and print the results.
+
+    Args:
+        measure: takes the model, a configuration, rows, their log-probs, and a folder that does not exist.
+    """
     device = task["device"]
     rows = token_rows(SHAPES[task["shape"]])
     known = plain_logprobs(task["model"], device, rows)
@@ -107,11 +113,12 @@ def main(task: dict[str, Any]) -> dict[str, Any]:
         store = dist.FileStore(str(Path(folder) / "rendezvous"), 1)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
         found = {
-            name: measure(task["model"], config, rows, known) for name, config in task["configs"].items()
+            name: measure(task["model"], config, rows, known, f"{folder}/{index}")
+            for index, (name, config) in enumerate(task["configs"].items())
         }
         dist.destroy_process_group()
-    return found
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    run_rank(json.loads(sys.argv[1]), measure)

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gpu_shapes import SHAPES
-from learner_program import make_batch, plain_logprobs, token_rows
+from learner_program import make_batch, run_rank
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
@@ -55,21 +51,5 @@ def measure(
     return found | {"resumed": resumed.logprobs(PROBE)}
 
 
-def main(task: dict[str, Any]) -> dict[str, Any]:
-    device = task["device"]
-    rows = token_rows(SHAPES[task["shape"]])
-    known = plain_logprobs(task["model"], device, rows)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(str(Path(folder) / "rendezvous"), 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        found = {
-            name: measure(task["model"], config, rows, known, f"{folder}/{index}")
-            for index, (name, config) in enumerate(task["configs"].items())
-        }
-        dist.destroy_process_group()
-    return found
-
-
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    run_rank(json.loads(sys.argv[1]), measure)
