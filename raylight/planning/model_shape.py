@@ -131,16 +131,18 @@ def measure_activations(
         rows: rows of the micro-batch, each of `length` tokens.
         checkpointing: recompute the layers' activations in the backward pass.
     """
-    text = read_config(path).get_text_config()
-    period, scale = _period(text), 1.0
-    if dtype == torch.float32 and _is_mixture(text):
-        dtype, scale = torch.bfloat16, 2.0  # fake tensors know grouped experts in bfloat16 only
-    one, two = (
-        int(scale * _traced_peak(path, times * period, rows, length, dtype, checkpointing))
-        for times in (1, 2)
-    )
+    period = _period(read_config(path).get_text_config())
+    one, two = (_traced_peak(path, times * period, rows, length, dtype, checkpointing) for times in (1, 2))
     per_layer = max(two - one, 0) // period
     return Activations(fixed=max(one - period * per_layer, 0), per_layer=per_layer)
+
+
+def measure_prefill(path: str, rows: int, length: int, dtype: torch.dtype) -> int:
+    """Return the peak of a forward pass without gradients beside weights and cache, in bytes.
+
+    A layer's tensors are freed before the next one's, so few layers show it.
+    """
+    return _traced_peak(path, _period(read_config(path).get_text_config()), rows, length, dtype, trains=False)
 
 
 def count(module: nn.Module) -> int:
@@ -194,26 +196,36 @@ def _is_mixture(text: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _traced_peak(
-    path: str, layers: int, rows: int, length: int, dtype: torch.dtype, checkpointing: bool
+    path: str,
+    layers: int,
+    rows: int,
+    length: int,
+    dtype: torch.dtype,
+    checkpointing: bool = False,
+    trains: bool = True,
 ) -> int:
     """Return the peak of a pass without weights and gradients, in bytes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
+    scale = 1
+    if dtype == torch.float32 and _is_mixture(read_config(path).get_text_config()):
+        dtype, scale = torch.bfloat16, 2  # fake tensors know grouped experts in bfloat16 only
     with FakeTensorMode():
         model = _few_layers(path, layers, dtype)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        for param in model.parameters():  # gradients of earlier micro-batches
+        for param in model.parameters() if trains else ():  # gradients of earlier micro-batches
             param.grad = torch.zeros_like(param)
         tracker = MemTracker()
         tracker.track_external(model)
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.arange(length).expand(rows, -1)
-        with tracker:
+        with tracker, torch.set_grad_enabled(trains):
             states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-            states.backward(torch.zeros_like(states))
-    return sum(
+            if trains:
+                states.backward(torch.zeros_like(states))
+    return scale * sum(
         size
         for snapshot in tracker.get_tracker_snapshot("peak").values()
         for kind, size in snapshot.items()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings import PolicySettings
 from raylight.learner.token_logprobs import CHUNK_LOGITS
 from raylight.planning.cluster_shape import GIB, MIB
 from raylight.planning.memory import EngineMemory, Item, RoleMemory
-from raylight.planning.model_shape import ModelShape, adapter_parameters, measure_activations
+from raylight.planning.model_shape import ModelShape, adapter_parameters, measure_activations, measure_prefill
 
 FLOAT32 = 4
 """Bytes of a float32."""
@@ -39,6 +41,18 @@ LOGIT_COPIES = 3
 """Float32 copies of a chunk's logits at the peak of the log-probs."""
 
 
+def _with_gaps(items: Iterable[Item], on_gpu: bool) -> Iterator[Item]:
+    """Yield tensors that come and go, and on a CPU the gaps that the C library leaves between them.
+
+    glibc's aligned allocation asks for a little more than a tensor takes, so the block of a freed tensor does
+    not hold another one of its size. In measured updates the gaps are about as large as these tensors.
+    """
+    passing = list(items)
+    yield from passing
+    if not on_gpu:
+        yield Item("gaps between tensors", sum(item.size for item in passing), grows=True)
+
+
 def learner_memory(
     path: str, shape: ModelShape, config: LearnerConfig, settings: PolicySettings
 ) -> RoleMemory:
@@ -59,7 +73,7 @@ def learner_memory(
     items.append(
         Item("copy of the training state", models * 3 * trained * FLOAT32 // shards_of(config), "host")
     )
-    items += _pass(path, shape, config, trained)
+    items += _with_gaps(_pass(path, shape, config, trained), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
 
 
@@ -78,7 +92,8 @@ def _states(
     weights = trained * FLOAT32 + frozen * compute
     yield from _shards(f"{name} weights", weights // shards, config, config.param_offload, computes)
     if trained:
-        yield Item(f"{name} gradients", trained * FLOAT32 // shards)
+        if computes:  # those of another model are freed after its update
+            yield Item(f"{name} gradients", trained * FLOAT32 // shards)
         moments = 2 * trained * FLOAT32 // shards
         yield from _shards(f"{name} optimizer", moments, config, config.optimizer_offload, computes)
 
@@ -93,24 +108,50 @@ def _shards(name: str, size: int, config: LearnerConfig, offload: bool, computes
 
 
 def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
-    """Yield what a forward and backward pass over one micro-batch adds.
+    """Yield what a forward and backward pass over one micro-batch adds, in its largest phase.
 
-    FSDP2 gathers the weights outside the layers for the whole pass, and one layer while the next one is on
-    its way, each with a flat copy. A layer's gradients are copied to a flat float32 buffer to be reduced.
+    FSDP2 gathers a layer while the next one is on its way, with a flat copy. Weights outside the layers are
+    groups of their own, but tied ones stay gathered for the whole pass. Gradients are copied to a flat
+    float32 buffer to be reduced, which lasts until that of the next group; gloo copies it again.
     """
-    compute = DTYPES[config.dtype].itemsize
+    compute, full = DTYPES[config.dtype].itemsize, trained == shape.parameters
     length = min(config.row_limit, config.max_tokens_per_micro_batch)
     rows = max(config.max_tokens_per_micro_batch // length, 1)
     activations = measure_activations(path, rows, length, DTYPES[config.dtype], config.gradient_checkpointing)
-    yield Item("gathered weights", compute * (shape.root + 3 * shape.layer))
-    if not config.lora:
-        outside = shape.output if not shape.tied else shape.root
-        yield Item("gradients to reduce", compute * (outside + shape.layer) + FLOAT32 * 2 * shape.layer)
+    chunk = min(rows * length * shape.vocabulary, CHUNK_LOGITS["cuda" if config.num_gpus else "cpu"])
+    logits = LOGIT_COPIES * FLOAT32 * chunk
+    outside = shape.root if shape.tied else shape.output
+    copies = 1 if config.num_gpus or shards_of(config) == 1 else 2
+    stays = compute * outside if shape.tied else 0
+
+    def reduced(size: int) -> int:
+        return int(full * FLOAT32 * size * (copies + 1 / shards_of(config)))
+
+    output = _Phase(compute * outside, full * compute * outside, logits)
+    layer = _Phase(
+        stays + compute * 3 * shape.layer,
+        full * (stays or FLOAT32 * outside) + full * compute * shape.layer + reduced(shape.layer),
+    )
+    largest = max(output, layer, key=_Phase.total)
+    yield Item("gathered weights", largest.weights)
+    if full:
+        yield Item("gradients to reduce", largest.gradients)
     if config.no_sync and shards_of(config) > 1:
         yield Item("gradients of the whole model", FLOAT32 * trained)
     yield Item("activations", activations.total(shape.layers), grows=True)
-    logits = min(rows * length * shape.vocabulary, CHUNK_LOGITS["cuda" if config.num_gpus else "cpu"])
-    yield Item("logits", LOGIT_COPIES * FLOAT32 * logits, grows=True)
+    yield Item("logits", largest.logits, grows=True)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Bytes that a phase of a backward pass takes beside activations."""
+
+    weights: int
+    gradients: int
+    logits: int = 0
+
+    def total(self) -> int:
+        return self.weights + self.gradients + self.logits
 
 
 def shards_of(config: LearnerConfig) -> int:
@@ -118,7 +159,9 @@ def shards_of(config: LearnerConfig) -> int:
     return config.fsdp_size or config.n
 
 
-def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int) -> EngineMemory:
+def engine_memory(
+    path: str, shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int
+) -> EngineMemory:
     """Return the memory of one worker of an engine's replica.
 
     On a GPU vLLM fills its share of the device's memory with the key-value cache.
@@ -145,6 +188,12 @@ def engine_memory(shape: ModelShape, kind: str, config: EngineConfig, gpu_memory
     else:
         cache = config.max_concurrent * length * per_token
     items.append(Item("key-value cache", cache, grows=kind == "transformers"))
+    if kind == "transformers":
+        rows = max(min(config.max_concurrent, PREFILL_TOKENS // length), 1)
+        prefill = measure_prefill(path, rows, length, DTYPES[config.dtype])
+        logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
+        passing = Item("prefill of prompts", prefill, grows=True), Item("logits", logits, grows=True)
+        items += _with_gaps(passing, bool(config.num_gpus))
     processes, room = most_workers(config), cache // per_token if per_token else None
     return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
 

@@ -4,7 +4,8 @@
 
 A learner's rank is a process of its own that updates a random Qwen2 (100 million parameters with 8 layers)
 twice with full micro-batches. The engine is a process that samples as many sequences at once as it may, each
-as long as the context. The peak is the kernel's (VmHWM).
+as long as the context. The peak is the kernel's (VmHWM). Two configurations run at a time; exits with 1 if a
+plan is more than 15 % off.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 VOCABULARY = 16_000
+TOLERANCE = 0.15
 MIB = 2**20
 LEARNER = {"max_tokens_per_micro_batch": 1024, "max_row_tokens": 128}
 LEARNERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -90,7 +93,7 @@ def run_learner(rank: int, task: dict[str, Any]) -> None:
     def tokens(n: int) -> list[int]:
         return [draw.randrange(VOCABULARY) for _ in range(n)]
 
-    rows = [(tokens(64), tokens(config.row_limit - 64)) for _ in range(16 * config.n)]
+    rows = [(tokens(8), tokens(config.row_limit - 8)) for _ in range(16 * config.n)]
     copies = HostCopies()
     for _ in range(2):
         policy.update(as_batch(rows, policy.version))
@@ -134,11 +137,14 @@ def planned_engine(model: str, task: dict[str, Any]) -> int:
     from raylight.planning.model_shape import read_shape
     from raylight.planning.roles import engine_memory
 
-    return engine_memory(read_shape(model), "transformers", EngineConfig(**task["engine"]), 0).total("host")
+    return engine_memory(model, read_shape(model), "transformers", EngineConfig(**task["engine"]), 0).total(
+        "host"
+    )
 
 
-def measure(task: dict[str, Any], ranks: int) -> int:
+def measure(task: dict[str, Any]) -> int:
     """Return the highest peak of the processes of a task."""
+    ranks = int(task.get("learner", {}).get("n", 1))
     command = [sys.executable, __file__, "--task", json.dumps(task)]
     processes = [
         subprocess.Popen(
@@ -167,30 +173,33 @@ def main() -> None:
         return
     wanted = args.only.split(";") if args.only else [*LEARNERS, "transformers engine"]
     print(f"{'configuration':22} {'planned':>10} {'measured':>10} {'ratio':>6}")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as executor:
         models = {
             mixture: random_model(Path(folder, f"model-{mixture}"), args.layers, mixture)
             for mixture in (False, True)
         }
-        for name in wanted:
-            model = models[name == "mixture of experts"]
-            if name in LEARNERS:
-                learner, settings = LEARNERS[name]
-                task = {
-                    "model": model,
-                    "learner": LEARNER | learner,
-                    "settings": {"calculate_entropy": False, "max_logprob_mismatch": 1e6} | settings,
-                    "rendezvous": f"{folder}/{name}",
-                }
-                planned, ranks = planned_learner(model, task), int(learner.get("n", 1))
-            else:
-                task = {"model": model, "engine": ENGINE}
-                planned, ranks = planned_engine(model, task), 1
-            measured = measure(task, ranks)
-            print(
-                f"{name:22} {planned / MIB:6.0f} MiB {measured / MIB:6.0f} MiB {planned / measured:6.2f}",
-                flush=True,
-            )
+        tasks = [make_task(name, models[name == "mixture of experts"], folder) for name in wanted]
+        measured = executor.map(measure, tasks)  # starts all
+        ratios = []
+        for name, task, peak_bytes in zip(wanted, tasks, measured, strict=True):
+            planned = (planned_learner if "learner" in task else planned_engine)(task["model"], task)
+            ratios.append(planned / peak_bytes)
+            sizes = f"{planned / MIB:6.0f} MiB {peak_bytes / MIB:6.0f} MiB"
+            print(f"{name:22} {sizes} {ratios[-1]:6.2f}", flush=True)
+    sys.exit(any(abs(ratio - 1) > TOLERANCE for ratio in ratios))
+
+
+def make_task(name: str, model: str, folder: str) -> dict[str, Any]:
+    """Return the task of a configuration for its processes."""
+    if name not in LEARNERS:
+        return {"model": model, "engine": ENGINE}
+    learner, settings = LEARNERS[name]
+    return {
+        "model": model,
+        "learner": LEARNER | learner,
+        "settings": {"calculate_entropy": False, "max_logprob_mismatch": 1e6} | settings,
+        "rendezvous": f"{folder}/{name}",
+    }
 
 
 if __name__ == "__main__":

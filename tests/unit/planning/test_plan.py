@@ -111,6 +111,18 @@ def test_a_reference_and_a_critic_need_memory(dense):
     assert "reference weights" in learner_items(planned(dense, PolicySettings(kl_coef=0.1)))
     with_critic = learner_items(planned(dense, PolicySettings(adv_estimator="gae", critic=CriticSettings())))
     assert with_critic["critic optimizer"] == with_critic["policy optimizer"]
+    assert "critic gradients" not in with_critic  # freed after the critic's update
+
+
+def test_on_a_cpu_tensors_that_come_and_go_leave_gaps(dense):
+    items = learner_items(planned(dense, num_gpus=0))
+    passing = ("gathered weights", "gradients to reduce", "activations", "logits")
+    assert items["gaps between tensors"] == sum(items[name] for name in passing)
+    assert "gaps between tensors" not in learner_items(planned(dense))
+
+
+def test_the_weights_outside_of_layers_do_not_stay_gathered(dense):
+    assert learner_items(planned(dense))["gathered weights"] == 2 * 3 * read_shape(dense).layer
 
 
 def test_lora_trains_the_adapter_only(dense):
@@ -178,6 +190,14 @@ def test_fewer_sequences_make_the_cache_of_transformers_fit(dense):
     engine = EngineConfig(num_gpus=1, dtype="bfloat16", max_model_len=16384)
     run = replace(planned(dense), kind="transformers", engine=engine)
     assert make_plan(run, H100S).remedies == ("engine.max_concurrent=64",)
+
+
+def test_replicas_count_up_to_their_largest_number(dense):
+    engine = EngineConfig(num_gpus=1, replicas=1, max_replicas=3, dtype="bfloat16", max_model_len=8192)
+    run = replace(planned(dense), engine=engine, kind="transformers")
+    (_, memory, *_) = make_plan(run, H100S).roles
+    assert memory.processes == 3
+    assert {item.name for item in memory.items} >= {"prefill of prompts", "logits", "key-value cache"}
 
 
 def test_an_engine_without_room_for_its_cache_does_not_fit(dense):
