@@ -1,24 +1,31 @@
 """Latency and throughput cost of capture: a mock engine in Ray Serve, bare and behind raylight's gateway.
 
     python tests/benchmarks/capture.py [--count 3000] [--engine-ms MS] [--default-ingress] [--peer-url URL]
+                                       [--against CHECKOUT]
 
-Prints p50 latency at concurrency 1 and requests per second at concurrency 32. All targets are measured in
-turn, three times. The mock engine answers immediately, or after `--engine-ms` milliseconds: work that capture
-does while the engine computes then adds no latency. With `--peer-url`, another project's proxy in front of a
-mock engine gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy
-instead of HAProxy.
+Prints p50 latency at concurrency 1, requests per second at concurrency 32, and the CPU time of the replica
+and of the store for one of these. All targets are measured in turn, three times. With `--against`, another
+checkout of raylight is measured before and after this one, and the best figures of both are compared.
+
+The mock engine answers immediately, or after `--engine-ms` milliseconds: work that capture does while the
+engine computes then adds no latency. With `--peer-url`, another project's proxy in front of a mock engine
+gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy instead of
+HAProxy.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 TOKENS = 32
@@ -29,6 +36,11 @@ BODY = {
     "temperature": 1.0,
 }
 CONCURRENT = 32
+WARM_UP = 5
+"""Requests of each connection before the measured ones."""
+TITLES = ("ServeReplica:captured", "StoreActor")
+"""Titles of the processes whose CPU time is measured."""
+FIGURES = ("ms p50 at 1", f"requests/s at {CONCURRENT}", "replica us/call", "store us/call")
 
 
 async def load(url: str, key: str, count: int, concurrency: int) -> None:
@@ -49,7 +61,7 @@ async def load(url: str, key: str, count: int, concurrency: int) -> None:
                     assert response.status == 200, (response.status, body[:300])
                 latencies.append(time.perf_counter() - start)
 
-        await asyncio.gather(*(worker(5) for _ in range(concurrency)))
+        await asyncio.gather(*(worker(WARM_UP) for _ in range(concurrency)))
         latencies.clear()
         start = time.perf_counter()
         await asyncio.gather(*(worker(count // concurrency) for _ in range(concurrency)))
@@ -73,6 +85,18 @@ def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, fl
     ]
     rate, p50 = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return float(rate), float(p50)
+
+
+def cpu_seconds(title: str) -> float:
+    """Return the CPU time of those processes below this one whose title contains a text."""
+    import psutil
+
+    found = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if title in " ".join(process.cmdline()):
+                found += sum(process.cpu_times()[:2])
+    return found
 
 
 class MockEngine:
@@ -174,11 +198,15 @@ def main() -> None:
     parser.add_argument(
         "--peer-url", help="chat-completions URL of another project's proxy in front of a mock engine"
     )
+    parser.add_argument("--against", type=Path)
     parser.add_argument("--default-ingress", action="store_true")
     parser.add_argument("--engine-ms", type=float, default=0.0)
     options = parser.parse_args()
     if options.load:
         asyncio.run(load(options.load, options.key, options.count, options.concurrency))
+        return
+    if options.against:
+        compare_checkouts(options.against.resolve(), options.count)
         return
     if options.default_ingress:
         os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
@@ -188,6 +216,26 @@ def main() -> None:
         for flag in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS"):
             del ingress.SERVE_FLAGS[flag]
     compare(options.count, options.peer_url, options.engine_ms / 1e3)
+
+
+def compare_checkouts(other: Path, count: int) -> None:
+    """Print the best figures of the captured target in both checkouts, and their ratios."""
+    here, script = Path(__file__).resolve().parents[2], str(Path(__file__).resolve())
+    runs: dict[Path, list[dict[str, float]]] = {other: [], here: []}
+    for checkout in (other, here, other):
+        output = subprocess.run(
+            [sys.executable, script, "--count", str(count)],
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+        lines = [line.split(maxsplit=1) for line in output.splitlines()]
+        runs[checkout] += [json.loads(line[1]) for line in lines if line and line[0] == "captured"]
+    for name in FIGURES:
+        best = max if name.startswith("requests") else min
+        before, now = (best(run[name] for run in runs[checkout]) for checkout in (other, here))
+        print(f"{name:18} other {before:8.2f}   this {now:8.2f}   ratio {now / before:5.2f}")
 
 
 def compare(count: int, peer_url: str | None, engine_s: float) -> None:
@@ -212,11 +260,15 @@ def compare(count: int, peer_url: str | None, engine_s: float) -> None:
             for name, (url, key) in targets.items():
                 requests = count if name != "peer" else count // 20
                 p50 = measure(url, key, requests // 3, 1)[1]
+                used = [cpu_seconds(title) for title in TITLES]
                 rate = measure(url, key, requests, CONCURRENT)[0]
+                sent = requests // CONCURRENT * CONCURRENT + WARM_UP * CONCURRENT
+                after = [cpu_seconds(title) for title in TITLES]
+                cpu = [(end - start) / sent * 1e6 for start, end in zip(used, after, strict=True)]
                 results[name].append((p50, rate))
-                print(
-                    f"{name:9} p50 {p50:6.2f} ms at 1    {rate:7.0f} requests/s at {CONCURRENT}", flush=True
-                )
+                rounded = [round(figure, 2) for figure in (p50, rate, *cpu)]
+                figures = dict(zip(FIGURES, rounded, strict=True))
+                print(f"{name:9} {json.dumps(figures)}", flush=True)
         best = {name: (min(p for p, _ in runs), max(r for _, r in runs)) for name, runs in results.items()}
         (bare_p50, _), (p50, rate) = best["bare"], best["captured"]
         print(f"\ncapture adds {p50 - bare_p50:.2f} ms at p50; {rate:.0f} requests/s captured")
