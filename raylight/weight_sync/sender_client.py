@@ -72,6 +72,9 @@ class SenderClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._run("finish", {})
 
+    def send(self, update_info: Any) -> None:
+        self._run("send", {member.replica: update_info for member in self._members})
+
     def _run(self, kind: PhaseKind, infos: dict[str, Any]) -> None:
         """Run a phase on all replicas.
 

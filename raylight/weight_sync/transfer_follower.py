@@ -11,7 +11,7 @@ from raylight.engines.protocol import Engine, UpdateMode
 from raylight.errors import WeightSyncError
 from raylight.weight_sync.client import ReplicaClient
 from raylight.weight_sync.orders import Order
-from raylight.weight_sync.transfers import Phase
+from raylight.weight_sync.transfers import FINAL, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,8 @@ class TransferFollower:
                 if phase.kind == "withdrawn":
                     raise WeightSyncError(f"the publication of {order} has failed")
                 self._executed = phase.number
-                await self._execute(phase, order.mode)
-                if phase.kind == "finish":
-                    finished = True
+                finished = await self._execute(phase, order.mode) and phase.kind in FINAL
+                if finished:
                     return phase.version
             raise WeightSyncError(f"the replica closes; it has not received {order}")
         finally:
@@ -73,8 +72,8 @@ class TransferFollower:
                 with contextlib.suppress(WeightSyncError):  # the engine closes, and is replaced
                     await self._engine.abort_weight_update()
 
-    async def _execute(self, phase: Phase, mode: UpdateMode) -> None:
-        """Execute a phase and acknowledge it. If another process was lost, abort the transfer.
+    async def _execute(self, phase: Phase, mode: UpdateMode) -> bool:
+        """Execute a phase and acknowledge it. If another process was lost, abort, and return False.
 
         Raises:
             Exception: the engine failed for a reason of its own.
@@ -92,6 +91,7 @@ class TransferFollower:
         await self._retry(lambda: self._client.acknowledge_phase(phase.number, failure, error is None))
         if error is not None:
             raise error
+        return failure is None
 
     async def _call_engine(self, phase: Phase, mode: UpdateMode) -> None:
         engine = self._engine
@@ -103,6 +103,10 @@ class TransferFollower:
             case "update":
                 await engine.update_weights(phase.info)
             case "finish":
+                await engine.finish_weight_update(phase.version)
+            case "send":
+                await engine.start_weight_update(mode)
+                await engine.update_weights(phase.info)
                 await engine.finish_weight_update(phase.version)
             case "abort":
                 await engine.abort_weight_update()

@@ -9,7 +9,7 @@ from typing import Any
 from raylight.errors import TransferBrokenError
 from raylight.weight_sync.order_sequence import OrderSequence
 from raylight.weight_sync.quorum import LATE_SHARE, Subscription, silence_limit
-from raylight.weight_sync.transfers import Member, Phase, PhaseKind, Transfer
+from raylight.weight_sync.transfers import FINAL, Member, Phase, PhaseKind, Transfer
 
 ABORT_TIMEOUT_S = 10.0
 """Time in which a member must abort a broken transfer."""
@@ -128,7 +128,7 @@ class TransferSequence(OrderSequence):
         transfer, subscription = self._transfer, self._quorum.find(replica)
         if transfer is not None and subscription is not None and transfer.number == number:
             transfer.answer(replica, failure)
-            if transfer.kind == "finish" and not failure:
+            if transfer.kind in FINAL and not failure:
                 subscription.received, subscription.lacks = transfer.version, 0
                 self._received_version = max(self._received_version, transfer.version)
             if failure and not lost:  # it acknowledges the order once more when it has aborted the transfer
@@ -204,11 +204,13 @@ class TransferSequence(OrderSequence):
     def _lateness(self, transfer: Transfer, replica: str, timeout: float) -> tuple[float, str]:
         """Return the time at which a member is too late for a phase, and the reason.
 
-        A frozen process sends nothing. During "update" a member may wait for the sender, whose own connection
-        has a timeout. A member that is late in another phase is evicted before the order's time ends, so that
-        the order can wait for its replacement.
+        A frozen process sends nothing. During "update" and "send" a member may wait for the sender, whose own
+        connection has a timeout. A member that is late in another phase than "update" is evicted before the
+        order's time ends, so that the order can wait for its replacement.
         """
         silence, total = silence_limit(timeout), LATE_SHARE * timeout
+        if transfer.kind == "send":
+            total = timeout
         if self._pending is not None and self._pending.order.number == transfer.order:
             latest = self._pending.issued + LAST_EVICTION_SHARE * self._pending.seconds
             total = min(total, latest - transfer.started)

@@ -15,7 +15,10 @@ from typing import Any, Literal
 
 from raylight.weight_sync.quorum import Subscription
 
-PhaseKind = Literal["init", "start", "update", "finish", "abort", "withdrawn"]
+PhaseKind = Literal["init", "start", "update", "finish", "send", "abort", "withdrawn"]
+"""Phases of vLLM's protocol, and "send": start, update and finish of a sender that needs one update."""
+FINAL: frozenset[PhaseKind] = frozenset({"finish", "send"})
+"""Phases after which a member has the weights."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Transfer:
     @property
     def complete(self) -> bool:
         """True if all members have received the weights."""
-        return self.kind == "finish" and not self.waiting()
+        return self.kind in FINAL and not self.waiting()
 
     def waiting(self) -> list[str]:
         """Return the members that have not executed the current phase."""

@@ -72,8 +72,7 @@ class GlooSender:
             "shapes": [list(param.shape) for param in params],
             "group_lens": [len(group) for group in groups],
         }
-        self._client.start_weight_update()
-        with _in_background(lambda: self._client.update_weights(info)) as receivers:
+        with _in_background(lambda: self._client.send(info)) as receivers:
             try:
                 for (names, tensors), expected in zip(self._source.iter_groups(), groups, strict=True):
                     if names != expected:
@@ -87,7 +86,6 @@ class GlooSender:
                 raise
             finally:
                 receivers.result()
-        self._client.finish_weight_update()
 
     def shutdown(self) -> None:
         """Close the connections."""

@@ -55,7 +55,7 @@ class WeightStream(Protocol):
 
 
 class SyncClient(Protocol):
-    """Control of all engines, for the sender; vLLM's `VLLMWeightSyncClient`.
+    """Control of all engines, for the sender; vLLM's `VLLMWeightSyncClient` and `send`.
 
     Each method returns when all engines have executed the phase.
     """
@@ -67,6 +67,10 @@ class SyncClient(Protocol):
     def update_weights(self, update_info: Any) -> None: ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+    def send(self, update_info: Any) -> None:
+        """Have all engines start, receive one update, and finish, in one call."""
+        ...
 
 
 class WeightSender(Protocol):

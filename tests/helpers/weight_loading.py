@@ -72,6 +72,11 @@ class EngineClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._run(self._engine.finish_weight_update(self._version))
 
+    def send(self, update_info: Any) -> None:
+        self.start_weight_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()
+
 
 async def load_weights(
     engine: Any, version: int, weights: Weights, mode: str = "keep", timeout_s: float = TIMEOUT_S

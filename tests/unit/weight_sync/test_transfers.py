@@ -109,6 +109,29 @@ async def test_a_replica_that_dies_in_a_phase_is_left_out_of_the_next_transfer(p
         assert await publish_weights(coordinator, 2) == 1
 
 
+@pytest.mark.parametrize("lost_in", ["start_weight_update", "update_weights", "finish_weight_update"])
+async def test_one_call_has_all_replicas_start_receive_and_finish(lost_in: str) -> None:
+    coordinator = ReplicaCoordinator()
+    async with within():
+        first, second = await replicas_of(coordinator, "a", "b")
+        original = getattr(first.engine, lost_in)
+
+        async def lose(*args: Any) -> None:
+            setattr(first.engine, lost_in, original)
+            raise ConnectionError("closed by peer")
+
+        setattr(first.engine, lost_in, lose)
+        publishing = asyncio.create_task(coordinator.publish(1, None, 60.0, token=TOKEN))
+        await coordinator.begin_transfer(1, TOKEN)
+        with pytest.raises(TransferBrokenError, match="a: closed by peer"):
+            await coordinator.run_phase("send", {}, 60.0)
+        assert await coordinator.begin_transfer(1, TOKEN)
+        await coordinator.run_phase("send", {}, 60.0)
+        assert await publishing == 2
+        assert await coordinator.begin_transfer(1, TOKEN) is None
+        assert [first.engine.version, second.engine.version] == [1, 1]
+
+
 async def test_a_replica_that_has_finished_need_not_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_sequence, "ABORT_TIMEOUT_S", 0.02)
     coordinator = ReplicaCoordinator()
