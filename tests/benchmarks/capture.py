@@ -225,6 +225,7 @@ def compare_checkouts(other: Path, count: int) -> None:
     for checkout in (other, here, other):
         output = subprocess.run(
             [sys.executable, script, "--count", str(count)],
+            cwd=checkout,  # Ray's workers import from there first
             env=os.environ | {"PYTHONPATH": str(checkout)},
             check=True,
             stdout=subprocess.PIPE,
