@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from raylight.engines.vllm.update_repairs import ignore_tied_output
+from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
 from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
 from raylight.learner.weight_source import WeightSource
@@ -174,7 +174,7 @@ def load_in_vllm(config: Any) -> str:
             model: Any = initialize_model(settings)
         for parameter in model.parameters():
             parameter.data.fill_(math.nan if parameter.is_floating_point() else 0)
-        ignore_tied_output(model)
+        load_tied_output(model)
         model.load_weights(iter(WeightSource(module, torch.bfloat16)))
     missing = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
     return "yes" if not missing else f"no: not loaded: {', '.join(missing[:2])}"

@@ -36,7 +36,7 @@ def main(path: str) -> None:
     from transformers import AutoModelForCausalLM
     from vllm import LLM
 
-    from raylight.engines.vllm.update_repairs import ignore_tied_output, repair_expert_updates
+    from raylight.engines.vllm.update_repairs import load_tied_output, repair_expert_updates
     from raylight.learner.weight_source import WeightSource
 
     repair_expert_updates()
@@ -51,7 +51,7 @@ def main(path: str) -> None:
         skip_tokenizer_init=True,
     )
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
-    ignore_tied_output(runner.get_model())
+    load_tied_output(runner.get_model())
     torch.manual_seed(0)
     ids = torch.randint(0, 250, (40,)).tolist()
     loaded = difference(engine, model, ids)

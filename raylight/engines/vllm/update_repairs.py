@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 OUTPUT_LAYER = "lm_head"
+PREFIXING = frozenset({"BloomForCausalLM"})
+"""Models of vLLM that put the name of their transformer before every name that has none."""
 
 
 def repair_expert_updates() -> None:
@@ -33,20 +35,36 @@ def repair_expert_updates() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
 
 
-def ignore_tied_output(model: Any) -> None:
-    """Drop the output layer from updates of a model that has none of its own.
+def load_tied_output(model: Any) -> None:
+    """Have updates of the output layer reach a model that ties it to the embedding.
 
     It is sent although it is tied, because vLLM on a CPU keeps a repacked copy of it. Some models of vLLM
-    compute with the embedding instead, and reject the name.
+    compute with the embedding instead, and reject the name: it is dropped there. Others look for it below
+    their transformer.
     """
-    if any(name.rpartition(".")[2] == OUTPUT_LAYER for name, _ in model.named_modules()):
+    modules = dict(model.named_modules())
+    own = modules.get(OUTPUT_LAYER)
+    is_nested = any(name.endswith(f".{OUTPUT_LAYER}") for name in modules)
+    if is_nested or (own is not None and type(model).__name__ not in PREFIXING):
         return
     load = model.load_weights
 
     @functools.wraps(load)
     def load_weights(weights: Iterable[tuple[str, Any]]) -> Any:
-        return load(
-            (name, tensor) for name, tensor in weights if name.split(".")[-2:] != [OUTPUT_LAYER, "weight"]
-        )
+        output: list[Any] = []
+
+        def others() -> Iterator[tuple[str, Any]]:
+            for name, tensor in weights:
+                if name.split(".")[-2:] == [OUTPUT_LAYER, "weight"]:
+                    output.append(tensor)
+                else:
+                    yield name, tensor
+
+        loaded = load(others())
+        if own is not None:
+            for tensor in output:
+                own.weight.weight_loader(own.weight, tensor)
+                loaded.add(f"{OUTPUT_LAYER}.weight")
+        return loaded
 
     model.load_weights = load_weights

@@ -35,10 +35,10 @@ class WorkerExtension:
 
     def raylight_repair_updates(self) -> None:
         """Prepare the model for weight updates."""
-        from raylight.engines.vllm.update_repairs import ignore_tied_output, repair_expert_updates
+        from raylight.engines.vllm.update_repairs import load_tied_output, repair_expert_updates
 
         repair_expert_updates()
-        ignore_tied_output(self.model_runner.get_model())
+        load_tied_output(self.model_runner.get_model())
 
     def raylight_record_constraints(self) -> str | None:
         """Record the policy's log-probs of constrained requests from now on.
