@@ -10,7 +10,8 @@ import torch
 CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**27}
 """Logits in memory at a time, by type of device. Smaller chunks cost time: each reads all output weights."""
 BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**25}
-"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache."""
+"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache. Other devices, as meta,
+count as GPUs."""
 LOWEST_LOGPROB = -1e4
 """Bound of log-probs that are multiplied by their probability, which is 0 there: minus infinity times 0 is
 not."""
@@ -134,7 +135,7 @@ def _slices(tokens: int, size: int) -> list[slice]:
 
 def _blocks(logits: torch.Tensor, part: slice) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield the logits of a chunk block by block, each after the slice of its tokens."""
-    size = max(BLOCK_LOGITS[logits.device.type] // logits.shape[1], 1)
+    size = max(BLOCK_LOGITS.get(logits.device.type, BLOCK_LOGITS["cuda"]) // logits.shape[1], 1)
     for block in _slices(len(logits), size):
         yield slice(part.start + block.start, part.start + min(block.stop, len(logits))), logits[block]
 

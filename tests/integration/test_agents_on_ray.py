@@ -136,7 +136,7 @@ def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: 
 
     tasks = [*range(3 * MAX_HUNG_AGENTS), *[-1] * 20]
     done = run_tasks(
-        hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=1.0), runner={"max_concurrent": 12}
+        hangs, tasks, tmp_path, config=rl.RolloutConfig(timeout_seconds=3.0), runner={"max_concurrent": 12}
     )
     by_status = Counter((item.rollout.status, item.rollout.input >= 0) for item in done.results)
     assert by_status == {("failed", True): 3 * MAX_HUNG_AGENTS, ("succeeded", False): 20}

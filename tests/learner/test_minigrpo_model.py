@@ -25,6 +25,7 @@ from raylight.algorithms.minigrpo.setup import build_engine_and_trainer
 from raylight.config import LoraConfig
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
+from raylight.learner.token_logprobs import BLOCK_LOGITS
 from raylight.quickstart import STARTER_MODEL
 
 QWEN_05B = {
@@ -124,7 +125,10 @@ def peak_of_cpu(work) -> int:
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_estimate_matches_the_used_memory(checkpointing: bool, dtype: torch.dtype) -> None:
+def test_the_estimate_matches_the_used_memory(
+    checkpointing: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BLOCK_LOGITS, "cpu", BLOCK_LOGITS["cuda"])  # the estimate is of a GPU
     given = settings(
         max_model_len=256, gradient_checkpointing=checkpointing, lora={"dropout": 0.05, "rank": 8}
     )
