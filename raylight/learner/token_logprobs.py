@@ -10,7 +10,7 @@ import torch
 CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**27}
 """Logits in memory at a time, by type of device. Smaller chunks cost time: each reads all output weights."""
 BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**25}
-"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache. Other devices, as meta,
+"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache. Other devices
 count as GPUs."""
 LOWEST_LOGPROB = -1e4
 """Bound of log-probs that are multiplied by their probability, which is 0 there: minus infinity times 0 is
