@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**27}
-"""Logits in memory at a time, by type of device. Smaller chunks cost time: each reads all output weights."""
+"""Logits in memory at a time, by type of device; others count as GPUs. Smaller chunks cost
+time: each reads all output weights."""
 BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**25}
-"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache. Other devices
-count as GPUs."""
+"""Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache."""
 LOWEST_LOGPROB = -1e4
 """Bound of log-probs that are multiplied by their probability, which is 0 there: minus infinity times 0 is
 not."""
@@ -22,7 +22,7 @@ OutputLayer = Callable[[torch.Tensor], torch.Tensor]
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Return the number of tokens whose logits are in memory at a time."""
-    return max(CHUNK_LOGITS[device.type] // vocabulary, 1)
+    return max(CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary, 1)
 
 
 def token_logprobs(

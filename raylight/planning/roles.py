@@ -12,7 +12,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings import PolicySettings
-from raylight.learner.token_logprobs import CHUNK_LOGITS
+from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
 from raylight.planning.cluster_shape import GIB, MIB
 from raylight.planning.memory import EngineMemory, Item, RoleMemory
 from raylight.planning.model_shape import ModelShape, adapter_parameters, measure_activations, measure_prefill
@@ -38,7 +38,7 @@ GPU_CONTEXT = 700 * MIB
 VLLM_MEMORY_SHARE = 0.9
 """vLLM's default of `gpu_memory_utilization`."""
 LOGIT_COPIES = 3
-"""Float32 copies of a chunk's logits at the peak of the log-probs."""
+"""Float32 copies of logits at the peak of the log-probs: of a block in learners, of all in engines."""
 
 
 def _with_gaps(items: Iterable[Item], on_gpu: bool) -> Iterator[Item]:
@@ -118,8 +118,9 @@ def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> 
     length = min(config.row_limit, config.max_tokens_per_micro_batch)
     rows = max(config.max_tokens_per_micro_batch // length, 1)
     activations = measure_activations(path, rows, length, DTYPES[config.dtype], config.gradient_checkpointing)
-    chunk = min(rows * length * shape.vocabulary, CHUNK_LOGITS["cuda" if config.num_gpus else "cpu"])
-    logits = LOGIT_COPIES * FLOAT32 * chunk
+    device = "cuda" if config.num_gpus else "cpu"
+    chunk = min(rows * length * shape.vocabulary, CHUNK_LOGITS[device])
+    logits = compute * chunk + LOGIT_COPIES * FLOAT32 * min(chunk, BLOCK_LOGITS[device])
     outside = shape.root if shape.tied else shape.output
     copies = 1 if config.num_gpus or shards_of(config) == 1 else 2
     stays = compute * outside if shape.tied else 0

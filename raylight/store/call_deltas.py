@@ -33,10 +33,11 @@ TEXTS = (INPUT_MESSAGES, TOOL_DEFINITIONS, REQUEST_PARAMETERS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Branch:
-    """The latest call of a branch, with the arrays and texts of its record."""
+    """The latest call of a branch, with the tokens and texts of its record."""
 
     call_id: str
-    generation: Generation | None
+    tokens: tuple[IntArray, ...]
+    """Tokens of the prompt and of the output; empty for a call without tokens."""
     span_id: str
     """Id of its span; "" if it has none."""
     texts: dict[str, str]
@@ -47,13 +48,9 @@ class _Branch:
     def messages(self) -> str:
         return self.texts.get(INPUT_MESSAGES, "")
 
-    def parts(self) -> tuple[IntArray, ...]:
-        """Tokens of the prompt and of the output."""
-        return () if self.generation is None else (self.generation.prompt_ids, self.generation.output_ids)
-
     def token(self, index: int) -> int | None:
         """Token at a position; None behind the end."""
-        for part in self.parts():
+        for part in self.tokens:
             if index < len(part):
                 return part[index]
             index -= len(part)
@@ -62,7 +59,7 @@ class _Branch:
     def count_shared(self, prompt: IntArray) -> int:
         """Number of this call's tokens with which a prompt begins."""
         count = 0
-        for part in self.parts():
+        for part in self.tokens:
             shared = _count_equal(prompt[count:], part)
             count += shared
             if shared < len(part):
@@ -72,7 +69,7 @@ class _Branch:
     def is_within(self, other: _Branch, shared: int) -> bool:
         """True if another call, which begins with `shared` tokens of this one, has all its tokens and
         messages, apart from the last bracket."""
-        return shared == sum(map(len, self.parts())) and other.messages.startswith(self.messages[:-1])
+        return shared == sum(map(len, self.tokens)) and other.messages.startswith(self.messages[:-1])
 
 
 class CallDeltas:
@@ -131,9 +128,9 @@ class CallDeltas:
 
 def _branch(call_id: str, generation: Generation | None, span: Span | None, texts: dict[str, str]) -> _Branch:
     size = sum(map(sys.getsizeof, texts.values()))
-    if generation is not None:
-        size += generation.prompt_ids.nbytes + generation.output_ids.nbytes
-    return _Branch(call_id, generation, span.span_id if span else "", texts, size)
+    tokens = () if generation is None else (generation.prompt_ids, generation.output_ids)
+    size += sum(part.nbytes for part in tokens)
+    return _Branch(call_id, tokens, span.span_id if span else "", texts, size)
 
 
 def _find_base(branches: list[_Branch], prompt: IntArray) -> tuple[_Branch | None, int]:

@@ -41,7 +41,13 @@ class TransferSequence(OrderSequence):
         await self._changed.wait_for(lambda: self._is_over(token) or bool(self._lacking(version, token)))
         members = self._lacking(version, token)
         number, pending = self._number_of_weights(), self._pending
-        if token and pending is not None and self._transfer is not None and self._transfer.order == number:
+        if (
+            token
+            and members
+            and pending is not None
+            and self._transfer is not None
+            and self._transfer.order == number
+        ):
             now = asyncio.get_running_loop().time()  # the one before may have waited long for a hung replica
             pending.extend("repetition", now + pending.order.timeout)
         self._transfer = Transfer(version, number, members) if members else None
@@ -213,7 +219,8 @@ class TransferSequence(OrderSequence):
             total = timeout
         if self._pending is not None and self._pending.order.number == transfer.order:
             latest = self._pending.issued + LAST_EVICTION_SHARE * self._pending.seconds
-            total = min(total, latest - transfer.started)
+            if transfer.started < latest:  # a later phase has what is left of the order's time
+                total = min(total, latest - transfer.started)
         subject = f"the phase {transfer.kind!r} of version {transfer.version}"
         silent = (
             max(transfer.started, transfer.members[replica].heard) + silence,
