@@ -106,14 +106,12 @@ def choose_transport(engine: EngineConfig, learner: LearnerConfig, workers: int)
 def _fastest(engine: EngineConfig, learner: LearnerConfig, workers: int) -> str:
     """Return the transport between vLLM and learners on GPUs.
 
-    ipc needs a learner on the GPU of every worker, and nccl a GPU for each process. Learners that take half a
-    GPU or less may share one, and leave a worker without a learner.
+    ipc needs a learner on the GPU of every worker, and nccl a GPU for each process.
     """
     if engine.num_gpus >= 1 or (workers == 1 and learner.num_gpus >= 1):
         return "nccl"
     fits_beside_learner = learner.num_gpus < 1 and engine.num_gpus + learner.num_gpus <= 1
-    apart = learner.n == 1 or learner.num_gpus > 0.5
-    return "ipc" if fits_beside_learner and apart and workers <= learner.n else "gloo"
+    return "ipc" if fits_beside_learner and workers <= learner.n else "gloo"
 
 
 def open_sender(
