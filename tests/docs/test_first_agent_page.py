@@ -106,10 +106,10 @@ def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
     assert [path for path in shown if not (tmp_path / path).exists()] == []
     commands = [
         line.strip()
-        for line in PAGE.read_text().partition("## 5.")[2].splitlines()
+        for line in PAGE.read_text().partition("## 5.")[2].partition("\n## ")[0].splitlines()
         if line.startswith(("    python", "    raylight"))
     ]
-    assert len(commands) == 2
+    assert len(commands) == 3
     for command in commands:
         done = subprocess.run(
             ["bash", "-c", command + (" --limit 16" if "eval" in command else "")],
