@@ -28,7 +28,7 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 SESSION = {"RAYLIGHT_TEST_SESSION": str(os.getpid())}
 """Environment variable of all processes that this pytest process starts, directly or indirectly."""
 CLUSTER_VARIABLE = "RAYLIGHT_TEST_CLUSTER"
-"""Environment variable of all processes of a cluster that `ray_head` started."""
+"""Environment variable of all processes of a cluster that several tests share."""
 RAY_PROCESSES = ("raylet", "gcs_server", "haproxy", "ray::")
 """Parts of the command lines of Ray's and Serve's processes."""
 
@@ -65,7 +65,8 @@ def processes_with(environment: dict[str, str]) -> list[psutil.Process]:
 def ray_processes(names: tuple[str, ...] = RAY_PROCESSES) -> dict[int, str]:
     """Return the processes of Ray and Serve that this pytest process started: command lines by process ID.
 
-    Processes of the shared cluster are excluded: it starts and stops idle workers at any time.
+    Processes of shared clusters are excluded: they start and stop idle workers, and reload HAProxy, at any
+    time.
     """
     lines = {}
     for process in processes_with(SESSION):

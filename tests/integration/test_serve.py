@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from ray_cluster import BIN
+from ray_cluster import BIN, CLUSTER_VARIABLE, DEADLINE_S, SESSION, eventually, processes_with
 from serve_command import Server, serve
 
 from raylight.quickstart import STARTER_MODEL
@@ -23,8 +23,10 @@ HI = [{"role": "user", "content": "12+30="}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serve("--model", STARTER_MODEL, "--name", "tiny") as running:
+    shared = {CLUSTER_VARIABLE: "serve"}
+    with serve("--model", STARTER_MODEL, "--name", "tiny", env=shared) as running:
         yield running
+    eventually(lambda: not processes_with({**SESSION, **shared}), DEADLINE_S, "the end of the server")
 
 
 @pytest.fixture
