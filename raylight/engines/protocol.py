@@ -74,6 +74,30 @@ class LoraAdapter:
     weights: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class EngineLoad:
+    """Requests and cache use of one engine at one moment. The defaults stand for an engine without a cache of
+    its own.
+
+    Attributes:
+        kv_use: share of the key-value cache that is in use, 0 to 1.
+        running: requests that are being sampled.
+        waiting: requests that the engine has accepted and not begun, or has preempted.
+        preemptions: times since the engine's start that a request lost its place in the cache to others.
+        capacity: tokens that the key-value cache holds; 0 if not known.
+        paused: True while the engine samples nothing because its weights change or it sleeps.
+        idle_s: seconds since the engine's start in which it had no request.
+    """
+
+    kv_use: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    capacity: int = 0
+    paused: bool = False
+    idle_s: float = 0.0
+
+
 class Engine(Protocol):
     """A model that samples."""
 
