@@ -18,7 +18,6 @@ from raylight.config import LearnerConfig, cpu_threads
 from raylight.disk import disk_errors
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
-from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard
 from raylight.learner import shared_storage
@@ -34,9 +33,6 @@ WATCHDOG_THREADS = 2
 PROCESS_GROUP_MARGIN_S = 30.0
 """Seconds for which a collective waits longer than the driver does, so that the driver notices a hang first
 and can request stacks."""
-WRITING_TIMEOUT = datetime.timedelta(days=1)
-"""Longest wait of a rank that has written its part of a state for the others. `checkpoint.write_timeout_s`
-ends a write earlier, and the death of a rank at once."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
 
@@ -54,10 +50,7 @@ class LearnerActor:
         self._store: Any = None
         self._policy: Any = None
         self._publisher: Any = None
-        self._writer = BackgroundWriter()
-        self._copies: Any = None
-        self._writing_group: Any = None
-        """Connections of the ranks for writing states, which must not mix with those of the training."""
+        self._states: Any = None
 
     def call(self, method: str, limit_s: float, *args: Any) -> Any:
         """Call a method under a watchdog, and raise its failures as typed errors.
@@ -127,6 +120,7 @@ class LearnerActor:
         if not self._config.num_gpus:
             keep_freed_memory()
         from raylight.learner.policy import Policy
+        from raylight.learner.rank_states import RankStates
 
         if self._store is None:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=self._timeout)
@@ -135,9 +129,8 @@ class LearnerActor:
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
         )
-        # slow storage may exceed the timeout of a collective
-        self._writing_group = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         self._policy = Policy(model_path, self._config, settings, total_steps)
+        self._states = RankStates(self._policy)
         self._release_memory()
 
     def _release_memory(self) -> None:
@@ -201,40 +194,16 @@ class LearnerActor:
     def save_state(
         self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float
     ) -> None:
-        """Copy this rank's part of the training state, and write it in the background.
-
-        When all ranks have written, rank 0 marks the state as complete.
-        """
-        from raylight.learner import state, state_files
-
-        self._writer.wait(timeout_s)
-        self._copies = self._copies or state_files.HostCopies()
-        copies, states = self._copies.copy(state.collect(self._policy)), TrainingStates(url)
-
-        def write() -> None:
-            with states.writing(step):
-                state_files.write(copies, content, self._writing_group)
-            if self._rank == 0:
-                states.complete(step, metadata, content)
-                states.prune(keep)
-
-        self._writer.start(write)
+        """Save this rank's part of a training state; see `RankStates.save`."""
+        self._states.save(url, step, content, metadata, keep, timeout_s)
 
     def finish_saving(self, timeout_s: float) -> None:
         """Wait until the last training state is written."""
-        self._writer.wait(timeout_s)
+        self._states.finish(timeout_s)
 
     def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the training state of a step, and number its weights `version`.
-
-        Step 0 is the model's own files, which are loaded already.
-        """
-        from raylight.learner import state
-
-        if step:
-            with TrainingStates(url).reading(step) as content:
-                state.load(self._policy, content, self._writing_group)
-        self._policy.version = version
+        """Continue from the training state of a step, and number its weights `version`."""
+        self._states.load(url, step, version)
 
 
 def keep_freed_memory() -> bool:

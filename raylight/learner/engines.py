@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from raylight.experience.settings import CriticSettings, OptimizerSettings, Poli
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
+from raylight.learner.local_engine import LocalEngine
 from raylight.learner.model_check import causal_lm_class, check_model
 from raylight.learner.rows import TrainRow, make_probe_row, to_tensordict
 
@@ -25,9 +28,16 @@ packing mixes rows."""
 
 
 def build_policy(
-    model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int
+    model_path: str,
+    config: LearnerConfig,
+    settings: PolicySettings,
+    total_steps: int,
+    module: torch.nn.Module | None = None,
 ) -> RaylightEngine:
     """Build the trained model: the full model, or an adapter with LoRA.
+
+    Args:
+        module: model in this process that is trained in place; None loads one.
 
     Raises:
         ConfigError: the model cannot be trained, or the settings do not fit the model or the machine.
@@ -36,7 +46,8 @@ def build_policy(
     if config.lora is not None:
         adapted_layers(model_path, config.lora)  # raises before weights are loaded
     _warn_about_unused_offload(config)
-    return _build(RaylightEngine, model_path, config, settings, total_steps)
+    cls = RaylightEngine if module is None else functools.partial(LocalEngine, module)
+    return _build(cls, model_path, config, settings, total_steps)
 
 
 def build_reference(model_path: str, config: LearnerConfig) -> RaylightEngine:
@@ -52,7 +63,7 @@ def build_critic(
 
 
 def _build(
-    cls: type,
+    cls: Callable[..., Any],
     model_path: str,
     config: LearnerConfig,
     settings: OptimizerSettings,

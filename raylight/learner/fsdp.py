@@ -33,6 +33,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         self._learner = learner
         super().__init__(**configs)
 
+    @property
+    def collective_device(self) -> Any:
+        """Device of the tensors that ranks reduce."""
+        return verl.get_device_id()
+
     def _build_lora_module(self, module: Any) -> Any:
         """Wrap the model with peft. verl's version does not support dropout."""
         import peft
@@ -90,7 +95,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         dropped.
         """
         tools, group = verl.tensordict_utils, self.get_data_parallel_group()
-        tokens = data["loss_mask"].sum().to(verl.get_device_id())
+        tokens = data["loss_mask"].sum().to(self.collective_device)
         dist.all_reduce(tokens, group=group)
         dp_size = self.get_data_parallel_size()
         tools.assign_non_tensor(
@@ -99,7 +104,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         lengths = data["input_ids"].offsets().diff().tolist()
         budget = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
         parts = plan_micro_batches(lengths, budget, self._learner.packed)
-        passes = torch.tensor(len(parts), device=verl.get_device_id())
+        passes = torch.tensor(len(parts), device=self.collective_device)
         dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=group)
         idle = int(passes) - len(parts)  # collective passes without rows of this rank
         outputs = []

@@ -37,15 +37,21 @@ class Policy:
     Args:
         model_path: folder of a Hugging Face model.
         total_steps: updates of the whole run, for the learning-rate schedule.
+        module: model in this process that is trained in place; None loads one.
     """
 
     def __init__(
-        self, model_path: str, config: LearnerConfig, settings: PolicySettings, total_steps: int
+        self,
+        model_path: str,
+        config: LearnerConfig,
+        settings: PolicySettings,
+        total_steps: int,
+        module: torch.nn.Module | None = None,
     ) -> None:
         self._config = config
         self._settings = settings
         warmup = settings.critic.warmup_steps if settings.critic else 0
-        self.engine = build_policy(model_path, config, settings, max(total_steps - warmup, 1))
+        self.engine = build_policy(model_path, config, settings, max(total_steps - warmup, 1), module)
         # with LoRA the reference is the policy without its adapter
         separate_reference = settings.needs_reference and config.lora is None
         self._reference = build_reference(model_path, config) if separate_reference else None

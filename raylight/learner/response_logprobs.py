@@ -33,19 +33,22 @@ class TargetTokens:
 class LogprobHead:
     """Makes a causal language model return log-probs of sampled tokens instead of logits.
 
+    Without sampled tokens the model returns its own output, so that an engine can sample from it too.
+
     The model's own forward pass runs in two parts. The transformer runs once. The rest, the output layer and
     what the architecture does around it (a soft cap, a scale), runs chunk by chunk, within a single call of
     the output layer, so that FSDP gathers its weights once.
 
     Args:
         model: language model of transformers, with or without adapters, before FSDP wraps it.
+        chunk: tokens whose logits are in memory at a time; None for the fastest number.
 
     Raises:
         ConfigError: the model's transformer or output layer is not a direct child of the model.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, chunk: int | None = None) -> None:
+        self._model, self._chunk = model, chunk
         self._own_forward = model.forward
         head = model.get_output_embeddings()
         names = {id(child): name for name, child in model.named_children()}
@@ -61,23 +64,25 @@ class LogprobHead:
         model.forward = self._forward
         head.forward = self._chunked
 
-    def _forward(self, *, sampled: TargetTokens, **inputs: Any) -> dict[str, torch.Tensor]:
+    def _forward(self, *args: Any, sampled: TargetTokens | None = None, **inputs: Any) -> Any:
         """Return flat tensors `log_probs`, and `entropy` if it is wanted, of the sampled tokens."""
+        if sampled is None:
+            return self._own_forward(*args, **inputs)
         given = {name: value for name, value in inputs.items() if value is not None}
         hidden = getattr(self._model, self._base_name)(**given)[0]
         logprobs, entropies = self._head(hidden[sampled.positions], sampled)
         return {"log_probs": logprobs} | ({} if entropies is None else {"entropy": entropies})
 
-    def _chunked(
-        self, hidden: torch.Tensor, sampled: TargetTokens
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _chunked(self, hidden: torch.Tensor, sampled: TargetTokens | None = None) -> Any:
+        if sampled is None:
+            return self._head_forward(hidden)
         return token_logprobs(
             self._logits,
             self._head.parameters(),
             hidden,
             sampled.targets,
             sampled.temperatures,
-            chunk=chunk_tokens(self._vocabulary, hidden.device),
+            chunk=self._chunk or chunk_tokens(self._vocabulary, hidden.device),
             entropy=sampled.entropy,
             entropy_grad=sampled.entropy_grad,
         )

@@ -17,13 +17,13 @@ from raylight.algorithms.minigrpo.adapter_trainer import (
     trainable_parameters,
     trained_logprobs,
 )
-from raylight.algorithms.minigrpo.engine import TrainableEngine
 from raylight.algorithms.minigrpo.memory import build_on_meta, estimate_memory_of
 from raylight.algorithms.minigrpo.rows import TokenBatch, advantage_rows, split_micro_batches, to_token_batch
 from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.algorithms.minigrpo.setup import build_engine_and_trainer
 from raylight.config import LoraConfig
 from raylight.engines.transformers.sampling import SamplingParams
+from raylight.engines.transformers.trainable import TrainableEngine
 from raylight.errors import ConfigError, DeviceMemoryError, MismatchError, NonFiniteGradientError
 from raylight.learner.token_logprobs import BLOCK_LOGITS
 from raylight.quickstart import STARTER_MODEL
@@ -306,7 +306,7 @@ async def test_one_module_samples_and_is_trained_with_versions() -> None:
         first = await engine.generate(PROMPTS[0], SamplingParams(100, ignore_eos=True))
         assert len(first.output_ids) == 6, "max_new_tokens overrides the limit of a request"
         assert set(first.weight_versions) == {0}
-        metrics = await engine.run_update(lambda version: trainer.update(exact_batch(), version))
+        metrics = await engine.change_weights(lambda: (1, trainer.update(exact_batch(), 0)))
         assert metrics["learner/grad_norm"] > 0
         second = await engine.generate(PROMPTS[0], SamplingParams(5))
         assert set(second.weight_versions) == {1}
@@ -338,7 +338,7 @@ async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
             while sequence.count < 3:
                 await asyncio.wait_for(sequence.progressed.wait(), 30)
                 sequence.progressed.clear()
-            await engine.run_update(lambda version: trainer.update(exact_batch(), version))
+            await engine.change_weights(lambda: (1, trainer.update(exact_batch(), 0)))
             sample = (await choices.end())[0].sample
         versions = sample.weight_versions
         assert versions == sorted(versions)

@@ -13,9 +13,9 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.base import RunContext
 from raylight.algorithms.minigrpo.adapter_trainer import AdapterTrainer
 from raylight.algorithms.minigrpo.endpoint import Endpoint
-from raylight.algorithms.minigrpo.engine import TrainableEngine
 from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.algorithms.minigrpo.setup import MODEL_NAME, build_engine_and_trainer
+from raylight.engines.transformers.trainable import TrainableEngine
 from raylight.errors import StoreLostError
 from raylight.experience.batch import BatchRules, build_batch
 from raylight.experience.rewards import effective_reward
@@ -116,7 +116,10 @@ class TrainingLoop:
         metrics = context.batch_metrics(finished, content, rolled_out - started, settings.failure_reward)
         if not content.has_signal:
             return metrics, False
-        metrics |= await self._engine.run_update(lambda version: self._trainer.update(batch, version))
+        version = self._engine.version
+        metrics |= await self._engine.change_weights(
+            lambda: (version + 1, self._trainer.update(batch, version))
+        )
         metrics |= {
             "weights/version": float(self._engine.version),
             "time/update_s": time.perf_counter() - rolled_out,

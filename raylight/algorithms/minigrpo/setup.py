@@ -7,9 +7,9 @@ import logging
 import torch
 
 from raylight.algorithms.minigrpo.adapter_trainer import AdapterTrainer
-from raylight.algorithms.minigrpo.engine import TrainableEngine
 from raylight.algorithms.minigrpo.memory import MemoryEstimate, estimate_memory, free_bytes
 from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
+from raylight.engines.transformers.trainable import TrainableEngine
 from raylight.errors import ConfigError, DeviceMemoryError
 from raylight.experience.correction_settings import default_limit
 

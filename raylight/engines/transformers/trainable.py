@@ -30,7 +30,7 @@ class TrainableEngine(TransformersEngine):
     @property
     def module(self) -> Any:
         """Model. After the first request, only the engine's thread may use it (`run_between_steps`,
-        `run_update`)."""
+        `change_weights`)."""
         return self._decoder.module
 
     def begin(
@@ -46,21 +46,22 @@ class TrainableEngine(TransformersEngine):
         ]
         return super().begin(prompts, capped, adapter, streams)
 
-    async def run_update(self, action: Callable[[int], T]) -> T:
-        """Change the weights in the engine's thread and return the action's result.
+    async def change_weights(self, action: Callable[[], tuple[int, T]]) -> T:
+        """Change the weights in the engine's thread.
 
-        Sampling pauses. Later tokens have the next weight version; requests in flight continue with a
+        Sampling pauses. Later tokens have the new weight version; requests in flight continue with a
         recomputed cache.
 
         Args:
-            action: receives the weight version before the update.
+            action: changes the weights; returns their new version, and the result of this method.
         """
 
         def change() -> T:
-            with torch.inference_mode(False):
-                result = action(self._worker.version)
-            self._worker.version += 1
-            self._worker.recompute()
+            try:
+                with torch.inference_mode(False):
+                    self._worker.version, result = action()
+            finally:
+                self._worker.recompute()
             return result
 
         return await self._run(change)

@@ -1,0 +1,182 @@
+"""The learner `local`: it trains, in this process, the module that an engine samples from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from raylight.config import LearnerConfig
+from raylight.disk import disk_errors
+from raylight.engines.protocol import LoraAdapter
+from raylight.errors import ConfigError, DeviceMemoryError, LearnerError
+from raylight.experience.batch import TrainBatch
+from raylight.experience.checkpoints import TrainingStates
+from raylight.experience.settings import PolicySettings
+
+T = TypeVar("T")
+
+
+class TrainableModule(Protocol):
+    """An engine whose module is trained between two of its decoding steps."""
+
+    @property
+    def module(self) -> Any:
+        """Causal language model. Once the engine samples, only its actions may use it."""
+        ...
+
+    async def change_weights(self, action: Callable[[], tuple[int, T]]) -> T:
+        """Run an action that changes the weights, and sample with them from then on.
+
+        Args:
+            action: returns the version of the new weights, and a result.
+        """
+        ...
+
+    async def run_between_steps(self, action: Callable[[], T]) -> T:
+        """Run an action that does not change the weights."""
+        ...
+
+
+class LocalLearner:
+    """One rank in the driver's process, with the interface of `LearnerGroup`.
+
+    The engine and the learner share one copy of the weights, so nothing is published: a token that the engine
+    samples after an update has the new version. A failure is one of the driver, so there is no restart; a run
+    continues from its training state.
+    """
+
+    def __init__(self, engine: TrainableModule, config: LearnerConfig) -> None:
+        self._engine, self._config = engine, config
+        self._policy: Any = None
+        self._states: Any = None
+        self._owns_group = False
+
+    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+        """Add the adapter and the optimizer to the engine's module, before its first request.
+
+        Raises:
+            ConfigError: the settings do not fit the model, or this process trains something else.
+        """
+        await asyncio.to_thread(self._setup, model_path, settings, total_steps, seed)
+
+    def _setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+        import torch
+
+        from raylight.learner.policy import Policy
+        from raylight.learner.rank_states import RankStates
+
+        self._join_group()
+        # transformers calls a function that torch has renamed, in every pass
+        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+        torch.manual_seed(seed)
+        self._policy = Policy(model_path, self._config, settings, total_steps, self._engine.module)
+        self._states = RankStates(self._policy)
+
+    def _join_group(self) -> None:
+        """Make this process the only rank of a group, which the learners' code expects."""
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            self._owns_group = True
+        elif dist.get_world_size() > 1:
+            raise ConfigError(
+                f"this process is one of {dist.get_world_size()} of a torch.distributed group, where a local "
+                "learner cannot train; start the run in a process of its own, or use learner.kind='ranks'"
+            )
+
+    async def check_storage(self, folders: Mapping[str, str]) -> None:
+        """Return: the learner's folders are the driver's."""
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Update the policy with a batch between two decoding steps, and return metrics.
+
+        Raises:
+            DeviceMemoryError: the device ran out of memory.
+        """
+
+        def update() -> tuple[int, dict[str, float]]:
+            import torch
+
+            start = time.perf_counter()
+            try:
+                metrics = self._policy.update(batch)
+            except torch.OutOfMemoryError as error:
+                raise DeviceMemoryError(
+                    f"the update of {len(batch.rows)} rows ran out of memory ({error}); lower "
+                    "max_tokens_per_micro_batch, max_model_len or max_concurrent (the key-value cache), or "
+                    "set gradient_checkpointing=True"
+                ) from None
+            finally:
+                self._policy.engine.optimizer_zero_grad()
+                self._engine.module.eval()
+            return self._policy.version, metrics | {"learner/update_s": time.perf_counter() - start}
+
+        return await self._engine.change_weights(update)
+
+    async def logprobs(self, ids: list[int]) -> list[float]:
+        """Return the policy's log-probs of `ids[1:]` at temperature 1."""
+        return await self._engine.run_between_steps(lambda: self._policy.logprobs(ids))
+
+    async def publish_weights(self, version: int, token: str, settings: Any) -> None:
+        """Return: the engine has the weights."""
+
+    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+        """Return the current version and the adapter."""
+        adapter = await self._engine.run_between_steps(self._policy.export_adapter)
+        return self._policy.version, LoraAdapter(*adapter)
+
+    async def save(self, folder: str) -> None:
+        """Write the model in Hugging Face format, and the adapter to its subfolder `adapter`."""
+
+        def save() -> None:
+            from raylight.learner.weights import save_model
+
+            with disk_errors(folder):
+                save_model(self._policy.engine, folder)
+
+        await self._engine.run_between_steps(save)
+
+    async def save_state(
+        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+    ) -> None:
+        """Copy the training state of a step, and write it in the background, after the last one."""
+        await self.finish_saving(timeout_s)
+        content = TrainingStates(url).new_content(step)
+        await self._engine.run_between_steps(
+            lambda: self._states.save(url, step, content, metadata, keep, timeout_s)
+        )
+
+    async def finish_saving(self, timeout_s: float) -> None:
+        """Wait until the last training state is written.
+
+        Raises:
+            CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
+        """
+        await asyncio.to_thread(self._states.finish, timeout_s)
+
+    async def load_state(self, url: str, step: int, version: int) -> None:
+        """Continue from the training state of a step, and number its weights `version`."""
+
+        def load() -> tuple[int, None]:
+            self._states.load(url, step, version)
+            return version, None
+
+        await self._engine.change_weights(load)
+
+    async def restart(self) -> None:
+        """Raise LearnerError: the learner cannot be lost without the driver."""
+        raise LearnerError("a local learner cannot be restarted; resume the run from its training state")
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        import torch.distributed as dist
+
+        if self._owns_group:
+            dist.destroy_process_group()
+            self._owns_group = False

@@ -1,0 +1,65 @@
+"""verl's training engine on a whole module of this process, which an engine samples from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from raylight.config import LearnerConfig
+from raylight.learner.fsdp import RaylightEngine
+from raylight.learner.response_logprobs import LogprobHead
+
+CHUNK = 128
+"""Tokens whose logits are in memory at a time: few, as the memory is shared with the engine's cache."""
+
+
+class LocalEngine(RaylightEngine):
+    """Engine that trains a module in place, the only copy of the weights.
+
+    Nothing is sharded, and it computes in the module's own data types, as sampling does.
+
+    Args:
+        module: causal language model of transformers, to which the adapter is added in place.
+    """
+
+    def __init__(self, module: torch.nn.Module, learner: LearnerConfig, **configs: Any) -> None:
+        super().__init__(learner, **configs)
+        self.module: Any = module
+
+    def _init_device_mesh(self) -> None:
+        self.device_mesh = self.ulysses_device_mesh = self.ulysses_parallel_group = None
+        self.ulysses_sequence_parallel_size, self.use_ulysses_sp = 1, False
+
+    def initialize(self) -> None:
+        """Add the adapter, and build the optimizer and the learning-rate schedule."""
+        if self.model_config.enable_gradient_checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        LogprobHead(self.module, CHUNK)
+        if self._is_lora:
+            self.module = self._build_lora_module(self.module)
+        with contextlib.redirect_stdout(None):  # verl prints the schedule
+            self.optimizer = self._build_optimizer(self.module)
+            self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
+        self.module.eval()
+
+    @property
+    def collective_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def forward_step(
+        self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Run a micro-batch on the module's device, without autocast."""
+        micro_batch = micro_batch.to(next(self.module.parameters()).device)
+        inputs, arguments = self.prepare_model_inputs(micro_batch)
+        output = self.prepare_model_outputs(
+            self.module(**inputs, use_cache=False), arguments, micro_batch, loss_function
+        )
+        loss, metrics = torch.zeros(()), {}
+        if loss_function is not None:
+            group = self.get_data_parallel_group()
+            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=group)
+        return loss, {"model_output": output, "loss": loss.item(), "metrics": metrics}
