@@ -16,11 +16,13 @@ from raylight.algorithms.base import BaseAlgorithm
 from raylight.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.off_policy import OffPolicySampling
+from raylight.experience.off_policy import OffPolicySampling, off_policy_parameters
 from raylight.experience.rewards import effective_reward, greedy_baselines
 from raylight.experience.settings import PolicySettings
+from raylight.experience.staleness import StaleMask, oldest_version
 from raylight.experience.unused_settings import unused_settings
 from raylight.traces.rewards import MAX_REWARD
+from raylight.traces.trained_agents import filter_generations
 from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, RolloutConfig
 
 
@@ -110,6 +112,11 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Deadline in seconds for new weights to reach every engine."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
     """Limits and retries of each rollout."""
+    stale: Literal["wait", "drop", "mask"] = "wait"
+    """Order in which groups are trained, and treatment of tokens older than `max_staleness`. wait: in the
+    order in which they began, so that no token is too old. drop: in the order in which they finish; a group
+    with such a token is replaced by a new task. mask: in the order in which they finish; such tokens are left
+    out of the loss, and the rewards of their rollouts count."""
 
     _check_sampling = field_validator("sampling_parameters")(check_sampling)
 
@@ -192,12 +199,17 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return effective_reward(item, self.failure_reward)
 
     def build_train_batch(
-        self, finished: list[FinishedRollout], learner: LearnerConfig, trained_agents: str | None = None
+        self,
+        finished: list[FinishedRollout],
+        learner: LearnerConfig,
+        trained_agents: str | None = None,
+        version: int = 0,
     ) -> tuple[TrainBatch, BatchReport]:
         """Build the learners' batch from the rollouts of a step.
 
         Args:
             trained_agents: regular expression for the agents whose calls are trained; None for all.
+            version: the learners' version before the update. It is read with `max_staleness`.
 
         Raises:
             EmptyTraceError: no scored rollout has a call that can be trained.
@@ -205,7 +217,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             GreedyError: a rollout that should be greedy was sampled otherwise.
             OffPolicySamplingError: a call was not sampled from the policy's own distribution.
         """
-        rules = self._batch_rules(learner, trained_agents)
+        rules = self._batch_rules(learner, trained_agents, version)
         if not self.needs_greedy_rollouts:
             return build_batch(finished, rules, self.reward_of)
         sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
@@ -213,7 +225,22 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             sampled, rules, self.reward_of, greedy_baselines(finished, self.reward_of, self.turn_rewards)
         )
 
-    def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None) -> BatchRules:
+    def oldest_version(self, group: list[FinishedRollout], trained_agents: str | None = None) -> int | None:
+        """Return the oldest version that sampled a token that a group would be trained on; None for no token.
+
+        Args:
+            trained_agents: regular expression for the agents whose calls are trained; None for all.
+        """
+        return oldest_version(
+            call
+            for item in group
+            if not item.rollout.metadata.get(GREEDY) and self.reward_of(item) is not None
+            for call in filter_generations(item, trained_agents)
+            if call.finish_reason != "aborted" and not off_policy_parameters(call.sampling)
+        )
+
+    def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None, version: int) -> BatchRules:
+        limit = self.max_staleness if self.stale == "mask" else None
         return BatchRules(
             failure_reward=self.failure_reward,
             min_group=min(self.group_size, 2) if self.baseline_kind == "group" else 1,
@@ -224,6 +251,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             turn_rewards=self.turn_rewards,
             baseline_kind=self.baseline_kind,
             off_policy_sampling=self.off_policy_sampling,
+            stale=StaleMask(version, limit) if self.max_staleness else None,
         )
 
 

@@ -13,6 +13,7 @@ from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling, count_repeated_seeds
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
+from raylight.experience.staleness import StaleMask, TokenAges, describe_ages
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, Trajectories, build_trajectories
 from raylight.traces.trained_agents import filter_generations
@@ -53,6 +54,7 @@ class BatchRules:
         turn_rewards: train on rewards emitted before the final one too.
         baseline_kind: baseline of the advantage estimator.
         off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
+        stale: mask of tokens that old weights sampled; None if all have the learners' version.
     """
 
     failure_reward: float | None = None
@@ -64,6 +66,7 @@ class BatchRules:
     turn_rewards: bool = False
     baseline_kind: BaselineKind = "group"
     off_policy_sampling: OffPolicySampling = "error"
+    stale: StaleMask | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,12 @@ class BatchReport:
     """Rows truncated at the limit."""
     rows_forced: int = 0
     """Rows left out because all their tokens were forced by a constraint, or sampled off-policy."""
+    rows_stale: int = 0
+    """Rows left out because all tokens that could be trained are too old."""
+    stale_tokens: int = 0
+    """Tokens that are masked because they are too old."""
+    ages: TokenAges | None = None
+    """Ages of the tokens; None if all have the learners' version."""
     off_policy_calls: int = 0
     """Calls whose tokens are masked because they were not sampled from the policy's own distribution, in all
     scored rollouts."""
@@ -114,6 +123,8 @@ class _ScoredRollout:
 
     group: str
     reward: float
+    sampled: Trajectories
+    """Trajectories with the tokens that are too old."""
     trajectories: Trajectories
     turns: list[TurnReward]
     baseline: float | None
@@ -163,14 +174,16 @@ def build_batch(
         other_agents += len(item.generations) - len(generations)
         aborted += sum(call.finish_reason == "aborted" for call in generations)
         masked = off_policy.judge(call for call in generations if call.finish_reason != "aborted")
-        trajectories = build_trajectories(generations, masked)
-        if not trajectories.rows:
+        sampled = build_trajectories(generations, masked)
+        if not sampled.rows:
             empty += 1
             continue
         group = group_key(item)
         calls[group].append(generations)
+        trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
         turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
-        scored.append(_ScoredRollout(group, reward, trajectories, turns, (baselines or {}).get(group)))
+        baseline = (baselines or {}).get(group)
+        scored.append(_ScoredRollout(group, reward, sampled, trajectories, turns, baseline))
     if not scored and empty:
         raise EmptyTraceError(_empty_reason(empty, aborted, other_agents, rules.trained_agents))
     comparable = _drop_without_baseline(scored, rules.min_group, baselines is not None)
@@ -179,7 +192,10 @@ def build_batch(
     if rules.zero_variance_groups == "drop":
         trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
-    batch, rows_forced = _assemble(trained, limit, baselines is not None)
+    batch, rows_empty = _assemble(trained, limit, baselines is not None)
+    sampled_rows = [row for item in trained for row in item.sampled.rows]
+    kept_rows = [row for item in trained for row in item.trajectories.rows]
+    rows_forced = sum(not row.trained_tokens for row in sampled_rows)
     report = BatchReport(
         trained=len(trained),
         failed=failed,
@@ -195,6 +211,9 @@ def build_batch(
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
         rows_forced=rows_forced,
+        rows_stale=rows_empty - rows_forced,
+        stale_tokens=_count_trained(sampled_rows) - _count_trained(kept_rows),
+        ages=describe_ages(rules.stale.version, batch.rows, sampled_rows) if rules.stale else None,
         repeated_seeds=count_repeated_seeds(calls),
         off_policy_calls=off_policy.calls,
         off_policy=next((text for text, _ in off_policy.parameters.most_common(1)), None),
@@ -202,6 +221,10 @@ def build_batch(
         relations=report_relations(item.trajectories for item in trained),
     )
     return batch, report
+
+
+def _count_trained(rows: list[Trajectory]) -> int:
+    return sum(row.trained_tokens for row in rows)
 
 
 def _drop_without_baseline(
@@ -217,8 +240,8 @@ def _drop_without_baseline(
 
 
 def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bool) -> tuple[TrainBatch, int]:
-    """Return the batch, and the number of rows that were left out because all their tokens were forced."""
-    forced = 0
+    """Return the batch, and the number of rows that were left out because no token of them is trained."""
+    empty = 0
     rows: list[Trajectory] = []
     owners: list[int] = []
     turns: list[TurnReward] = []
@@ -226,7 +249,7 @@ def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bo
         batch_row: dict[int | None, int] = {}  # row of the rollout -> row of the batch
         for index, row in enumerate(item.trajectories.rows):
             if not row.trained_tokens:
-                forced += 1
+                empty += 1
             elif (limited := limit.apply(row)) is not None:
                 batch_row[index] = len(rows)
                 rows.append(limited)
@@ -236,7 +259,7 @@ def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bo
     batch = TrainBatch(
         [item.reward for item in trained], [item.group for item in trained], rows, owners, turns, baselines
     )
-    return batch, forced
+    return batch, empty
 
 
 def _zero_variance_groups(rollouts: list[_ScoredRollout]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from raylight.bounds import MAX_FACTOR
+from raylight.bounds import MAX_FACTOR, MAX_SAMPLES
 from raylight.config import Config
 
 TAIL = 0.999
@@ -35,9 +35,17 @@ class CorrectionSettings(Config):
     See https://richardli.xyz/rl-collapse and verl's rollout correction.
     """
 
-    rollout_is: Literal["token", "sequence"] | None = None
+    max_staleness: int = Field(default=0, ge=0, le=MAX_SAMPLES)
+    """Number of updates by which the weights that sampled a token may be older than those that it updates. 0:
+    rollouts and updates take turns. Above 0 they overlap."""
+    proximal: Literal["recompute", "loglinear"] = "recompute"
+    """Policy whose ratio the loss clips, with `max_staleness`. recompute: the learner's before the update, at
+    the cost of one more forward pass. loglinear: an interpolation of the log-probs of the engine and of the
+    training pass, by the age of the token (AReaL's `prox_logp_method`)."""
+    rollout_is: Literal["auto", "token", "sequence"] | None = "auto"
     """Importance weights: the ratio of learner to engine probability of each token, or of the whole row; None
-    for no weights."""
+    for no weights. "auto" means "token" with `max_staleness`, unless `bypass_mode` is set, and otherwise no
+    weights."""
     rollout_is_threshold: float | str = 2.0
     """A number truncates the weights (TIS); "lower_upper", as in "0.5_5.0", sets weights outside to zero
     (IcePop)."""
@@ -59,12 +67,19 @@ class CorrectionSettings(Config):
     max_logprob_mismatch: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Largest allowed mean difference; the 99.9 % quantile may be ten times as large. 0 chooses 1e-3 if both
     compute in float32, otherwise 0.3, and 2 for mixtures of experts. A run with `rollout_is`, `rollout_rs` or
-    `bypass_mode`, which handle the difference, only warns."""
+    `bypass_mode`, which handle the difference, only warns; `rollout_is="auto"` does not count."""
+
+    @property
+    def importance_level(self) -> Literal["token", "sequence"] | None:
+        """Level of the importance weights, with "auto" resolved; None for no weights."""
+        if self.rollout_is != "auto":
+            return self.rollout_is
+        return "token" if self.max_staleness and not self.bypass_mode else None
 
     @property
     def correction_enabled(self) -> bool:
         """True if the correction changes the update. The mismatch is measured in any case."""
-        return self.rollout_is is not None or self.rollout_rs is not None
+        return self.importance_level is not None or self.rollout_rs is not None
 
     @property
     def warning_threshold(self) -> float:
@@ -73,13 +88,19 @@ class CorrectionSettings(Config):
 
     @property
     def tolerates_mismatch(self) -> bool:
-        """True if the update takes the difference of engine and learner into account."""
-        return self.correction_enabled or self.bypass_mode
+        """True if the user chose a correction of the difference of engine and learner.
+
+        The weights of "auto" are for old tokens. Tokens of the current weights show whether the engine has
+        these weights.
+        """
+        chosen = self.rollout_is not in ("auto", None) or self.rollout_rs is not None
+        return chosen or self.bypass_mode
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
         parse_weight_bounds(self.rollout_is_threshold)
-        if self.rollout_is is None and (self.rollout_is_threshold != 2.0 or self.rollout_is_batch_normalize):
+        changed = self.rollout_is_threshold != 2.0 or self.rollout_is_batch_normalize
+        if self.importance_level is None and changed:
             raise ValueError(
                 "rollout_is_threshold and rollout_is_batch_normalize have no effect without rollout_is; "
                 "set rollout_is, or leave them at their defaults"

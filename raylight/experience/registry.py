@@ -57,6 +57,8 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "vanilla": _DUAL_CLIP,
 }
 """verl's policy losses, each with the settings that it reads, among those that only some of them read."""
+UNCLIPPED_LOSSES = ("gpg", "kl_cov")
+"""verl's policy losses that bound neither the ratio nor its gradient."""
 _SUM_OF_SQUARES = (
     "it needs the sum of squared probabilities over the vocabulary, which the learners do not compute"
 )
@@ -186,6 +188,11 @@ def estimator_traits(name: str) -> EstimatorTraits:
 def needs_critic(name: str, function: Callable[..., Any] | None) -> bool:
     """True if an advantage estimator (`function` is None for one of verl's) needs the values of a critic."""
     return name == "gae" if function is None else "values" in inspect.signature(function).parameters
+
+
+def takes_old_logprobs(loss: Callable[..., Any]) -> bool:
+    """True if a user's policy loss compares the log-probs with those of the old policy."""
+    return "old_log_prob" in inspect.signature(loss).parameters
 
 
 def select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.config import Config
 from raylight.experience.correction_settings import CorrectionSettings
 from raylight.experience.registry import (
+    UNCLIPPED_LOSSES,
     BaselineKind,
     estimator_traits,
     needs_critic,
     resolve_estimator,
     resolve_loss,
+    takes_old_logprobs,
 )
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -159,7 +161,35 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
                 "rollout_is and rollout_rs cannot be combined with bypass_mode, whose loss already uses "
                 "the ratio to the engine; remove them, or set bypass_mode=False"
             )
+        if not self.max_staleness:
+            return self
+        if self.proximal == "loglinear" and (reason := self._interpolation_conflict()):
+            raise ValueError(f"proximal='loglinear' {reason}; set proximal='recompute'")
+        if not self._bounds_stale_tokens:
+            raise ValueError(
+                f"loss_mode {self.loss_mode!r} does not clip the ratio of probabilities, so that nothing "
+                f"bounds the effect of tokens of old weights (max_staleness={self.max_staleness}); set "
+                "rollout_is='token' (or leave it at 'auto', without bypass_mode), or max_staleness=0"
+            )
         return self
+
+    @property
+    def _bounds_stale_tokens(self) -> bool:
+        """True if the loss or the correction bounds the effect of tokens that old weights sampled."""
+        return self.correction_enabled or self.user_loss is not None or self.loss_mode not in UNCLIPPED_LOSSES
+
+    def _interpolation_conflict(self) -> str | None:
+        """Return the reason why the proximal policy cannot be interpolated, or None."""
+        if self.importance_level is None:
+            return "splits a ratio into the one that is clipped and a weight, and needs rollout_is"
+        if self.rollout_rs is not None or self.rollout_is_batch_normalize or self.kl_reward_coef:
+            return (
+                "has no log-probs before the training pass, which rollout_rs, rollout_is_batch_normalize and "
+                "kl_reward_coef need"
+            )
+        function = self.user_loss
+        reads_ratio = self.loss_mode != "gpg" if function is None else takes_old_logprobs(function)
+        return None if reads_ratio else f"needs a loss with a ratio, and {self.loss_mode!r} has none"
 
     @property
     def updates_per_batch(self) -> int:
@@ -177,6 +207,6 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
         With a single optimizer step per batch, the log-probs of the training pass itself are the old ones.
         """
-        return not self.bypass_mode and (
-            self.updates_per_batch > 1 or self.kl_reward_coef > 0 or self.correction_enabled
-        )
+        if self.bypass_mode or self.proximal == "loglinear":
+            return False
+        return self.updates_per_batch > 1 or self.kl_reward_coef > 0 or self.correction_enabled

@@ -9,7 +9,13 @@ from raylight.experience.registry import ESTIMATORS, LOSSES
 if TYPE_CHECKING:
     from raylight.experience.settings import PolicySettings
 
-PREREQUISITES = {"kl_type": "kl_coef", "kl_reward_type": "kl_reward_coef", "kl_horizon": "kl_target"}
+PREREQUISITES = {
+    "kl_type": "kl_coef",
+    "kl_reward_type": "kl_reward_coef",
+    "kl_horizon": "kl_target",
+    "proximal": "max_staleness",
+    "stale": "max_staleness",
+}
 """Setting -> another setting without which it is not read."""
 SCALED_AGGREGATION = "seq-mean-token-sum-norm"
 

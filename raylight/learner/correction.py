@@ -36,7 +36,8 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
     divergence of the learner from the engine by the estimators k1 and k3
     (http://joschu.net/blog/kl-approx.html), the effective sample size of the probability ratios as a fraction
     of the tokens, and the fraction of tokens sampled by older versions. `mismatch/warned` is 1 if the mean
-    difference is above `warn_logprob_mismatch`.
+    difference is above `warn_logprob_mismatch`. `mismatch/stale_*` are over tokens of older versions, and
+    missing if there are none. They have no limit, because the learner's updates since then are part of them.
 
     Args:
         rows: this rank's.
@@ -47,22 +48,26 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
     """
     log_ratio = _select_sampled(rows, [_log_ratio(row) for row in rows]).double()
     is_current = _select_sampled(rows, [row.versions == version for row in rows])
-    differences = log_ratio[is_current].abs()
+    differences, stale_differences = log_ratio[is_current].abs(), log_ratio[~is_current].abs()
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    worst = _all_reduce(
-        [float(differences.max()) if len(differences) else 0.0], torch.distributed.ReduceOp.MAX
-    )[0]
-    tokens, current, difference, k1, k3, total, squares = _all_reduce(
+    worst, stale_worst = _all_reduce(
+        [float(part.max()) if len(part) else 0.0 for part in (differences, stale_differences)],
+        torch.distributed.ReduceOp.MAX,
+    )
+    tokens, current, difference, stale_difference, k1, stale_k1, k3, total, squares = _all_reduce(
         [
             len(ratio),
             len(differences),
             differences.sum(),
+            stale_differences.sum(),
             -log_ratio.sum(),
+            -log_ratio[~is_current].sum(),
             (ratio - 1 - log_ratio).sum(),
             ratio.sum(),
             ratio.square().sum(),
         ]
     )
+    old = tokens - current
     if math.isnan(k1):
         raise MismatchError(
             "a log-prob of engine or learner is NaN, of tokens of weight versions up to "
@@ -70,6 +75,7 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
             "serve in float32 to find the side that has it"
         )
     tail = _tail(differences, current, worst)
+    stale_tail = _tail(stale_differences, old, stale_worst)
     mean = difference / current if current else 0.0
     excess = describe_excess(mean, tail, settings.max_logprob_mismatch)
     if excess is not None and not settings.tolerates_mismatch:
@@ -83,31 +89,40 @@ def measure(rows: list[TrainRow], version: int, settings: CorrectionSettings) ->
         "mismatch/logprob_abs_p999": tail,
         "mismatch/logprob_abs_mean": mean,
     }
-    return (fresh if current else {}) | {
-        "mismatch/kl": k1 / tokens,
-        "mismatch/kl_k3": k3 / tokens,
-        "mismatch/ess": total**2 / (tokens * squares),
-        "mismatch/stale_fraction": 1 - current / tokens,
-        "mismatch/warned": float(mean > settings.warning_threshold),
+    stale = {
+        "mismatch/stale_logprob_abs_mean": stale_difference / max(old, 1),
+        "mismatch/stale_logprob_abs_p999": stale_tail,
+        "mismatch/stale_kl": stale_k1 / max(old, 1),
     }
+    return (
+        (fresh if current else {})
+        | (stale if old else {})
+        | {
+            "mismatch/kl": k1 / tokens,
+            "mismatch/kl_k3": k3 / tokens,
+            "mismatch/ess": total**2 / (tokens * squares),
+            "mismatch/stale_fraction": 1 - current / tokens,
+            "mismatch/warned": float(mean > settings.warning_threshold),
+        }
+    )
 
 
-def _tail(differences: torch.Tensor, current: float, worst: float) -> float:
+def _tail(differences: torch.Tensor, count: float, worst: float) -> float:
     """Return the quantile TAIL of the differences on all ranks, rounded up by at most 2.4 %; 0 if there are
     none. A collective.
 
     Args:
         differences: this rank's.
-        current: number of differences on all ranks.
+        count: number of differences on all ranks.
         worst: their maximum on all ranks.
     """
     low, high = TAIL_RANGE
     exponents = differences.clamp(min=10.0**low, max=10.0**high).log10()
     counts = torch.histc(exponents, (high - low) * BINS_PER_DECADE, low, high)
     torch.distributed.all_reduce(counts)
-    if not current:
+    if not count:
         return 0.0
-    position = int((counts.cumsum(0) < TAIL * current).sum())
+    position = int((counts.cumsum(0) < TAIL * count).sum())
     return min(worst, 10.0 ** (low + (position + 1) / BINS_PER_DECADE))
 
 
@@ -127,7 +142,8 @@ def correct(rows: list[TrainRow], settings: CorrectionSettings) -> dict[str, flo
     """
     mask = pad_sequence([row.mask for row in rows], batch_first=True)
     log_ratio = pad_sequence([_log_ratio(row) for row in rows], batch_first=True)
-    weights = _weights(log_ratio, mask, settings) if settings.rollout_is is not None else mask.float()
+    weighted = settings.importance_level is not None
+    weights = bounded_weights(log_ratio, mask, settings) if weighted else mask.float()
     accepted = _accepted(log_ratio, mask, settings)
     sampled_counts, accepted_counts = mask.sum(-1), accepted.sum(-1)
     tokens, remaining, nonempty, emptied, total_weight = _all_reduce(
@@ -147,12 +163,12 @@ def correct(rows: list[TrainRow], settings: CorrectionSettings) -> dict[str, flo
             "bounds, or check mismatch/kl of the steps before"
         )
     metrics: dict[str, float] = {}
-    if settings.rollout_is is not None:
+    if weighted:
         metrics = _weight_metrics(weights, mask, settings)
         if settings.rollout_is_batch_normalize:
             weights = weights / _mean_weight(weights, mask, settings)
     for row, row_weights, row_accepted in zip(rows, weights, accepted, strict=True):
-        row.weights = row_weights[: len(row.response)] if settings.rollout_is is not None else None
+        row.weights = row_weights[: len(row.response)] if weighted else None
         row.mask = row_accepted[: len(row.response)]
     if settings.rollout_rs is not None:
         metrics |= {
@@ -167,13 +183,44 @@ def has_tokens(rows: list[TrainRow]) -> bool:
     return _all_reduce([sum(int(row.mask.sum()) for row in rows)])[0] > 0
 
 
-def _weights(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:
+def set_proximal_fractions(rows: list[TrainRow], version: int) -> None:
+    """Set each token's place of the proximal policy between the engine's and the one being trained.
+
+    The version that sampled is v, the proximal policy is `version`, and the update leads to the version after
+    it, so that the place is (version - v) / (version + 1 - v), as in AReaL's `prox_logp_method=loglinear`.
+    """
+    for row in rows:
+        age = (version - row.versions).clamp(min=0) * row.mask
+        row.proximal_fractions = age / (age + 1)
+
+
+def measure_interpolated_weights(rows: list[TrainRow], settings: CorrectionSettings) -> dict[str, float]:
+    """Return metrics of the weights of an interpolated proximal policy before the first step, on all ranks. A
+    collective.
+
+    Args:
+        rows: this rank's, with the learner's log-probs.
+    """
+    mask = pad_sequence([row.mask for row in rows], batch_first=True)
+    log_weights = [_proximal_fractions(row) * _log_ratio(row) for row in rows]
+    weights = bounded_weights(pad_sequence(log_weights, batch_first=True), mask, settings)
+    return _weight_metrics(weights, mask, settings)
+
+
+def _proximal_fractions(row: TrainRow) -> torch.Tensor:
+    assert row.proximal_fractions is not None
+    return row.proximal_fractions
+
+
+def bounded_weights(
+    log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings
+) -> torch.Tensor:
     """Return the bounded ratios of shape (rows, longest response), 0 for tokens that were not sampled.
 
     The same as verl's `compute_rollout_correction_weights`, which raises if all weights of a rank are zero.
     """
     lower, upper = parse_weight_bounds(settings.rollout_is_threshold)
-    if settings.rollout_is == "sequence":
+    if settings.importance_level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True).expand_as(log_ratio)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * mask
     return ratio.clamp(max=upper) if lower is None else ratio.where((ratio >= lower) & (ratio <= upper), 0.0)
@@ -214,7 +261,7 @@ def _weight_metrics(
 
 def _mean_weight(weights: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> float:
     """Return the mean weight of the tokens of all ranks, or of the rows if a row has one weight."""
-    if settings.rollout_is == "sequence":
+    if settings.importance_level == "sequence":
         weights, mask = weights.amax(-1), mask.amax(-1)
     total, count = _all_reduce([(weights.double() * mask).sum(), mask.sum()])
     return total / count

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from raylight.errors import ConfigError
 from raylight.experience.registry import select_arguments
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.unused_settings import SCALED_AGGREGATION
 from raylight.learner import verl_api as verl
+from raylight.learner.correction import bounded_weights
 from raylight.learner.engines import optimizer_config
 from raylight.learner.response_logprobs import select_response_tokens
 from raylight.learner.rows import TrainRow
@@ -22,7 +24,8 @@ class PolicyLoss:
 
     Without log-probs of the old policy, those of this pass replace them, which is exact for a single
     optimizer step per batch. If the learner has not computed log-probs before, those of this pass are stored
-    in the rows.
+    in the rows. A proximal policy that is interpolated replaces the old one too, and gives the importance
+    weights.
 
     With an aggregation by mean over rows, verl would add entropy and KL once per row of a rollout. This class
     weights them by row length instead, so that a rollout counts once, as in the advantages.
@@ -53,6 +56,8 @@ class PolicyLoss:
         """Return the loss of a micro-batch and verl's metrics."""
         if self._stores_logprobs:
             self._store_logprobs(model_output, data)
+        if self._settings.proximal == "loglinear":
+            self._interpolate_proximal(model_output, data)
         if self._averages_micro_batch:
             # geo_mean divides by the rows of the micro-batch, all other losses by the rollouts of all ranks
             data["advantages"] = data["advantages"] * (
@@ -70,13 +75,24 @@ class PolicyLoss:
         offsets = data["responses"].offsets()
         lengths = offsets.diff().tolist()
         if "old_log_probs" not in data:
-            data["old_log_probs"] = torch.nested.nested_tensor_from_jagged(
-                logprobs, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
-            )
+            data["old_log_probs"] = _nest_responses(logprobs, data)
         for index, row_logprobs in zip(
             data["row"].tolist(), logprobs.float().cpu().split(lengths), strict=True
         ):
             self._rows[index].learner_logprobs = row_logprobs
+
+    def _interpolate_proximal(self, model_output: dict[str, Any], data: Any) -> None:
+        """Set the log-probs of the proximal policy, and the weights that correct for the engine's."""
+        logprobs = select_response_tokens(model_output["log_probs"].detach(), data)
+        engine, fractions = data["rollout_log_probs"].values(), data["proximal_fractions"].values()
+        log_ratio = fractions * (logprobs - engine)
+        data["old_log_probs"] = _nest_responses(engine + log_ratio, data)
+        lengths = data["responses"].offsets().diff().tolist()
+        mask = pad_sequence(data["response_mask"].values().split(lengths), batch_first=True)
+        weights = pad_sequence(log_ratio.split(lengths), batch_first=True)
+        weights = bounded_weights(weights, mask, self._settings)
+        flat = torch.cat([row[:length] for row, length in zip(weights, lengths, strict=True)])
+        data["rollout_is_weights"] = _nest_responses(flat, data)
 
     def _add_regularizers(
         self, loss: torch.Tensor, metrics: dict[str, Any], model_output: dict[str, Any], data: Any
@@ -95,6 +111,15 @@ class PolicyLoss:
             loss = loss + settings.kl_coef * kl
             metrics["kl_loss"] = verl.Metric("sum", kl)
         return loss
+
+
+def _nest_responses(flat: torch.Tensor, data: Any) -> torch.Tensor:
+    """Return a value per response token, row after row, as a nested tensor of shape (rows, tokens)."""
+    offsets = data["responses"].offsets()
+    lengths = offsets.diff().tolist()
+    return torch.nested.nested_tensor_from_jagged(
+        flat, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )
 
 
 def longest_response(rows: list[TrainRow]) -> int:

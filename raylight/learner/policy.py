@@ -110,13 +110,18 @@ class Policy:
         if self.critic is not None:
             metrics |= self.critic.update(critic_minibatches)
         # after advantages and critic, for which tokens that the policy loss leaves out still count
-        if settings.correction_enabled:
+        if settings.proximal == "loglinear":
+            correction.set_proximal_fractions(own_rows, self.version)
+        elif settings.correction_enabled:
             metrics |= correction.correct(own_rows, settings)
         if trains:
             metrics |= self._train(minibatches)
+        # without a pass before, only the first mini-batch has log-probs from before the first step
+        measured = own_rows if infers else minibatches[0].rows
         if not infers:
-            # only the first mini-batch has log-probs from before the first step
-            metrics |= correction.measure(minibatches[0].rows, self.version, settings)
+            metrics |= correction.measure(measured, self.version, settings)
+        if settings.proximal == "loglinear":
+            metrics |= correction.measure_interpolated_weights(measured, settings)
         scheduler = self.engine.lr_scheduler  # it stands still during critic warm-up, like the policy
         metrics["learner/lr"] = float(
             self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0]
@@ -145,7 +150,8 @@ class Policy:
             for row in rows:
                 row.old_logprobs = row.engine_logprobs
         if infers:
-            name = "learner_logprobs" if settings.bypass_mode else "old_logprobs"
+            interpolates = settings.proximal == "loglinear"
+            name = "learner_logprobs" if settings.bypass_mode or interpolates else "old_logprobs"
             self._set(rows, name, self._infer(self.engine, rows))
         if settings.needs_reference:
             self._set(rows, "ref_logprobs", self._infer_reference(rows))

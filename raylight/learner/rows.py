@@ -46,6 +46,8 @@ class TrainRow:
     values: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     """Importance weights."""
+    proximal_fractions: torch.Tensor | None = None
+    """Place of an interpolated proximal policy between the engine's (0) and the trained one (1)."""
     rollout_fraction: float = 1.0
     """Fraction of the rollout's sampled tokens that are in this row."""
 
@@ -63,6 +65,7 @@ VERL_NAMES = {
     "values": "values",
     "weights": "rollout_is_weights",
     "engine_logprobs": "rollout_log_probs",
+    "proximal_fractions": "proximal_fractions",
 }
 """Optional field of a row -> verl's name for it. verl receives the fields that all rows have."""
 

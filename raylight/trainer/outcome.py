@@ -48,6 +48,7 @@ def describe(
         "trace/calls": float(content.relations.calls),
         **{f"trace/{name}": float(content.relations.counts[name]) for name in COUNTED},
         **_constraint_metrics(content),
+        **_age_metrics(content),
         "off_policy/overridden_calls": float(
             sum(OVERRIDDEN in call.sampling for item in sampled for call in item.generations)
         ),
@@ -89,6 +90,23 @@ def _constraint_metrics(content: BatchReport) -> Metrics:
     if tokens.constrained:
         metrics["constrained/allowed_probability"] = tokens.allowed_mass / tokens.constrained
     return metrics
+
+
+def _age_metrics(content: BatchReport) -> Metrics:
+    """Return the metrics of token ages; none in a synchronous run."""
+    ages = content.ages
+    if ages is None:
+        return {}
+    return {
+        "async/staleness_mean": ages.staleness_mean,
+        "async/staleness_max": float(ages.staleness_max),
+        "async/trajectory_age_mean": ages.trajectory_mean,
+        "async/trajectory_age_max": float(ages.trajectory_max),
+        "async/versions_mean": ages.versions_mean,
+        "async/versions_max": float(ages.versions_max),
+        "async/stale_tokens": float(content.stale_tokens),
+        "async/stale_rows": float(content.rows_stale),
+    }
 
 
 def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | None) -> None:

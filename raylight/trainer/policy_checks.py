@@ -35,6 +35,8 @@ def resolve_state_url(path: str) -> str:
 
 def check_lengths(trainer: Trainer) -> None:
     """Raise a ConfigError if a rollout may be longer than a learner's micro-batch."""
+    if getattr(trainer.algorithm, "max_staleness", 0):
+        raise ConfigError("max_staleness above 0: rollouts and updates do not overlap yet; set it to 0")
     if trainer.engine.max_model_len > trainer.learner.max_tokens_per_micro_batch:
         raise ConfigError(
             f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a "

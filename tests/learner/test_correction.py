@@ -177,6 +177,9 @@ def test_mismatch_metrics():
             "mismatch/kl_k3": sum(RATIOS) / n - 1 + k1,
             "mismatch/ess": sum(RATIOS) ** 2 / (n * sum(r * r for r in RATIOS)),
             "mismatch/stale_fraction": 3 / 11,
+            "mismatch/stale_logprob_abs_mean": (1.5 + 2 + 2) / 3,
+            "mismatch/stale_logprob_abs_p999": 2.0,
+            "mismatch/stale_kl": (1.5 - 2 - 2) / 3,
             "mismatch/warned": 0.0,
         },
         rel=1e-5,
@@ -211,6 +214,8 @@ def test_a_batch_of_older_versions_is_measured():
     assert metrics["mismatch/stale_fraction"] == 1.0
     assert metrics["mismatch/warned"] == 0.0
     assert "mismatch/logprob_abs_mean" not in metrics
+    assert metrics["mismatch/stale_kl"] == metrics["mismatch/kl"]
+    assert "mismatch/stale_kl" not in heavy_metrics()
     assert metrics["mismatch/kl"] == pytest.approx(-sum(map(math.log, RATIOS)) / len(RATIOS))
 
 
@@ -223,6 +228,12 @@ def heavy_tailed_rows(tokens=200_000, scale=0.03):
     mask, versions = torch.ones(tokens, dtype=torch.long), torch.full((tokens,), 3)
     long = replace(row, response=ids, mask=mask, engine_logprobs=engine, versions=versions)
     return [replace(long, old_logprobs=engine + differences)], differences.abs()
+
+
+def heavy_metrics():
+    from raylight.learner.correction import measure
+
+    return measure(heavy_tailed_rows()[0], 3, CorrectionSettings(max_logprob_mismatch=2.0))
 
 
 def test_one_token_in_ten_thousand_ends_no_run_in_half_precision():
@@ -329,6 +340,54 @@ def test_weights_and_masks_reach_the_gradient(plain):
         assert metrics["learner/grad_norm"] == pytest.approx(norms[-1], rel=1e-4), settings
         assert metrics["mismatch/kl"] == pytest.approx(-_token_mean(batch, SHIFT), abs=1e-4)
     assert min(abs(a - b) for i, a in enumerate(norms) for b in norms[:i]) > 1e-3
+
+
+def test_an_interpolated_proximal_policy_splits_the_ratio(plain):
+    batch = shifted(plain)
+    versions = [2, 3, 4, 5] * 2
+    rows = [
+        replace(row, weight_versions=np.where(row.mask, version, -1))
+        for row, version in zip(batch.rows, versions, strict=True)
+    ]
+    wide = {"clip_ratio_low": 0.9, "clip_ratio_high": 2.0, "max_staleness": 3, "rollout_is_threshold": 1.1}
+    policy = make_policy(**wide, proximal="loglinear")
+    policy.version = 5
+    metrics = policy.update(replace(batch, rows=rows))
+    weights, products = [], []
+    for shift, version in zip(SHIFT, versions, strict=True):
+        fraction = (5 - version) / (6 - version)
+        weights.append(min(math.exp(fraction * shift), 1.1))
+        products.append(math.exp((1 - fraction) * shift) * weights[-1])
+    assert metrics["learner/grad_norm"] == pytest.approx(plain_norm(plain, batch, products), rel=1e-4)
+    sizes = [sum(row.mask) for row in batch.rows]
+    mean = sum(n * w for n, w in zip(sizes, weights, strict=True)) / sum(sizes)
+    assert metrics["mismatch/weight_mean"] == pytest.approx(mean, rel=1e-4)
+    assert metrics["mismatch/kl"] == pytest.approx(-_token_mean(batch, SHIFT), abs=1e-4)
+    assert metrics["learner/ppo_kl"] == pytest.approx(
+        -_token_mean(batch, [s / (6 - v) for s, v in zip(SHIFT, versions, strict=True)]), abs=1e-4
+    )
+
+
+def test_an_interpolated_policy_in_sequences_and_mini_batches(plain):
+    batch = shifted(plain)
+    settings = {"max_staleness": 3, "proximal": "loglinear", "rollout_is": "sequence", "mini_batches": 2}
+    policy = make_policy(**settings, max_logprob_mismatch=10.0)
+    policy.version = 2
+    assert not policy._settings.needs_old_logprobs
+    metrics = policy.update(batch)
+    assert metrics["mismatch/weight_max"] <= 2.0
+    assert math.isfinite(metrics["learner/pg_loss"])
+    tokens = policy.update(batch)  # one version later
+    assert tokens["mismatch/stale_fraction"] == 1.0
+
+
+def test_the_default_with_staleness_equals_token_weights(plain):
+    batch = shifted(plain)
+    norms = [
+        make_policy(**settings, max_logprob_mismatch=10.0).update(batch)["learner/grad_norm"]
+        for settings in ({"max_staleness": 2}, {"rollout_is": "token"})
+    ]
+    assert norms[0] == norms[1]
 
 
 def _token_mean(batch, values):

@@ -11,6 +11,7 @@ from raylight.errors import (
     RolloutsFailedError,
 )
 from raylight.experience.batch import BatchRules, build_batch
+from raylight.experience.staleness import StaleMask
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.types import GREEDY, Failure
 
@@ -105,3 +106,23 @@ def test_a_step_without_rewards_or_calls_says_nothing_about_them() -> None:
     finished = [make_finished(failure=LOST, calls=0)]
     metrics = describe(finished, build_batch(finished, BatchRules())[1], seconds=1.0)
     assert not {"train/reward", "train/reward_std", "train/response_tokens", "train/calls"} & set(metrics)
+
+
+def test_the_ages_of_tokens_are_metrics_of_an_asynchronous_run() -> None:
+    finished = [make_finished(1.0), make_finished(0.0)]
+    rules = BatchRules(stale=StaleMask(version=3, limit=3))
+    metrics = describe(finished, build_batch(finished, rules)[1], 1.0)
+    assert {name: value for name, value in metrics.items() if name.startswith("async/")} == {
+        "async/staleness_mean": 3.0,
+        "async/staleness_max": 3.0,
+        "async/trajectory_age_mean": 3.0,
+        "async/trajectory_age_max": 3.0,
+        "async/versions_mean": 1.0,
+        "async/versions_max": 1.0,
+        "async/stale_tokens": 0.0,
+        "async/stale_rows": 0.0,
+    }
+    masked = build_batch(finished, BatchRules(stale=StaleMask(version=3, limit=2)))[1]
+    assert describe(finished, masked, 1.0)["async/stale_rows"] == 2.0
+    synchronous = build_batch(finished, BatchRules())[1]
+    assert not any(name.startswith("async/") for name in describe(finished, synchronous, 1.0))
