@@ -86,7 +86,7 @@ class EngineLoad:
         preemptions: times since the engine's start that a request lost its place in the cache to others.
         capacity: tokens that the key-value cache holds; 0 if not known.
         paused: True while the engine samples nothing because its weights change or it sleeps.
-        idle_s: seconds since the engine's start in which it had no request.
+        idle_s: seconds since the engine's start in which it had no request. The replica measures them.
     """
 
     kv_use: float = 0.0
@@ -189,6 +189,10 @@ class Engine(Protocol):
         """Resume after `sleep`."""
         ...
 
+    def load(self) -> EngineLoad:
+        """Return the current load. Called often, so it must be cheap."""
+        ...
+
     async def check_health(self) -> None:
         """Raise if the engine can no longer serve; the replica is then replaced."""
         ...
@@ -244,6 +248,10 @@ class InferenceOnlyEngine:
 
     async def wake(self) -> None:
         """Do nothing: the engine never sleeps."""
+
+    def load(self) -> EngineLoad:
+        """Return an unknown load."""
+        return EngineLoad()
 
     async def check_health(self) -> None:
         """Always healthy."""

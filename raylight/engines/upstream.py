@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.engines.protocol import EngineSettings, InferenceOnlyEngine
+from raylight.engines.protocol import EngineLoad, EngineSettings, InferenceOnlyEngine
 from raylight.errors import ConfigError
 from raylight.http.errors import RequestError, UnknownModelError, error_body, error_response, read_error
 from raylight.http.request import json_request, until_disconnect
@@ -97,6 +97,9 @@ class UpstreamEngine(InferenceOnlyEngine):
 
     async def sleep(self, level: int = 1) -> str | None:
         return "an upstream model uses no memory here"
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(running=len(self._in_flight))
 
     async def check_health(self) -> None:
         """Raise only if closed: an upstream outage may pass, and a new replica would not end it."""

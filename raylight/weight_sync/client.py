@@ -10,7 +10,7 @@ from typing import Any
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from raylight.aio import pause
-from raylight.engines.protocol import UpdateMode
+from raylight.engines.protocol import EngineLoad, UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.orders import CatchUp, Order, Snapshot
@@ -18,6 +18,10 @@ from raylight.weight_sync.transfers import Phase
 
 GRACE_S = 10.0
 """Time that a caller waits for a response beyond the coordinator's own timeout."""
+LOADS_TIMEOUT_S = 2.0
+"""Time that replicas have to report their loads."""
+LOAD_RENEWAL_S = 60.0
+"""Time after which a replica renews the call that carries its load."""
 RETRY_DELAY_S = 0.5
 """Delay between two calls to a coordinator that does not respond."""
 
@@ -128,6 +132,16 @@ class CoordinatorClient:
     ) -> dict[str, list[float]]:
         return await self._issue(timeout, "probe", ids, timeout, adapter)
 
+    async def loads(self, timeout: float = LOADS_TIMEOUT_S) -> dict[str, EngineLoad]:
+        """Return the loads of the replicas that report within `timeout` seconds.
+
+        Empty while the coordinator restarts: a load that is read again later is of no use.
+        """
+        try:
+            return await call_coordinator(self._coordinator, "loads", timeout, within=timeout)
+        except CoordinatorUnavailableError:
+            return {}
+
     async def _issue(self, timeout: float, method: str, *args: Any) -> Any:
         within = order_limit(timeout, self._replacement_timeout_s)
         key = uuid.uuid4().hex
@@ -177,6 +191,17 @@ class ReplicaClient:
 
     async def acknowledge_phase(self, number: int, failure: str | None = None, lost: bool = False) -> None:
         await self._call("acknowledge_phase", number, failure, lost)
+
+    async def report_loads(self, measure: Callable[[], EngineLoad]) -> None:
+        """Report the load whenever it is asked for, until the coordinator's actor is gone."""
+        number, limit = 0, LOAD_RENEWAL_S
+        while True:
+            try:
+                number = await self._call("report_load", number, measure(), limit, within=limit)
+            except CoordinatorUnavailableError:
+                await pause(RETRY_DELAY_S)
+            except CoordinatorLostError:
+                return
 
     async def leave(self) -> None:
         await self._call("leave")

@@ -33,8 +33,9 @@ import asyncio
 import collections
 from typing import Any
 
-from raylight.engines.protocol import UpdateMode
+from raylight.engines.protocol import EngineLoad, UpdateMode
 from raylight.errors import EngineStartError, WeightSyncError
+from raylight.weight_sync.loads import LoadReports
 from raylight.weight_sync.orders import Kind, Snapshot, Versions
 from raylight.weight_sync.seeds import SamplingStreams
 from raylight.weight_sync.transfer_sequence import TransferSequence
@@ -50,6 +51,7 @@ class ReplicaCoordinator(TransferSequence):
         super().__init__(*args, **kwargs)
         self._start_failure: str | None = None
         self._streams = SamplingStreams(restored=not self._restored)
+        self._loads = LoadReports()
         self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
 
     async def report_start_failure(self, reason: str) -> None:
@@ -92,6 +94,14 @@ class ReplicaCoordinator(TransferSequence):
             self._calls.pop(key, None)
             raise
         return result, self.snapshot()
+
+    async def report_load(self, replica: str, measured_in: int, load: EngineLoad, timeout: float) -> int:
+        """Take a replica's load, see `LoadReports.report`."""
+        return await self._loads.report(replica, measured_in, load, timeout)
+
+    async def loads(self, timeout: float) -> dict[str, EngineLoad]:
+        """Return the loads of the live replicas that report within `timeout` seconds."""
+        return await self._loads.collect(self._quorum.__contains__, timeout)
 
     async def versions(self) -> Versions:
         """Return the state that all live replicas have reached."""

@@ -85,6 +85,31 @@ async def test_the_weights_wait_for_requests_in_flight(bench: Any, learner: Any)
     assert set(bench.sample.weight_versions) == {new}
 
 
+async def test_the_load_shows_requests_cache_and_pauses(bench: Any, learner: Any) -> None:
+    engine, loads = bench.engine, []
+    before = engine.load()
+    assert (before.running, before.waiting, before.kv_use) == (0, 0, 0)
+    assert before.capacity > 1000
+    tasks, _ = await in_flight(bench, 4, 200)
+    await until(lambda: engine.load().running == 4)
+    assert 0 < engine.load().kv_use < 1
+    update = engine.update_weights
+
+    async def read_load(info: Any) -> None:
+        loads.append(engine.load())
+        await update(info)
+
+    engine.update_weights = read_load
+    try:
+        await load_weights(engine, next(bench.versions), change(learner, 9))
+    finally:
+        del engine.update_weights
+    assert loads[0].paused
+    assert not engine.load().paused
+    await asyncio.gather(*tasks)
+    assert (engine.load().running, engine.load().preemptions) == (0, 0)
+
+
 async def test_requests_in_flight_are_aborted(bench: Any, learner: Any) -> None:
     old, new = bench.engine.version, next(bench.versions)
     tasks, contexts = await in_flight(bench, 4, 400)

@@ -14,7 +14,7 @@ import torch
 from starlette.types import ASGIApp
 
 from raylight.config import cpu_threads
-from raylight.engines.protocol import EngineSettings, LoraAdapter, UpdateMode
+from raylight.engines.protocol import EngineLoad, EngineSettings, LoraAdapter, UpdateMode
 from raylight.engines.transformers.app import build_app
 from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.worker import CLOSED
@@ -183,6 +183,19 @@ class TransformersEngine(Sampler):
             self._worker.asleep = False
 
         await self._run(wake)
+
+    def load(self) -> EngineLoad:
+        """Return the current load. A sequence has a slot for as long as it runs, so none is preempted."""
+        worker, decoder = self._worker, self._decoder
+        active = list(decoder.active)
+        capacity = decoder.slots * self.max_model_len
+        return EngineLoad(
+            kv_use=sum(sequence.length for sequence in active) / capacity,
+            running=len(active),
+            waiting=max(self._in_flight - len(active), 0),
+            capacity=capacity,
+            paused=worker.asleep or worker.updating,
+        )
 
     async def check_health(self) -> None:
         if self._worker.closed or not self._worker.thread.is_alive():

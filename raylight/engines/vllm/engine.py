@@ -18,11 +18,12 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from raylight.engines.grammar import Grammars
-from raylight.engines.protocol import LoraAdapter, UpdateMode
+from raylight.engines.protocol import EngineLoad, LoraAdapter, UpdateMode
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
 from raylight.engines.vllm.fields import RejectUnknownFields
+from raylight.engines.vllm.load import LoadStats
 from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.transfer_worker import LOST
 from raylight.errors import WeightSyncError
@@ -58,6 +59,7 @@ class VllmEngine:
         self.workers: int = parallel.world_size * parallel.data_parallel_size
         self._capture = Capture(client)
         self._adapters = VllmAdapters(client, self._capture)
+        self._load = LoadStats(client)
         self._update_lock = asyncio.Lock()
         self._core_watch = CoreWatch(client.engine_core.is_sleeping_async)
         self._asleep = self._closed = False
@@ -215,6 +217,9 @@ class VllmEngine:
             if self._asleep:
                 await self._client.engine_core.wake_up_async(None)
                 self._asleep = False
+
+    def load(self) -> EngineLoad:
+        return self._load.read(paused=self._paused or self._asleep)
 
     async def check_health(self) -> None:
         if self._failure:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -23,7 +23,7 @@ from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.store.client import StoreClient
 from raylight.types import Span
-from raylight.weight_sync.client import GRACE_S, call_until_answered
+from raylight.weight_sync.client import GRACE_S, ReplicaClient, call_until_answered
 from raylight.weight_sync.order_executor import OrderExecutor
 from raylight.weight_sync.seeds import derive_seed
 
@@ -85,7 +85,7 @@ class ReplicaRuntime:
         self._engine: Engine | None = None
         self._executor: OrderExecutor | None = None
         self._recorder: Recorder | None = None
-        self._executing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def seed(self) -> int:
         """Return the seed of this start of a replica. The first replica of a run has the run's own seed.
@@ -129,7 +129,10 @@ class ReplicaRuntime:
             node=ray.util.get_node_ip_address(),
         )
         await self._executor.catch_up()
-        self._executing = asyncio.create_task(self._executor.run())
+        metrics = Metrics(engine_metrics)
+        reporter = ReplicaClient(self._replica, settings.coordinator)
+        reports = reporter.report_loads(lambda: replace(engine.load(), idle_s=metrics.idle_s))
+        self._tasks = [asyncio.create_task(self._executor.run()), asyncio.create_task(reports)]
         store = settings.store
         if store is not None:
             self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
@@ -145,7 +148,7 @@ class ReplicaRuntime:
             ignore_fields=config.ignore_fields,
             training_temperature=settings.training_temperature,
             history=store.chat_history if store is not None else None,
-            metrics=Metrics(engine_metrics),
+            metrics=metrics,
             is_finished=store.is_attempt_finished if store is not None else None,
         )
         return add_replica_header(gateway, self._replica)
@@ -164,6 +167,8 @@ class ReplicaRuntime:
             await self._recorder.aclose(FLUSH_TIMEOUT_S)
         if self._executor is not None:
             await self._executor.close()
+        for task in self._tasks[1:]:
+            task.cancel()
 
     async def _add_spans(self, spans: list[Span]) -> None:
         assert self._settings.store is not None

@@ -264,6 +264,7 @@ def build_gateway(
             distribution; None leaves the sampling to the agents.
     """
     metrics = metrics or Metrics()
+    metrics.watch_load(engine.load)
     finished = FinishedAttempts(is_finished)
     app = metrics.count_samples(engine_app)
     if recorder is not None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.engines.capture_context import CURRENT
+from raylight.engines.protocol import EngineLoad
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the histograms' buckets, in seconds."""
@@ -52,22 +53,48 @@ class Metrics:
             "overridden_requests", "Requests of training rollouts whose sampling was replaced"
         )
         self.rejected_keys = counter("rejected_keys", "Requests without a valid API key")
+        self._idle_s, self._idle_since, self._requests_of_engine = 0.0, time.perf_counter(), 0
+        self.gauge("engine_idle_seconds", "Seconds in which the engine had no request", lambda: self.idle_s)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""
         Gauge(f"raylight_{name}", text, registry=self.registry).set_function(read)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the start in which the engine had no request."""
+        return self._idle_s + (time.perf_counter() - self._idle_since) * (not self._requests_of_engine)
+
+    def watch_load(self, read: Callable[[], EngineLoad]) -> None:
+        """Add gauges of an engine's load."""
+        gauges: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
+            "engine_kv_use": ("Share of the key-value cache in use", lambda load: load.kv_use),
+            "engine_kv_capacity_tokens": (
+                "Tokens that the key-value cache holds",
+                lambda load: load.capacity,
+            ),
+            "engine_running": ("Requests that are being sampled", lambda load: load.running),
+            "engine_waiting": ("Requests that wait for the engine", lambda load: load.waiting),
+            "engine_preemptions": ("Times that a request lost its place", lambda load: load.preemptions),
+        }
+        for name, (text, value) in gauges.items():
+            self.gauge(name, text, lambda value=value: value(read()))  # type: ignore[misc]
 
     def page(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry) + (self._extra() if self._extra else b"")
 
     def count_samples(self, app: ASGIApp) -> ASGIApp:
-        """Wrap the engine's application so that the tokens sampled for each captured request are counted."""
+        """Wrap the engine's application so that the tokens sampled for each captured request are counted,
+        and the time without requests is measured."""
 
         async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            self._idle_s, self._requests_of_engine = self.idle_s, self._requests_of_engine + 1
             try:
                 await app(scope, receive, send)
             finally:
+                self._requests_of_engine -= 1
+                self._idle_since = time.perf_counter()
                 if context := CURRENT.get():
                     for sample in context.samples.values():
                         self.prompt_tokens.inc(len(sample.prompt_ids))

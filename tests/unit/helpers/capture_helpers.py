@@ -13,11 +13,12 @@ from starlette.types import Scope as AsgiScope
 from unit_helpers import within
 
 from raylight.engines.capture_context import CURRENT, SCOPE, AttemptScope, CaptureContext
+from raylight.engines.protocol import EngineLoad
 from raylight.serving.capture.recorder import ClosedCall, OpenedCall
 from raylight.types import CallKey
 
 INSIDE = AttemptScope("ro-1", "at-1")
-ENGINE: Any = SimpleNamespace(kind="fake", model="policy", tokenizer=None, max_model_len=64)
+ENGINE: Any = SimpleNamespace(kind="fake", model="policy", tokenizer=None, max_model_len=64, load=EngineLoad)
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 

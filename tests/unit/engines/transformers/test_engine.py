@@ -20,6 +20,7 @@ from transformers_helpers import (
 )
 from unit_helpers import within
 
+from raylight.engines.protocol import EngineLoad
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
 from raylight.weight_sync.seeds import derive_seed
@@ -150,6 +151,24 @@ async def test_cancelling_a_call_frees_its_slot(make_engine: MakeEngine) -> None
         brake.release()
         await engine.generate([6], SamplingParams(2, temperature=0.0))
     assert brake.passes <= 7
+
+
+async def test_the_load_counts_running_and_waiting_requests_and_the_cache(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=2, max_model_len=50)
+    assert engine.load() == EngineLoad(capacity=100)
+    brake = Brake(engine, at=3)
+    async with within():
+        calls = [asyncio.create_task(engine.generate([5] * 8, SamplingParams(20))) for _ in range(5)]
+        await brake.reached.wait()
+        load = engine.load()
+        brake.release()
+        await asyncio.gather(*calls)
+    assert (load.running, load.waiting, load.preemptions, load.paused) == (2, 3, 0, False)
+    assert 0.16 <= load.kv_use <= 0.24  # two prompts, and up to four tokens each
+    await engine.start_weight_update()
+    assert engine.load() == EngineLoad(capacity=100, paused=True)
+    await engine.abort_weight_update()
+    assert not engine.load().paused
 
 
 async def test_cancelling_a_waiting_call_takes_it_out_of_the_queue(make_engine: MakeEngine) -> None:

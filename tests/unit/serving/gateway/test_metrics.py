@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from raylight.engines.capture_context import CURRENT, CaptureContext
 from raylight.engines.capture_context import AttemptScope as Attempt
+from raylight.engines.protocol import EngineLoad
 from raylight.serving.gateway.metrics import Metrics
 
 
@@ -113,6 +114,31 @@ async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
     assert read("raylight_prompt_tokens_total") == 6
     assert read("raylight_output_tokens_total") == 3
     assert read("raylight_aborted_calls_total") == 1
+
+
+async def test_the_engines_load_and_its_idle_time_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("raylight.serving.gateway.metrics.time.perf_counter", lambda: now)
+    metrics = Metrics()
+    metrics.watch_load(lambda: EngineLoad(0.25, running=3, waiting=2, preemptions=7, capacity=4096))
+    read = metrics.registry.get_sample_value
+    names = ("kv_use", "running", "waiting", "preemptions", "kv_capacity_tokens")
+    assert [read(f"raylight_engine_{name}") for name in names] == [0.25, 3, 2, 7, 4096]
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    async def engine(scope: Scope, receive: Receive, send: Send) -> None:
+        await gates[scope["number"]].wait()
+
+    app = metrics.count_samples(engine)
+    now += 5
+    calls = [asyncio.create_task(app({"number": n}, None, None)) for n in range(2)]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    for gate, call in zip(gates, calls, strict=True):
+        now += 10
+        gate.set()
+        await call
+    now += 2
+    assert metrics.idle_s == read("raylight_engine_idle_seconds") == 7
 
 
 async def _drop(message: Any) -> None: ...
