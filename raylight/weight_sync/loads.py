@@ -19,7 +19,7 @@ class LoadReports:
     def __init__(self) -> None:
         self._round = 0
         self._reports: dict[str, tuple[int, EngineLoad]] = {}
-        """By replica, its last load and the round in which it was measured."""
+        """Last load of each replica, and the round in which it was measured."""
         self._changed = BroadcastCondition()
 
     async def report(self, replica: str, measured_in: int, load: EngineLoad, timeout: float) -> int:

@@ -143,6 +143,7 @@ class VllmEngine:
     async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
         self._check_awake()
         self._paused = True
+        self._load.begin_pause()
         try:
             # the client's own method adds a pause of 20 ms; cached keys and values are recomputed afterwards
             await self._client.engine_core.pause_scheduler_async(mode, True)
@@ -208,6 +209,7 @@ class VllmEngine:
         if not config.model_config.enable_sleep_mode:
             return "vLLM was started without the argument enable_sleep_mode=True"
         async with self._update_lock:
+            self._load.begin_pause()
             await self._client.engine_core.sleep_async(level, "keep")
             self._asleep = True
         return None

@@ -23,7 +23,7 @@ class LoadStats(AggregateStatLoggerBase):
         self._cache = client.vllm_config.cache_config
         self._requests: dict[str, Any] = client.output_processor.request_states
         self._cores: dict[int, SchedulerStats] = {}
-        self._preemptions = 0
+        self._preemptions = self._preempted_by_pause = 0
         if client.logger_manager is not None:
             client.logger_manager.stat_loggers.append(self)
 
@@ -37,7 +37,15 @@ class LoadStats(AggregateStatLoggerBase):
         if scheduler_stats is not None:
             self._cores[engine_idx] = scheduler_stats
         if iteration_stats is not None:
-            self._preemptions += iteration_stats.num_preempted_reqs
+            preempted = iteration_stats.num_preempted_reqs
+            by_pause = min(preempted, self._preempted_by_pause)
+            self._preempted_by_pause -= by_pause
+            self._preemptions += preempted - by_pause
+
+    def begin_pause(self) -> None:
+        """Leave out the preemptions of a pause: vLLM preempts all requests to recompute their cache, and
+        reports it with their next tokens."""
+        self._preempted_by_pause = len(self._requests)
 
     def log_engine_initialized(self) -> None:
         """Do nothing."""
