@@ -240,6 +240,9 @@ class RunnerConfig(Config):
     start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress after which the start of placed runners has failed. For external runners:
     seconds without any runner after which the run ends."""
+    drain_timeout_s: float = Field(default=60.0, ge=0, le=MAX_SECONDS)
+    """Seconds for which a runner that is taken away, by `raylight scale` or because its node drains, may
+    finish the rollouts that it executes. Then they go back to the queue."""
     external: bool = False
     """True if other processes start the runners and join the run by its name: `Trainer(role="runner")`,
     `raylight runner`."""

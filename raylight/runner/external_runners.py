@@ -11,7 +11,8 @@ import ray
 from raylight.aio import pause
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
-from raylight.runner.pool import RunnerPayload, RunnerPool
+from raylight.runner.actor import RunnerPayload
+from raylight.runner.pool import RunnerPool
 from raylight.runner.runner import HEARTBEAT_S
 from raylight.store.client import StoreClient
 

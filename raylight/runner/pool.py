@@ -1,24 +1,18 @@
 """Pool of RunnerActors, watched from the driver.
 
-A runner that dies or hangs is replaced, and its rollouts go back to the queue.
+A runner that dies or hangs is replaced, and its rollouts go back to the queue. The number of runners can
+change during a run, and runners leave a node that drains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pickle import PickleError
-from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError, RpcError
 
-from raylight.agent.hooks import Hook, HookDispatcher
-from raylight.agent.litagent import LitAgent
-from raylight.agent.rollout_scope import TrainerView
-from raylight.aio import pause
+from raylight.aio import pause, task_group
 from raylight.config import RunnerConfig
 from raylight.errors import (
     ConfigError,
@@ -28,10 +22,11 @@ from raylight.errors import (
     RunnerLostError,
     summarize_ray_error,
 )
-from raylight.runner.runner import Runner, RunnerExit
+from raylight.runner.actor import Departure, PooledRunner, RunnerActor, RunnerPayload
+from raylight.runner.draining import draining_nodes, grace_seconds
+from raylight.runner.runner import RunnerExit
 from raylight.runner.start_up import StartUp
 from raylight.store.client import StoreClient
-from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.types import Failure
 
 logger = logging.getLogger(__name__)
@@ -39,48 +34,16 @@ logger = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
 PROBE_INTERVAL_S = 10.0
 """Longest interval between two probes of a runner's event loop."""
-MAX_INLINE_BYTES = 64 * 2**10
-"""Size up to which a payload is an argument of the actors. Ray puts arguments above 100 KiB into its object
-store, for each actor."""
-
-
-@dataclass(frozen=True)
-class RunnerPayload:
-    """Agent, tracer, hooks and secret that every runner receives."""
-
-    agent: LitAgent
-    tracer: Tracer = field(default_factory=OtelTracer)
-    hooks: Sequence[Hook] = ()
-    secret: str = ""
-
-
-class RunnerActor:
-    """A Runner as a Ray actor."""
-
-    def __init__(self, name: str, store: StoreClient, pickled: bytes, config: RunnerConfig) -> None:
-        payload: RunnerPayload = ray.cloudpickle.loads(pickled)
-        self._runner = Runner(
-            name,
-            store,
-            payload.agent,
-            payload.tracer,
-            HookDispatcher(payload.hooks),
-            payload.secret,
-            config.max_concurrent,
-            config.max_rollouts,
-            trainer=TrainerView(payload.tracer, tuple(payload.hooks), config.n, config.max_rollouts),
-        )
-
-    async def ready(self) -> None:
-        """Return once the actor is up; a later call returns while its event loop is responsive."""
-
-    async def serve(self) -> RunnerExit:
-        """Execute rollouts; see `Runner.serve`."""
-        return await self._runner.serve()
+DRAIN_CHECK_S = 2.0
+"""Interval at which draining nodes are looked up."""
 
 
 class RunnerPool:
-    """Starts and watches the runners of a run.
+    """Starts, watches and resizes the runners of a run.
+
+    A runner that leaves, because of a resize or because its node drains, takes no more rollouts, and has
+    `drain_timeout_s` to finish those that it executes. The others go back to the queue, and no rollout is
+    charged for it.
 
     Args:
         store: client of the run's store.
@@ -93,14 +56,26 @@ class RunnerPool:
         self._namespace = namespace
         self._config = config
         self._store = store
-        self._payload = _pickle(payload)
-        self._actors: dict[str, Any] = {}
+        self._payload = payload.pickle()
+        self._runners: dict[str, PooledRunner] = {}
+        """Runners that start or work, by name."""
+        self._leaving: set[PooledRunner] = set()
         self._started = 0
+        self._tasks: asyncio.TaskGroup | None = None
+        """Tasks of `watch`."""
+        self._watched = asyncio.Event()
+        self._exhausted = asyncio.Event()
+        """Set when all runners have executed `max_rollouts`."""
         self.lost = 0
         """Number of runners that died or hung."""
         self.replaced = 0
-        """Number of runners that were replaced because too many agents hung in them."""
+        """Number of runners that were replaced because too many agents hung in them or their node drained."""
         self._lost_in_a_row = self._succeeded = 0
+
+    @property
+    def size(self) -> int:
+        """Number of runners that are up, without those that are leaving."""
+        return sum(runner.node is not None for runner in self._runners.values())
 
     async def start(self) -> None:
         """Start all runners and wait until they are up.
@@ -109,9 +84,7 @@ class RunnerPool:
             PlacementError: the cluster has too few free resources.
             RunnerLostError: a runner failed while it started, or did not start in time.
         """
-        for _ in range(self._config.n):
-            self._start_actor()
-        await StartUp(self._actors, self._config).wait()
+        await self._bring_up(self._start_missing())
 
     async def watch(self) -> None:
         """Keep the runners running until cancelled.
@@ -120,26 +93,59 @@ class RunnerPool:
             RunnerLostError: more than `max_restarts` runners died in a row, without a rollout that succeeded
                 meanwhile.
         """
-        serving = {asyncio.ensure_future(actor.serve.remote()): name for name, actor in self._actors.items()}
-        probing = asyncio.create_task(self._probe_forever())
-        try:
-            while serving:
-                done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    name = await self._handle_exit(serving.pop(task), task)
-                    if name is not None:
-                        serving[asyncio.ensure_future(self._actors[name].serve.remote())] = name
-            await self._reject_forever()
-        finally:
-            probing.cancel()
-            for task in serving:
+        async with task_group() as self._tasks:
+            background = [
+                self._tasks.create_task(work)
+                for work in (self._probe_forever(), self._leave_draining_nodes())
+            ]
+            for runner in self._runners.values():
+                self._tasks.create_task(self._supervise(runner))
+            self._watched.set()
+            await self._exhausted.wait()
+            for task in background:
                 task.cancel()
+        await self._reject_forever()
+
+    async def resize(self, n: int) -> None:
+        """Change the number of runners while `watch` runs, and wait until it is reached.
+
+        Of two calls at the same time the later one decides. The newest runners leave first. If some of the
+        new ones cannot start, the pool keeps the others.
+
+        Raises:
+            ConfigError: `n` is no possible number, or the runners end by themselves (`max_rollouts`).
+            PlacementError: the cluster has too few free resources.
+            RunnerLostError: a new runner failed while it started, or did not start in time.
+        """
+        config = type(self._config)(**self._config.model_dump(exclude_unset=True) | {"n": n})
+        if config.max_rollouts is not None:
+            raise ConfigError(
+                f"runners that end after runner.max_rollouts={config.max_rollouts} rollouts cannot be added "
+                "or taken away during a run; leave max_rollouts out"
+            )
+        await self._watched.wait()
+        self._config = config
+        by_age = sorted(self._runners.values(), key=lambda runner: (runner.node is None, _number(runner)))
+        departure = Departure(f"the run was scaled to {n} runners", config.drain_timeout_s)
+        leaving = [self._dismiss(runner, departure) for runner in by_age[n:]]
+        added = self._start_missing()
+        try:
+            await self._bring_up(added)
+        except RaylightError:
+            for runner in added:
+                if runner.node is None and self._runners.get(runner.name) is runner:
+                    del self._runners[runner.name]
+                    ray.kill(runner.actor)
+            self._config = self._config.model_copy(update={"n": max(len(self._runners), 1)})
+            raise
+        await asyncio.gather(*leaving)
 
     async def stop(self) -> None:
         """Kill the runners, after releasing them in the store, so that none of their polls takes a rollout of
         a later run."""
-        actors, self._actors = self._actors, {}
-        released = (self._store.release_worker(self._worker_id(name), "the run ended") for name in actors)
+        runners = [*self._runners.values(), *self._leaving]
+        self._runners, self._leaving = {}, set()
+        released = (self._store.release_worker(runner.worker_id, "the run ended") for runner in runners)
         try:
             await asyncio.wait_for(asyncio.gather(*released, return_exceptions=True), RELEASE_TIMEOUT_S)
         except TimeoutError:
@@ -147,18 +153,17 @@ class RunnerPool:
                 "the store did not respond within %g s; the runners' leases will expire", RELEASE_TIMEOUT_S
             )
         finally:
-            for actor in actors.values():
-                ray.kill(actor)
+            for runner in runners:
+                ray.kill(runner.actor)
 
-    def _worker_id(self, name: str) -> str:
-        """Id of a runner in the store, which several runs may share."""
-        return f"{self._namespace}/{name}"
+    def _start_missing(self) -> list[PooledRunner]:
+        """Start as many runners as the pool lacks."""
+        return [self._start_runner() for _ in range(self._config.n - len(self._runners))]
 
-    def _start_actor(self) -> str:
-        """Start another runner and return its name."""
+    def _start_runner(self) -> PooledRunner:
         name = f"runner-{self._started}"
         self._started += 1
-        config = self._config
+        config, worker_id = self._config, f"{self._namespace}/{name}"
         actor = (
             ray.remote(RunnerActor)
             .options(
@@ -168,32 +173,128 @@ class RunnerPool:
                 resources=config.resources,
                 scheduling_strategy="SPREAD",
             )
-            .remote(self._worker_id(name), self._store, self._payload, config)
+            .remote(worker_id, self._store, self._payload, config)
         )
-        self._actors[name] = actor
-        return name
+        runner = self._runners[name] = PooledRunner(name, worker_id, actor)
+        return runner
 
-    async def _handle_exit(self, name: str, task: asyncio.Future[RunnerExit]) -> str | None:
-        """Replace a runner that ended; returns the name of its replacement, or None if none is needed."""
-        error = task.exception()
-        actor = self._actors.pop(name)
+    async def _bring_up(self, runners: list[PooledRunner]) -> None:
+        """Wait until new runners are up, without those that a resize takes away meanwhile."""
+        while runners := [runner for runner in runners if runner.name in self._runners]:
+            waiting = {runner.name: runner.actor for runner in runners if runner.node is None}
+            try:
+                await StartUp(waiting, self._config, on_up=self._begin).wait()
+                return
+            except RaylightError:
+                if self._runners.keys() >= waiting.keys():
+                    raise
+
+    def _begin(self, name: str, node: str) -> None:
+        """Have a runner that is up execute rollouts, at once or when the watch begins."""
+        if runner := self._runners.get(name):
+            runner.node = node
+            if self._tasks is not None:
+                self._tasks.create_task(self._supervise(runner))
+
+    async def _supervise(self, runner: PooledRunner) -> None:
+        """Have a runner execute rollouts until it ends or leaves."""
+        serving = asyncio.ensure_future(runner.actor.serve.remote())
+        try:
+            await asyncio.wait([serving, runner.departure], return_when=asyncio.FIRST_COMPLETED)
+            if runner.departure.done():
+                await self._see_off(runner, serving, runner.departure.result())
+            else:
+                await self._handle_exit(runner, serving)
+        finally:
+            serving.cancel()
+
+    # planned departures
+
+    def _dismiss(self, runner: PooledRunner, departure: Departure) -> asyncio.Future[None]:
+        """Order a runner to leave; the result is set when it has left."""
+        del self._runners[runner.name]
+        if runner.node is None:  # it holds nothing
+            ray.kill(runner.actor)
+            runner.gone.set_result(None)
+        else:
+            self._leaving.add(runner)
+            runner.departure.set_result(departure)
+        return runner.gone
+
+    async def _see_off(
+        self, runner: PooledRunner, serving: asyncio.Future[RunnerExit], departure: Departure
+    ) -> None:
+        """Let a runner finish the rollouts that it executes, give back the others, and end it."""
+        await self._store.retire_worker(runner.worker_id)
+        await asyncio.wait([serving], timeout=departure.grace_s)
+        died = serving.done() and serving.exception() is not None
+        requeued = await self._store.release_worker(runner.worker_id, departure.reason, not died)
+        self._leaving.discard(runner)
+        ray.kill(runner.actor)
+        logger.info(
+            "%s has left (%s); %d of its rollouts go back to the queue",
+            runner.name,
+            departure.reason,
+            requeued,
+        )
+        runner.gone.set_result(None)
+
+    async def _leave_draining_nodes(self) -> None:
+        """Have the runners of draining nodes leave, and start others in their place; Ray starts no actor on a
+        draining node. Ray sends no event for it."""
+        assert self._tasks is not None, "`watch` has begun"
+        while True:
+            await pause(DRAIN_CHECK_S)
+            try:
+                draining = await asyncio.to_thread(draining_nodes)
+            except RpcError as error:  # the cluster's monitor reports a GCS that stays away
+                logger.debug("the draining nodes are unknown: %s", error)
+                continue
+            for node, remaining_s in draining.items():
+                affected = [runner for runner in self._runners.values() if runner.node == node]
+                if not affected:
+                    continue
+                grace_s = grace_seconds(self._config.drain_timeout_s, remaining_s)
+                logger.warning(
+                    "node %s drains; its %d runner(s) leave within %.0f s and others start elsewhere",
+                    node[:8],
+                    len(affected),
+                    grace_s,
+                )
+                for runner in affected:
+                    self._dismiss(runner, Departure(f"node {node[:8]} drains", grace_s))
+                    self._tasks.create_task(self._replace(runner.name, f"node {node[:8]} drains"))
+                self.replaced += len(affected)
+
+    # losses
+
+    async def _handle_exit(self, runner: PooledRunner, serving: asyncio.Future[RunnerExit]) -> None:
+        """Replace a runner that ended, unless it has executed all that it may."""
+        error = serving.exception()
+        del self._runners[runner.name]
         if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
             if isinstance(error.cause, DiskError):  # of the store, which no other runner could write either
                 raise error.cause from None
-            raise RunnerLostError(f"{name} failed: {error.cause!r}") from error
-        ray.kill(actor)
-        if error is None and task.result() == "max_rollouts":
-            return None
+            raise RunnerLostError(f"{runner.name} failed: {error.cause!r}") from error
+        ray.kill(runner.actor)
+        if error is None and serving.result() == "max_rollouts":
+            if not self._runners:
+                self._exhausted.set()
+            return
         if error is None:
             self.replaced += 1
-            reason = "too many of its agents neither returned nor ended when cancelled"
+            reason = (
+                "the store has released it"
+                if serving.result() == "retired"
+                else "too many of its agents neither returned nor ended when cancelled"
+            )
         else:
             self.lost += 1
             reason = summarize_ray_error(error)
             succeeded = (await self._store.statistics()).get("rollouts_succeeded", 0)
             self._lost_in_a_row = 1 if succeeded > self._succeeded else self._lost_in_a_row + 1
             self._succeeded = succeeded
-        requeued = await self._store.release_worker(self._worker_id(name), reason)
+        requeued = await self._store.release_worker(runner.worker_id, reason)
         if self._lost_in_a_row > self._config.max_restarts:
             raise RunnerLostError(
                 f"{self._lost_in_a_row} runners died and no rollout succeeded meanwhile; the last error: "
@@ -201,25 +302,26 @@ class RunnerPool:
             )
         logger.warning(
             "%s ended (%s); %d rollouts go back to the queue and another runner starts",
-            name,
+            runner.name,
             reason,
             requeued,
         )
-        return await self._replace(name, reason)
+        await self._replace(runner.name, reason)
 
-    async def _replace(self, name: str, reason: str) -> str:
-        """Start a runner in the place of one that ended; returns its name.
+    async def _replace(self, name: str, reason: str) -> None:
+        """Start a runner in the place of one that ended, if the pool still lacks one.
 
-        A replacement that dies counts as a lost runner too: Ray may place it on a node that is being lost.
+        A replacement that dies counts as a lost runner too: Ray may place it on a node that is being lost. A
+        replacement without resources waits for them as long as other runners work.
 
         Raises:
             RunnerLostError: the replacement cannot be placed or cannot load the agent, or too many died.
         """
-        while True:
-            replacement = self._start_actor()
+        while len(self._runners) < self._config.n:
+            replacement = self._start_runner()
             try:
-                await StartUp({replacement: self._actors[replacement]}, self._config).wait()
-                return replacement
+                await self._await_replacement(replacement)
+                return
             except (PlacementError, RunnerLostError) as error:
                 if not _died(error) or self._lost_in_a_row >= self._config.max_restarts:
                     raise RunnerLostError(
@@ -227,15 +329,29 @@ class RunnerPool:
                     ) from None
                 self.lost += 1
                 self._lost_in_a_row += 1
-                ray.kill(self._actors.pop(replacement))
+                ray.kill(self._runners.pop(replacement.name).actor)
                 logger.warning("the replacement of %s died (%s); another runner starts", name, error)
+
+    async def _await_replacement(self, replacement: PooledRunner) -> None:
+        while True:
+            try:
+                await self._bring_up([replacement])
+                return
+            except PlacementError as error:
+                if not self.size:
+                    raise
+                logger.warning("the run goes on with %d runner(s) meanwhile: %s", self.size, error)
 
     async def _probe_forever(self) -> None:
         """Kill runners whose event loop is blocked, by an asynchronous agent for example; `watch` replaces
         them."""
         while True:
             await pause(min(PROBE_INTERVAL_S, self._config.stuck_after_s))
-            probes = {asyncio.ensure_future(actor.ready.remote()): actor for actor in self._actors.values()}
+            probes = {
+                asyncio.ensure_future(runner.actor.ready.remote()): runner.actor
+                for runner in self._runners.values()
+                if runner.node is not None  # `StartUp` watches the others
+            }
             if not probes:
                 continue
             responsive, stuck = await asyncio.wait(probes, timeout=self._config.stuck_after_s)
@@ -257,27 +373,12 @@ class RunnerPool:
                 await self._store.finish_attempt(rollout, "failed", failure)
 
 
+def _number(runner: PooledRunner) -> int:
+    """Position of a runner in the order of their starts."""
+    return int(runner.name.rpartition("-")[2])
+
+
 def _died(error: RaylightError) -> bool:
     """Return True if a runner's process ended while it started, by no error of the agent."""
     cause = error.__cause__
     return isinstance(cause, RayActorError) and not cause.actor_init_failed
-
-
-def _pickle(payload: RunnerPayload) -> Any:
-    """Return the pickled payload; a large one as a reference to Ray's object store.
-
-    Ray ends a driver that holds objects of a node which leaves the cluster, if it is the driver's own node:
-    at once, and without an exception.
-
-    Raises:
-        ConfigError: the payload cannot be pickled.
-    """
-    try:
-        pickled = ray.cloudpickle.dumps(payload)
-    except (PickleError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            "the agent (or its tracer, or a hook) cannot be sent to the runners: "
-            f"{str(error).splitlines()[0]}. Create clients, locks and caches inside the rollout function, or "
-            "define them in an importable module"
-        ) from None
-    return pickled if len(pickled) <= MAX_INLINE_BYTES else ray.put(pickled)

@@ -6,6 +6,7 @@ Laws:
 - An agent never waits for the store.
 - An attempt that the store reports as obsolete is cancelled.
 - A runner in which too many agents hang is replaced, after its other attempts have ended.
+- A runner that the store has retired takes no more rollouts, and ends after its attempts have ended.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.agent.rollout_scope import TrainerView
 from raylight.aio import pause
-from raylight.errors import SpanError
+from raylight.errors import SpanError, WorkerGoneError
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.runner.threads import AgentThreads
@@ -49,8 +50,9 @@ MAX_HUNG_AGENTS = 16
 MAX_RESOURCES = 8
 """Versions of the named resources that a runner caches."""
 
-RunnerExit = Literal["hung_agents", "max_rollouts"]
-"""Reason why a runner ended by itself: too many agents hang in it, or it has executed `max_rollouts`."""
+RunnerExit = Literal["hung_agents", "max_rollouts", "retired"]
+"""Reason why a runner ended by itself: too many agents hang in it, it has executed `max_rollouts`, or the
+store leases nothing more to it."""
 
 
 class Runner:
@@ -87,6 +89,7 @@ class Runner:
         )
         self._max_concurrent = max_concurrent
         self._remaining = max_rollouts
+        self._retired = False
         self._heartbeat_s = heartbeat_s
         self._resources: dict[str, ResourcesUpdate] = {}
         self._fetching = asyncio.Lock()
@@ -117,6 +120,8 @@ class Runner:
             for loop in loops:
                 if loop.done():
                     loop.result()
+            if self._retired:
+                return "retired"
             return "max_rollouts" if self._remaining == 0 else "hung_agents"
         finally:
             tasks = [*loops, *self._running.values()]
@@ -135,7 +140,12 @@ class Runner:
             limit = min(
                 self._max_concurrent - len(self._running), DEQUEUE_LIMIT, self._remaining or DEQUEUE_LIMIT
             )
-            for rollout in await self._poll(limit):
+            try:
+                rollouts = await self._poll(limit)
+            except WorkerGoneError:
+                self._retired = True
+                break
+            for rollout in rollouts:
                 self._start(rollout)
         await self._wait_while(lambda: bool(self._running))
 

@@ -53,6 +53,7 @@ class StartUp:
     Args:
         actors: actor handles by name.
         read_states: returns the states of the actors with these names.
+        on_up: called with the name of each runner that is up, and the id of its node.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class StartUp:
         actors: Mapping[str, Any],
         config: RunnerConfig,
         read_states: Callable[[Mapping[str, Any], Mapping[str, float]], dict[str, StartState]] | None = None,
+        on_up: Callable[[str, str], None] = lambda name, node: None,
     ) -> None:
         self._actors = dict(actors)
         self._config = config
         self._read_states = read_states or read_start_states
+        self._on_up = on_up
         self._states = dict.fromkeys(self._actors, UNPLACED)
         self._warned = False
         self._bundle = {"CPU": config.num_cpus, **config.resources}
@@ -91,6 +94,9 @@ class StartUp:
             done, late = await asyncio.wait(
                 late, timeout=max(next_check - clock(), 0.0), return_when=asyncio.FIRST_COMPLETED
             )
+            for task in done:
+                if task.exception() is None:
+                    self._on_up(ready[task], task.result())
             if errors := [error for task in done if (error := task.exception())]:
                 raise RunnerLostError(_failure_message(errors[0])) from errors[0]
             if done or await self._check(

@@ -308,9 +308,39 @@ class StoreClient(StoreReader, RecordWriter):
         )
         return obsolete
 
-    async def release_worker(self, worker_id: str, reason: str) -> int:
-        """Mark a worker as gone for good; its attempts go back to the queue. Returns their number."""
-        return await self._channel.call("release_worker", worker_id, reason)
+    async def retire_worker(self, worker_id: str) -> None:
+        """Lease nothing more to a worker, which may finish what it executes. Its polls end with
+        WorkerGoneError."""
+        await self._channel.call("retire_worker", worker_id)
+
+    async def release_worker(self, worker_id: str, reason: str, planned: bool = False) -> int:
+        """Mark a worker as gone for good; its attempts go back to the queue. Returns their number.
+
+        Args:
+            planned: the worker was taken away; False if it died, perhaps because of one of its attempts.
+        """
+        return await self._channel.call("release_worker", worker_id, reason, planned)
+
+    # requests to the driver of a run
+
+    async def ask_driver(self, run: str, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
+        """Send a request to the driver of a run; returns its reply, or None after `timeout` seconds."""
+        return await self._channel.send("ask_driver", run, uuid.uuid4().hex, request, timeout)
+
+    async def next_driver_request(
+        self, run: str, known: Sequence[str], timeout: float
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Wait for a request to the driver of a run; returns its key and content, None after `timeout`
+        seconds.
+
+        Args:
+            known: keys of the requests that the driver is executing.
+        """
+        return await self._channel.send("next_driver_request", run, list(known), timeout)
+
+    async def reply_to_request(self, key: str, reply: dict[str, Any]) -> None:
+        """Reply to a request of `next_driver_request`."""
+        await self._channel.send("reply_to_request", key, reply)
 
 
 def _request(

@@ -8,6 +8,7 @@ Laws:
 - A client that lost a response and repeats a dequeue gets the same rollouts.
 - Nothing is leased while serving is away.
 - A worker leases one crash suspect at a time, so that its next crash identifies the rollout that caused it.
+- A planned departure of a worker makes no suspect and charges no rollout.
 """
 
 from __future__ import annotations
@@ -125,22 +126,29 @@ class Leases:
         status = self._rollouts.status(attempt.rollout_id)
         return status in FINISHED and not (status == "failed" and attempt.status == "unresponsive")
 
-    def release_worker(self, worker_id: str, reason: str) -> int:
-        """Mark all attempts of a dead worker as lost to the infrastructure; returns their number.
+    def retire_worker(self, worker_id: str) -> None:
+        """Lease nothing more to a worker, and end its polls. It keeps the attempts that it executes."""
+        self._workers.mark_released(worker_id)
+        self._rollouts.events.queued = True  # ends the polls of this worker
 
+    def release_worker(self, worker_id: str, reason: str, planned: bool = False) -> int:
+        """Mark all attempts of a worker that is gone as lost to the infrastructure; returns their number.
+
+        No rollout is charged for the planned departure of a worker. After a death:
         One of them may have crashed the worker. As long as it is unknown which, none is charged and all
         become suspects. A worker leases one suspect at a time, and its next crash charges that suspect alone.
         The other attempts of that worker become suspects too: if one of them was the cause after all, it pays
         for the next crash, not another suspect.
         """
-        self._workers.mark_released(worker_id)
+        self.retire_worker(worker_id)
         held = self._held_by(worker_id)
-        possible_causes = [attempt for attempt in held if attempt.suspect] or held
-        lost = Failure(kind="infrastructure", error=f"RunnerLost: {reason}")
+        possible_causes = [] if planned else [attempt for attempt in held if attempt.suspect] or held
+        name = "RunnerRemoved" if planned else "RunnerLost"
+        lost = Failure(kind="infrastructure", error=f"{name}: {reason}")
         for attempt in held:
-            self._rollouts.set_suspect(attempt.rollout_id, True)
+            if not planned:
+                self._rollouts.set_suspect(attempt.rollout_id, True)
             self._attempts.set_status(attempt, "failed", lost, charged=possible_causes == [attempt])
-        self._rollouts.events.queued = True  # ends the polls of this worker
         return len(held)
 
     # deadlines

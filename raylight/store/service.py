@@ -30,6 +30,7 @@ from raylight.store.attempts import Attempts
 from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
+from raylight.store.mailbox import Mailbox
 from raylight.store.outages import Outages
 from raylight.store.queries import Queries
 from raylight.store.records import CallIds, ClosedCall, OpenedCall, Records
@@ -49,7 +50,7 @@ Call = tuple[str, tuple[Any, ...]]
 """Name of a method, and its arguments."""
 
 
-class StoreService:
+class StoreService(Mailbox):
     """Asynchronous interface of the journal and its tables; `StoreClient` documents each method.
 
     Args:
@@ -65,6 +66,7 @@ class StoreService:
         clock: Callable[[], float] = time.time,
         read_only: bool = False,
     ) -> None:
+        super().__init__()
         config = config or StoreConfig()
         self._read_only = read_only
         self._journal = Journal(path, read_only)
@@ -103,6 +105,7 @@ class StoreService:
             "update_rollout": self._update_rollout,
             "update_attempt": self._attempts.update,
             "finish_attempt": self._finish_attempt,
+            "retire_worker": self._leases.retire_worker,
             "release_worker": self._leases.release_worker,
             "cancel": self._rollouts.cancel,
             "add_spans": self._records.add_spans,

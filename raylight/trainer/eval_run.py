@@ -17,7 +17,7 @@ from raylight.disk import disk_errors
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.files import write_atomic
-from raylight.runner.pool import RunnerPayload
+from raylight.runner.actor import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import run_until_lost

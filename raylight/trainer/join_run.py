@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError
 from raylight.agent.litagent import LitAgent
 from raylight.aio import cancel_all
 from raylight.errors import ConfigError, RaylightError
+from raylight.runner.actor import RunnerPayload
 from raylight.runner.external_runners import RENDEZVOUS_NAME, JoinedPool, find_rendezvous
-from raylight.runner.pool import RunnerPayload
 from raylight.store.actor import STORE_NAME
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, until_lost

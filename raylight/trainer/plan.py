@@ -12,7 +12,7 @@ from raylight.agent.resources import LLM, NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
-from raylight.runner.pool import RunnerPayload
+from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.trainer.run_file import IN_CODE
 from raylight.types import RolloutConfig

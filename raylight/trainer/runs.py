@@ -22,7 +22,7 @@ from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl import VERL
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
-from raylight.runner.pool import RunnerPayload
+from raylight.runner.actor import RunnerPayload
 from raylight.runner.threads import AgentThreads
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_monitor import is_cluster_lost

@@ -16,8 +16,8 @@ from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import OutsideRolloutError
 from raylight.runner import pool
+from raylight.runner.actor import RunnerActor, RunnerPayload
 from raylight.runner.execute import execute
-from raylight.runner.pool import RunnerActor, RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.tracer import DummyTracer

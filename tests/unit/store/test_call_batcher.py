@@ -147,6 +147,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         ["update_rollout", "mine", {"status": "requeuing"}],
         ["cancel", ["mine"]],
         ["report_outage", "policy", 0.0, "nothing listens"],
+        ["retire_worker", "w"],
         ["release_worker", "w", "died"],
     ]
     assert {message[0] for message in messages} == set(box.service._methods)

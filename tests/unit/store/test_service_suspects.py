@@ -316,3 +316,30 @@ async def test_a_poison_among_runners_that_work_side_by_side(box: Box) -> None:
     found = await box.store.get_rollout_states(ids)
     assert [rollout.rollout_id for rollout in found if rollout.status != "succeeded"] == [poison]
     assert of(box, poison)[1] == 3
+
+
+# planned departures
+
+
+async def test_a_retired_worker_takes_nothing_more_and_finishes_what_it_executes(box: Box) -> None:
+    rollout = await box.take("w")
+    async with within():
+        polling = asyncio.create_task(box.store.dequeue_many_rollouts(worker_id="w", timeout=60))
+        await asyncio.sleep(0)
+        await box.store.retire_worker("w")
+        with pytest.raises(WorkerGoneError):
+            await polling
+    assert await box.store.heartbeat("w", {}, [rollout.attempt.attempt_id]) == []
+    assert (await box.store.finish_attempt(rollout, "succeeded")).status == "succeeded"
+
+
+async def test_a_planned_departure_makes_no_suspect_and_charges_no_rollout(box: Box) -> None:
+    for number in range(5):
+        rollout = (
+            await box.take(f"w{number}", max_attempts=1) if not number else await box.again(f"w{number}")
+        )
+        assert await box.store.release_worker(f"w{number}", "its node drains", planned=True) == 1
+        assert of(box, rollout) == (number + 1, 0, False)
+        attempt = await box.attempt(rollout, number + 1)
+        assert attempt.failure is not None
+        assert attempt.failure.error == "RunnerRemoved: its node drains"

@@ -17,7 +17,7 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import GRPO
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import AgentSignatureError, ConfigError
-from raylight.runner.pool import RunnerPayload
+from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.triplets import TracerTraceToTriplet

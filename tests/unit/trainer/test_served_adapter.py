@@ -19,7 +19,7 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError, EngineStartError, WeightSyncError
 from raylight.learner.adapter import adapted_layers
 from raylight.quickstart import STARTER_MODEL
-from raylight.runner.pool import RunnerPayload
+from raylight.runner.actor import RunnerPayload
 from raylight.trainer import served_adapter
 from raylight.trainer.plan import MODEL_NAME, PolicyPlan
 
