@@ -94,12 +94,12 @@ class RunnerPool:
                 meanwhile.
         """
         async with task_group() as self._tasks:
+            for runner in self._runners.values():
+                self._have_serve(runner)
             background = [
                 self._tasks.create_task(work)
                 for work in (self._probe_forever(), self._leave_draining_nodes())
             ]
-            for runner in self._runners.values():
-                self._tasks.create_task(self._supervise(runner))
             self._watched.set()
             await self._exhausted.wait()
             for task in background:
@@ -194,11 +194,15 @@ class RunnerPool:
         if runner := self._runners.get(name):
             runner.node = node
             if self._tasks is not None:
-                self._tasks.create_task(self._supervise(runner))
+                self._have_serve(runner)
 
-    async def _supervise(self, runner: PooledRunner) -> None:
-        """Have a runner execute rollouts until it ends or leaves."""
+    def _have_serve(self, runner: PooledRunner) -> None:
+        assert self._tasks is not None, "`watch` has begun"
         serving = asyncio.ensure_future(runner.actor.serve.remote())
+        self._tasks.create_task(self._supervise(runner, serving))
+
+    async def _supervise(self, runner: PooledRunner, serving: asyncio.Future[RunnerExit]) -> None:
+        """Wait until a runner ends or is to leave, and act on it."""
         try:
             await asyncio.wait([serving, runner.departure], return_when=asyncio.FIRST_COMPLETED)
             if runner.departure.done():
