@@ -204,7 +204,8 @@ class RunnerPool:
     async def _supervise(self, runner: PooledRunner, serving: asyncio.Future[RunnerExit]) -> None:
         """Wait until a runner ends or is to leave, and act on it."""
         try:
-            await asyncio.wait([serving, runner.departure], return_when=asyncio.FIRST_COMPLETED)
+            waits: list[asyncio.Future[Any]] = [serving, runner.departure]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if runner.departure.done():
                 await self._see_off(runner, serving, runner.departure.result())
             else:
