@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError, RpcError
