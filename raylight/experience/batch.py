@@ -102,6 +102,10 @@ class BatchReport:
     """Rows left out because all tokens that could be trained are too old."""
     stale_tokens: int = 0
     """Tokens that are masked because they are too old."""
+    trained_tokens: int = 0
+    """Tokens of the batch's rows that are in the loss."""
+    excluded_tokens: int = 0
+    """Tokens of rollouts that failed, have no reward, no call of a trained agent, or no baseline."""
     ages: TokenAges | None = None
     """Ages of the tokens; None if all have the learners' version."""
     off_policy_calls: int = 0
@@ -128,6 +132,8 @@ class _ScoredRollout:
     trajectories: Trajectories
     turns: list[TurnReward]
     baseline: float | None
+    tokens: int
+    """Sampled tokens of all its calls."""
 
     @property
     def total(self) -> float:
@@ -163,12 +169,14 @@ def build_batch(
     scored: list[_ScoredRollout] = []
     off_policy = OffPolicyCalls(rules.off_policy_sampling)
     calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
-    failed = unscored = empty = other_agents = aborted = 0
+    failed = unscored = empty = other_agents = aborted = excluded = 0
     for item in finished:
+        tokens = sum(len(call.output_ids) for call in item.generations)
         reward = reward_of(item) if reward_of else effective_reward(item, rules.failure_reward)
         if reward is None:
             failed += item.rollout.status != "succeeded"
             unscored += item.rollout.status == "succeeded"
+            excluded += tokens
             continue
         generations = filter_generations(item, rules.trained_agents)
         other_agents += len(item.generations) - len(generations)
@@ -177,16 +185,18 @@ def build_batch(
         sampled = build_trajectories(generations, masked)
         if not sampled.rows:
             empty += 1
+            excluded += tokens
             continue
         group = group_key(item)
         calls[group].append(generations)
         trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
         turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
         baseline = (baselines or {}).get(group)
-        scored.append(_ScoredRollout(group, reward, sampled, trajectories, turns, baseline))
+        scored.append(_ScoredRollout(group, reward, sampled, trajectories, turns, baseline, tokens))
     if not scored and empty:
         raise EmptyTraceError(_empty_reason(empty, aborted, other_agents, rules.trained_agents))
     comparable = _drop_without_baseline(scored, rules.min_group, baselines is not None)
+    excluded += sum(item.tokens for item in scored) - sum(item.tokens for item in comparable)
     constant = _zero_variance_groups(comparable)
     trained = comparable
     if rules.zero_variance_groups == "drop":
@@ -213,6 +223,8 @@ def build_batch(
         rows_forced=rows_forced,
         rows_stale=rows_empty - rows_forced,
         stale_tokens=_count_trained(sampled_rows) - _count_trained(kept_rows),
+        trained_tokens=_count_trained(batch.rows),
+        excluded_tokens=excluded,
         ages=describe_ages(rules.stale.version, batch.rows, sampled_rows) if rules.stale else None,
         repeated_seeds=count_repeated_seeds(calls),
         off_policy_calls=off_policy.calls,

@@ -94,10 +94,10 @@ class CallDeltas:
             TypeError: the sampling parameters cannot be stored.
         """
         branches = self._attempts.get(key.attempt_id, [])
-        base, shared, data = None, 0, None
+        base, shared, data, tokens = None, 0, None, 0
         if generation is not None:
             base, shared = _find_base(branches, generation.prompt_ids)
-            data = generation_bytes(generation, shared)
+            data, tokens = generation_bytes(generation, shared), len(generation.output_ids)
         texts = {} if span is None else _texts_of(span)
         row, continued = (None, None) if span is None else _span_delta(branches, span, texts)
         if generation is not None or span is not None:
@@ -107,7 +107,7 @@ class CallDeltas:
                 before = None
             self._remember(key.attempt_id, [*(other for other in branches if other is not before), branch])
         base_id = base.call_id if base is not None else None
-        return key.rollout_id, key.attempt_id, key.call_id, base_id, shared, data, row
+        return key.rollout_id, key.attempt_id, key.call_id, base_id, shared, data, tokens, row
 
     def encode_completely(self, key: CallKey, generation: Generation | None, span: Span | None) -> ClosedCall:
         """Encode a call without a base, because the store does not have one that it had."""

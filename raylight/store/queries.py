@@ -287,6 +287,30 @@ class Queries:
             [rollout_id, json.dumps(call_ids)],
         )
 
+    def sampled_tokens(self, rollout_ids: list[str]) -> list[Row]:
+        """Id of each of these rollouts, with its RolloutTokens."""
+        return self._fetch_all(
+            "SELECT w.value, COALESCE(SUM(iif(a.attempt_id = s.attempt_id, s.tokens, 0)), 0), "
+            "COALESCE(SUM(iif(a.attempt_id = s.attempt_id, 0, s.tokens)), 0), COALESCE(SUM("
+            "iif(a.attempt_id = s.attempt_id, s.late, 0)), 0) FROM json_each(?) w JOIN rollouts r ON "
+            "r.rollout_id = w.value LEFT JOIN attempts a ON a.rollout_id = w.value AND a.sequence_id = "
+            "r.n_attempts LEFT JOIN sampled s ON s.rollout_id = w.value GROUP BY w.value",
+            [json.dumps(rollout_ids)],
+        )
+
+    def token_totals(self, prefix: str, open_ids: list[str]) -> Row:
+        """TokenTotals of the rollouts whose ids begin with a prefix."""
+        total, late = self._fetch_all(
+            "SELECT COALESCE(SUM(tokens), 0), COALESCE(SUM(late), 0) FROM sampled WHERE rollout_id >= ? AND "
+            "rollout_id < ?",
+            [prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)],
+        )[0]
+        in_progress = self._fetch_all(
+            "SELECT COALESCE(SUM(tokens), 0) FROM json_each(?) w JOIN sampled s ON s.rollout_id = w.value",
+            [json.dumps(open_ids)],
+        )[0][0]
+        return total, in_progress, late
+
     def resources_by_id(self, resources_id: str) -> Row:
         """Columns RESOURCES of a version; raises UnknownIdError."""
         rows = self._by_id(f"SELECT {RESOURCES} FROM resources WHERE resources_id = ?", [resources_id])

@@ -47,7 +47,9 @@ from raylight.types import (
     Rollout,
     RolloutState,
     RolloutStatus,
+    RolloutTokens,
     Span,
+    TokenTotals,
     Worker,
     WorkerStatus,
 )
@@ -114,6 +116,20 @@ class StoreReader:
         Unlike `query_rollouts`, it does not read their inputs.
         """
         return [state_from_row(row) for row in await self._channel.send("query", "states", list(rollout_ids))]
+
+    async def count_sampled_tokens(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTokens]:
+        """Return the tokens that decided rollouts sampled, by id."""
+        rows = await self._channel.send("query", "sampled_tokens", list(rollout_ids))
+        return {rollout_id: RolloutTokens(*counts) for rollout_id, *counts in rows}
+
+    async def token_totals(self, prefix: str, open_ids: Sequence[str]) -> TokenTotals:
+        """Return the numbers of tokens that all rollouts of a lineage and mode sampled.
+
+        Args:
+            prefix: beginning of the rollouts' ids.
+            open_ids: rollouts that no training step has taken.
+        """
+        return TokenTotals(*await self._channel.send("query", "token_totals", prefix, list(open_ids)))
 
     async def query_attempts(
         self,

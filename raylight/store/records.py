@@ -8,6 +8,7 @@ Laws:
 - The record of a call belongs to the attempt that opened it, and to no other.
 - Records for a decided attempt are counted as late, never attributed to the next attempt.
 - A call or a span is stored only after its base, which then never changes.
+- The tokens of a call are counted with its record, once.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
-from raylight.types import ATTEMPT_FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
+from raylight.types import ATTEMPT_FINISHED, FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
 """`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
-ClosedCall = tuple[str, str, str, str | None, int, bytes | None, Row | None]
-"""`(rollout_id, attempt_id, call_id, base, shared, generation, span)`; the generation is None if nothing was
-sampled, the span if there is none. CALL explains `base` and `shared`."""
+ClosedCall = tuple[str, str, str, str | None, int, bytes | None, int, Row | None]
+"""`(rollout_id, attempt_id, call_id, base, shared, generation, tokens, span)`; the generation is None if
+nothing was sampled, the span if there is none. `tokens` is the number of sampled ones; CALL explains `base`
+and `shared`."""
 CallIds = tuple[str, str, str]
 """`(rollout_id, attempt_id, call_id)`."""
 _ADD_SPAN = (
@@ -43,6 +45,11 @@ _OPEN_WITH_BASES = (
 call, because an agent may have written a span with any id."""
 _CLOSE_CALL = f"UPDATE calls SET base = ?, shared = ?, generation = ? {_OPEN_WITH_BASES}"
 _DELETE_OPEN_CALL = f"DELETE FROM calls {_OPEN_WITH_BASES}"
+_COUNT_TOKENS = (
+    "INSERT INTO sampled SELECT ?1, ?2, iif(decided, 0, ?3), iif(decided, ?3, 0) FROM (SELECT status IN "
+    f"({', '.join(map(repr, sorted(FINISHED)))}) AS decided FROM rollouts WHERE rollout_id = ?1) WHERE true "
+    "ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens, late = late + excluded.late"
+)
 
 
 @dataclass
@@ -225,7 +232,7 @@ class Records:
         without_base: list[CallIds] = []
         ignored: list[CallIds] = []
         unusable: set[tuple[str, str | None]] = set()
-        for rollout_id, attempt_id, call_id, base, shared, generation, span in calls:
+        for rollout_id, attempt_id, call_id, base, shared, generation, tokens, span in calls:
             ids, key = (rollout_id, attempt_id, call_id), (attempt_id, call_id)
             span_base = span[BASE] or None if span else None
             condition = (*key, base, attempt_id, base, span_base, attempt_id, span_base)
@@ -237,6 +244,8 @@ class Records:
                 closed = self._journal.execute(_CLOSE_CALL, (base, shared, generation, *condition)).rowcount
             if closed:
                 self._journal.increment("generations", by=generation is not None)
+                if tokens:
+                    self._journal.execute(_COUNT_TOKENS, (rollout_id, attempt_id, tokens))
                 if span is not None:
                     self.add_spans([span], bounded=False)
             elif (is_open := self._is_open(key)) is True:

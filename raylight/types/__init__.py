@@ -22,6 +22,8 @@ from raylight.types.rollouts import (
     Rollout,
     RolloutConfig,
     RolloutState,
+    RolloutTokens,
+    TokenTotals,
     Worker,
 )
 from raylight.types.spans import (
@@ -114,9 +116,11 @@ __all__ = [
     "RolloutMode",
     "RolloutState",
     "RolloutStatus",
+    "RolloutTokens",
     "Span",
     "SpanContext",
     "SpanCoreFields",
+    "TokenTotals",
     "TraceStatus",
     "Trajectory",
     "Triplet",

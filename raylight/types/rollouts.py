@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -152,6 +152,28 @@ class AttemptedRollout(Rollout):
                 f"{self.rollout_id}"
             )
         return self
+
+
+class RolloutTokens(NamedTuple):
+    """Numbers of tokens that a decided rollout sampled."""
+
+    latest: int
+    """Tokens of its latest attempt, up to the decision."""
+    earlier: int
+    """Tokens of its earlier attempts, up to the decision."""
+    late: int
+    """Tokens of its latest attempt after the decision."""
+
+
+class TokenTotals(NamedTuple):
+    """Numbers of tokens that the rollouts of a run sampled."""
+
+    sampled: int
+    """Tokens up to the decision of their rollout."""
+    open: int
+    """Tokens among these of rollouts that no training step has taken."""
+    late: int
+    """Tokens after the decision of their rollout."""
 
 
 class Worker(StrictModel):

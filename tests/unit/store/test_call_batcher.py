@@ -123,7 +123,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     key = call_of(rollout)
     made = make_generation([1], [2], key=key)
     opened = (*ids_of(rollout), key.call_id, 0.0, "recorder", "request")
-    closed = (*ids_of(rollout), key.call_id, None, 0, generation_bytes(made), span_row(span_of(rollout)))
+    closed = (*ids_of(rollout), key.call_id, None, 0, generation_bytes(made), 1, span_row(span_of(rollout)))
     resources_id = new_id("rs")
     messages: list[list[Any]] = [
         ["start_rollout", request_row(EnqueueRolloutRequest(input=2)), new_id("at"), "w"],

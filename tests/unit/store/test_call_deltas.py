@@ -268,7 +268,7 @@ def test_prompts_of_one_conversation_are_parts_of_one_array() -> None:
     deltas, rows, tokens = CallDeltas(), [], list(range(100))
     for turn in range(300):
         key = CallKey("ro", "at", f"call-{turn}")
-        _, attempt_id, call_id, base, shared, data, _ = deltas.encode(
+        _, attempt_id, call_id, base, shared, data, _, _ = deltas.encode(
             key, make_generation(tokens, [turn], key=key), None
         )
         rows.append((call_id, "ro", attempt_id, base, shared, data))

@@ -19,8 +19,9 @@ from store_helpers import BROKEN, Box, Clock, call_of, conversation_of, ids_of, 
 from unit_helpers import make_generation, within
 
 from raylight.errors import DiskError, StoreError
-from raylight.store.journal import VERSION, Journal
+from raylight.store.journal import Journal
 from raylight.store.rollouts import CommitEvents
+from raylight.store.schema import VERSION
 from raylight.store.service import StoreService
 
 # files that cannot be a journal

@@ -13,7 +13,7 @@ from unit_helpers import make_generation
 
 from raylight.types import EnqueueRolloutRequest, RolloutConfig
 
-LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|clients|r|a)\b")
+LARGE = re.compile(r"\bSCAN (rollouts|attempts|spans|calls|clients|sampled|r|a|s)\b")
 """A walk through all of a table that grows with the run."""
 THROUGH_A_SMALL_INDEX = re.compile(
     r"USING (COVERING )?INDEX (rollouts_queue|attempts_deadline|attempts_worker|calls_open|rollouts_start)\b"
@@ -56,6 +56,8 @@ async def use_everything(box: Box) -> None:
     await store.wait_for_rollouts(rollout_ids=[second.rollout_id, first.rollout_id], at_least=1)
     await store.collect([first.rollout_id, second.rollout_id], with_spans=True)
     await store.get_latest_attempt(first.rollout_id)
+    await store.count_sampled_tokens([first.rollout_id])
+    await store.token_totals("ro-", [first.rollout_id])
     await store.get_resources_by_id(old.resources_id)
     await store.get_latest_resources()
     await store.get_worker_by_id("w")

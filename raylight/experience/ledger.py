@@ -1,0 +1,131 @@
+"""Ledger of the tokens that training rollouts sampled: each is trained, masked, dropped, failed or open.
+
+The store counts the tokens of each call with its record. The ledger counts those that the training steps
+took, by what became of them. Both are equal at any time; `unaccounted` is their difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+from raylight.experience.batch import BatchReport
+from raylight.types import FinishedRollout, RolloutTokens, TokenTotals
+
+
+@dataclass(frozen=True)
+class TakenTokens:
+    """Tokens of the rollouts that training steps took; two of them can be added."""
+
+    trained: int = 0
+    """Tokens in the loss of an update."""
+    masked: int = 0
+    """Tokens of a batch's rollouts that no gradient came from: forced, off-policy, stale, of aborted calls,
+    of agents that are not trained, of rows or groups that were left out, of greedy baselines, and of batches
+    without signal."""
+    dropped: int = 0
+    """Tokens of groups that were replaced."""
+    failed: int = 0
+    """Tokens of attempts that failed or were replaced, and of rollouts that a batch excludes."""
+    late: int = 0
+    """Tokens among these that were recorded after their rollout was decided."""
+
+    def __add__(self, other: TakenTokens) -> TakenTokens:
+        return TakenTokens(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """State of the ledger: numbers of tokens since the start of the run."""
+
+    generated: int
+    """All tokens, as the store counts them."""
+    trained: int
+    masked: int
+    dropped: int
+    failed: int
+    open: int
+    """Tokens of rollouts that no training step took."""
+
+    @property
+    def unaccounted(self) -> int:
+        """Tokens that are missing in the ledger (or in the store, if below 0). It closes if this is 0."""
+        return self.generated - self.trained - self.masked - self.dropped - self.failed - self.open
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step."""
+        counts = {**asdict(self), "unaccounted": self.unaccounted}
+        return {f"ledger/{name}": float(count) for name, count in counts.items()}
+
+
+class Ledger:
+    """Tokens of the training rollouts of a lineage. A step that is taken again replaces its own entry."""
+
+    def __init__(self) -> None:
+        self._before = TakenTokens()
+        """Sum of the steps up to the starting point."""
+        self._steps: dict[int, TakenTokens] = {}
+
+    def take(
+        self,
+        step: int,
+        rollouts: list[FinishedRollout],
+        report: BatchReport,
+        counts: Mapping[str, RolloutTokens],
+        dropped: Iterable[str] = (),
+    ) -> None:
+        """Enter the rollouts that a step took.
+
+        Args:
+            rollouts: rollouts that its batch was built from.
+            report: report of the batch.
+            counts: the store's counts of these rollouts and of the dropped ones.
+            dropped: ids of the rollouts of dropped groups.
+        """
+        collected = {item.rollout.rollout_id: _count_tokens(item) for item in rollouts}
+        trained = report.trained_tokens if report.has_signal else 0
+        late = sum(_count_late(seen, counts[name]) for name, seen in collected.items())
+        lost = [counts[name] for name in dropped]
+        self._steps[step] = TakenTokens(
+            trained=trained,
+            masked=sum(collected.values()) - trained - report.excluded_tokens,
+            dropped=sum(count.latest for count in lost),
+            failed=report.excluded_tokens
+            + sum(counts[name].earlier for name in collected)
+            + sum(count.earlier for count in lost),
+            late=late,
+        )
+
+    def row(self, totals: TokenTotals) -> LedgerRow:
+        """Return the state of the ledger.
+
+        Args:
+            totals: the store's counts, in which all rollouts are open that no step in the ledger took.
+        """
+        taken = sum(self._steps.values(), self._before)
+        return LedgerRow(
+            generated=totals.sampled + totals.late,
+            trained=taken.trained,
+            masked=taken.masked,
+            dropped=taken.dropped,
+            failed=taken.failed + totals.late - taken.late,
+            open=totals.open,
+        )
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """Return the sums up to a step as plain JSON."""
+        return asdict(sum((entry for n, entry in self._steps.items() if n <= step), self._before))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the result of `state_dict`."""
+        self._before, self._steps = TakenTokens(**state), {}
+
+
+def _count_tokens(item: FinishedRollout) -> int:
+    return sum(len(call.output_ids) for call in item.generations)
+
+
+def _count_late(collected: int, count: RolloutTokens) -> int:
+    """Return how many of a rollout's tokens were recorded after it was decided, as far as the store knows."""
+    return min(max(collected - count.latest, 0), count.late)
