@@ -11,7 +11,8 @@ from pydantic import Field
 
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.resources import NamedResources
-from raylight.algorithms.base import Algorithm, BaseAlgorithm
+from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
+from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.bounds import MAX_COUNT, Seed
 from raylight.components import build_component
@@ -123,4 +124,28 @@ def parse_algorithm(spec: Any, num_epochs: int | None) -> TrainerAlgorithm | Non
             )
         return algorithm.with_epochs(num_epochs)
     algorithm.n_epochs = num_epochs
+    return algorithm
+
+
+def chosen_algorithm(algorithm: TrainerAlgorithm | None, dev: bool) -> TrainerAlgorithm:
+    """Return the algorithm of a run.
+
+    Args:
+        dev: True for a run in which the agent is tried with a fast algorithm, `Baseline` if there is none.
+
+    Raises:
+        ConfigError: there is no algorithm.
+        TypeError: the algorithm is not fast.
+    """
+    if dev and algorithm is None:
+        return Baseline()
+    if dev and not isinstance(algorithm, FastAlgorithm):
+        raise TypeError(
+            f"dev() requires a FastAlgorithm, and the Trainer's is {type(algorithm).__name__}; use Baseline()"
+        )
+    if algorithm is None:
+        raise ConfigError(
+            "the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try "
+            "the agent"
+        )
     return algorithm

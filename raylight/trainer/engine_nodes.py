@@ -6,7 +6,6 @@ The driver builds vLLM's deployment, and replicas run it on nodes with GPUs. Bot
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import ray
@@ -16,9 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnN
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine, has_vllm
 from raylight.errors import ConfigError, summarize_ray_error
-from raylight.trainer.plan import RunPlan, ServedPlan
+from raylight.trainer.settings import ResolvedSettings
 
-Plan = TypeVar("Plan", bound=RunPlan)
 Answer = TypeVar("Answer")
 ANSWER_TIMEOUT_S = 60.0
 """Longest time for a task on a node, which may have to start a process."""
@@ -47,11 +45,11 @@ def engine_on_nodes(requested: EngineConfig, engine: EngineConfig) -> EngineConf
     return decide(requested, engine, has_vllm(), answers)
 
 
-def plan_for_nodes(plan: Plan, requested: EngineConfig) -> Plan:
-    """Return a run's plan with the engine that the GPU nodes can run; see `engine_on_nodes`."""
-    if not isinstance(plan, ServedPlan):
-        return plan
-    return replace(plan, engine=engine_on_nodes(requested, plan.engine))
+def settings_for_nodes(settings: ResolvedSettings, requested: EngineConfig) -> ResolvedSettings:
+    """Return a run's settings with the engine that the GPU nodes can run; see `engine_on_nodes`."""
+    if settings.serving is None:
+        return settings
+    return settings.with_engine(engine_on_nodes(requested, settings.serving.engine))
 
 
 def can_run(engine: EngineConfig, resources: dict[str, float]) -> bool:

@@ -1,206 +1,259 @@
-"""A run that scores a model with engines and runners, without learners."""
+"""Evaluation of a model: a run with engines and runners, without learners."""
 
 from __future__ import annotations
 
 import json
-import secrets
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raylight.agent.litagent import LitAgent
-from raylight.agent.resources import LLM
-from raylight.config import EngineConfig, StoreConfig
-from raylight.disk import disk_errors
-from raylight.engines.registry import choose_engine
-from raylight.errors import ConfigError
+from pydantic import Field, field_validator
+
+from raylight.agent.resources import LLM, check_sampling
+from raylight.algorithms.policy import RunSettings
+from raylight.bounds import MAX_SAMPLES, MAX_SECONDS
+from raylight.config import Config, EngineConfig
+from raylight.errors import ConfigError, ModelNotFoundError
 from raylight.files import write_atomic
-from raylight.runner.actor import RunnerPayload
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import run_until_lost
-from raylight.trainer.display import make_display, print_scores
-from raylight.trainer.engine_nodes import plan_for_nodes
-from raylight.trainer.eval_session import EvalPlan, EvalSession, EvalSettings, find_adapter
-from raylight.trainer.hardware import plan_for_hardware
-from raylight.trainer.inputs import resolve_model
+from raylight.store.client import StoreClient
+from raylight.traces.rewards import MAX_REWARD
+from raylight.trainer.cluster import Connection
+from raylight.trainer.cluster_settings import settings_for_cluster
+from raylight.trainer.components.serving import ADAPTER_FILES
+from raylight.trainer.display import Display
+from raylight.trainer.fit import fixed_model
 from raylight.trainer.outcome import raise_if_hopeless
-from raylight.trainer.plan import MODEL_NAME, merge_resources, with_policy
 from raylight.trainer.plot import plot_histogram
 from raylight.trainer.report import ProgressReporter
+from raylight.trainer.rollouts import run_rollouts
+from raylight.trainer.run import Run
+from raylight.trainer.run_resources import with_policy
 from raylight.trainer.scores import Scores, Spread, measure
-from raylight.types import FinishedRollout
-
-if TYPE_CHECKING:
-    from raylight.trainer.trainer import Trainer
+from raylight.trainer.settings import MODEL_NAME, ResolvedSettings
+from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutConfig
 
 COLLECT_CHUNK = 256
 """Maximum number of rollouts whose spans are in memory at the same time."""
 
 
-class EvalRun:
-    """Rolls every task out `samples` times and scores the rollouts.
+class EvalSettings(Config):
+    """Settings of an evaluation."""
+
+    model: str
+    """Folder of a Hugging Face model, its name in the local cache, or the upstream's name of it."""
+    lora_adapter: str | None = None
+    """Folder of a LoRA adapter in peft's format, which is served with the model."""
+    samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    """Rollouts per task."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their
+    client themselves."""
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
+    """Reward of a rollout whose agent failed; None leaves it out. Infrastructure failures are always left
+    out."""
+    pass_reward: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
+    """Lowest reward with which a rollout passes, for pass@k."""
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
+    """Limits and retries of each rollout."""
+    lora_adapter_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
+    """Deadline for the adapter to reach every replica, in seconds."""
+
+    _check_sampling = field_validator("sampling")(check_sampling)
+
+
+def start_evaluation(
+    settings: ResolvedSettings,
+    chosen: EvalSettings,
+    tasks: list[Any],
+    requested: RunSettings,
+    connection: Connection,
+    display: Display,
+) -> Coroutine[Any, Any, dict[str, Any]]:
+    """Return the work of a planned evaluation on the connected cluster.
+
+    Args:
+        requested: settings of the Trainer, as the algorithm adjusts them.
+    """
+    progress = ProgressReporter(display)
+    progress.stage(f"run {settings.name}")
+    connection.announce(progress.note, progress.stage)
+    settings, notes = settings_for_cluster(settings, requested)
+    for note in notes:
+        progress.note(note)
+    return evaluate(settings, chosen, tasks, progress, connection.owns_cluster)
+
+
+async def evaluate(
+    settings: ResolvedSettings,
+    chosen: EvalSettings,
+    tasks: list[Any],
+    progress: ProgressReporter,
+    owns_cluster: bool,
+) -> dict[str, Any]:
+    """Roll every task out `samples` times and score the rollouts; return the content of `eval.json`.
 
     Writes `eval.json` (all scores, and the configuration), `eval.jsonl` (a line per rollout), `eval.png` (the
-    rewards) and `eval.db` (the store) to `folder`. Other files there are unchanged, so the folder may be a
-    training run's directory.
+    rewards) and `eval.db` (the store) to the folder of the settings.
 
     Raises:
-        RaylightError: the agent, the model or the adapter does not exist or cannot be used.
+        RaylightError: the model could not be served, or no rollout was scored.
     """
-
-    def __init__(
-        self, trainer: Trainer, agent: LitAgent, tasks: list[Any], settings: EvalSettings, folder: Path
-    ) -> None:
-        self.trainer = trainer
-        self.agent = agent
-        self.tasks = tasks
-        self.folder = folder
-        resources = merge_resources(agent, trainer.initial_resources)
-        agent.check(with_policy(resources, LLM(model=MODEL_NAME)), ("val",))
-        path, engine = _engine(trainer.engine, settings)
-        if settings.lora_adapter is not None:
-            settings = settings.model_copy(update={"lora_adapter": find_adapter(settings.lora_adapter)})
-        self.plan = EvalPlan(
-            name=f"raylight-eval-{secrets.token_hex(4)}",
-            payload=RunnerPayload(agent, trainer.tracer, trainer.hooks, secrets.token_hex(16)),
-            runner=trainer.runner,
-            store=trainer.store,
-            store_path=(isinstance(trainer.store, StoreConfig) and trainer.store.path)
-            or str(folder / "eval.db"),
-            resources=resources,
-            model_path=path,
-            engine=engine,
-            seed=trainer.seed,
-            settings=settings,
-            n_tasks=len(tasks),
-        )
-
-    def run(self, address: str | None, log_to_driver: bool) -> dict[str, Any]:
-        """Run the evaluation; return the content of `eval.json`.
-
-        Raises:
-            RaylightError: the model could not be served, or no rollout was scored.
-        """
-        self._clear()
-        show = self.trainer.progress
-        start_timeout_s = self.plan.runner.start_timeout_s
-        with (
-            disk_errors(self.folder),
-            ray_session(address, log_to_driver, start_timeout_s) as connection,
-            make_display(show, 0) as display,
-        ):
-            progress = ProgressReporter(display)
-            progress.stage(f"run {self.plan.name}")
-            connection.announce(display.note, display.stage)
-            plan, notes = plan_for_hardware(self.plan, self.trainer.engine)
-            for note in notes:
-                display.note(note)
-            self.plan = plan_for_nodes(plan, self.trainer.engine)
-            work = self._work(progress, connection.owns_cluster)
-            figures = run_until_lost(work, "Start the evaluation again")
-        if show:
-            print_scores(figures, str(self.folder))
-        return figures
-
-    def _clear(self) -> None:
-        """Create the folder and remove the results of an earlier evaluation in it."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for name in ("eval.json", "eval.png"):
-                (self.folder / name).unlink(missing_ok=True)
-            (self.folder / "eval.jsonl").write_text("")
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir {self.folder} cannot be written: {error.strerror}; choose another folder"
-            ) from None
-
-    async def _work(self, progress: ProgressReporter, owns_cluster: bool) -> dict[str, Any]:
-        settings = self.plan.settings
-        async with EvalSession(self.plan, progress.stage, owns_cluster) as session:
-            started = time.perf_counter()
-            work = session.run_tasks(self.tasks, "val", settings.samples, progress.rollout_progress("val"))
-            ids = await session.watched(work)
-            seconds = time.perf_counter() - started
-            finished = await self._collect(session, ids)
-            progress.failures(finished)
-            progress.stage("stopping")
-        raise_if_hopeless(finished, settings.failure_reward)
-        scores = measure(finished, settings.samples, settings.failure_reward, settings.pass_reward)
-        if note := ignored_sampling(finished, settings.sampling):
-            progress.note(note)
-        figures = self._figures(scores, finished, seconds, note)
-        write_atomic(self.folder / "eval.json", json.dumps(figures, indent=2) + "\n")
-        plot_histogram(rewards_by_name(finished), self.folder / "eval.png")
-        return figures
-
-    async def _collect(self, session: EvalSession, ids: list[str]) -> list[FinishedRollout]:
-        """Write a line per rollout; return the finished rollouts without their spans."""
-        finished: list[FinishedRollout] = []
-        with (self.folder / "eval.jsonl").open("a") as file:
-            for start in range(0, len(ids), COLLECT_CHUNK):
-                chunk = ids[start : start + COLLECT_CHUNK]
-                for item in await session.store.collect(chunk, with_spans=True, with_span_tokens=False):
-                    task, sample = divmod(len(finished), self.plan.settings.samples)
-                    file.write(json.dumps(eval_line(item, task, sample), default=repr) + "\n")
-                    finished.append(replace(item, spans=[]))
-        return finished
-
-    def _figures(
-        self, scores: Scores, finished: list[FinishedRollout], seconds: float, note: str | None
-    ) -> dict[str, Any]:
-        primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
-        failures = [
-            item.rollout.attempt.failure
-            for item in finished
-            if item.rollout.attempt and item.rollout.attempt.failure
-        ]
-        return {
-            "agent": self.agent.display_name,
-            "model": self.plan.model_path or self.plan.settings.model,
-            "lora_adapter": self.plan.settings.lora_adapter,
-            "tasks": scores.tasks,
-            "samples": self.plan.settings.samples,
-            "rollouts": scores.rollouts,
-            "failed": scores.failed,
-            "lost": sum(failure.kind in ("infrastructure", "cancelled") for failure in failures),
-            "failures": {
-                text: sum(f.error == text for f in failures) for text in sorted({f.error for f in failures})
-            },
-            "unscored": scores.unscored,
-            "primary": primary,
-            "rewards": {name: _spread(spread) for name, spread in scores.rewards.items()},
-            "best_of": {str(k): value for k, value in scores.best_of.items()},
-            "pass_at": {str(k): value for k, value in scores.pass_at.items()},
-            "calls": scores.calls,
-            "tokens": scores.tokens,
-            "tokens_per_rollout": scores.tokens / scores.rollouts,
-            "seconds": round(seconds, 3),
-            "tokens_per_s": round(scores.tokens / seconds, 1),
-            "notes": [note] if note else [],
-            "config": self.plan.resolved(),
-        }
+    folder = Path(settings.folder)
+    requests = [
+        EnqueueRolloutRequest(input=task, mode="val", group_id=f"val-{index}", config=settings.rollout)
+        for index, task in enumerate(tasks)
+        for _ in range(chosen.samples)
+    ]
+    async with Run(settings, progress.stage, owns_cluster) as run:
+        started = time.perf_counter()
+        ids = await run.watched(run_rollouts(run, requests, progress.rollout_progress("val")))
+        seconds = time.perf_counter() - started
+        finished = await _collect(run.store, ids, chosen.samples, folder / "eval.jsonl")
+        progress.failures(finished)
+        progress.stage("stopping")
+    raise_if_hopeless(finished, chosen.failure_reward)
+    scores = measure(finished, chosen.samples, chosen.failure_reward, chosen.pass_reward)
+    if note := ignored_sampling(finished, chosen.sampling):
+        progress.note(note)
+    figures = describe_evaluation(settings, chosen, scores, finished, seconds, note)
+    write_atomic(folder / "eval.json", json.dumps(figures, indent=2) + "\n")
+    plot_histogram(rewards_by_name(finished), folder / "eval.png")
+    return figures
 
 
-def _engine(config: EngineConfig, settings: EvalSettings) -> tuple[str, EngineConfig]:
-    """Return the model's folder, empty for an upstream model, and the engine's settings with its resolved
-    kind."""
-    kind = choose_engine(config)
-    update: dict[str, Any] = {"kind": kind}
-    if kind == "upstream":
-        if settings.lora_adapter is not None:
+def plan_evaluation(
+    settings: ResolvedSettings, chosen: EvalSettings, engine: EngineConfig
+) -> ResolvedSettings:
+    """Return the settings of a run that scores a model.
+
+    Args:
+        settings: those that every run has.
+
+    Raises:
+        ConfigError, ModelNotFoundError: the agent, the model or the adapter does not exist or cannot be used.
+    """
+    settings.payload.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
+    serving = fixed_model(chosen.model, engine)
+    serving = replace(serving, sampling_overrides=chosen.sampling)
+    if chosen.lora_adapter is not None:
+        if serving.engine.kind == "upstream":
             raise ConfigError(
                 "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the "
                 "model with raylight"
             )
-        return "", config.model_copy(
-            update=update | {"upstream_model": config.upstream_model or settings.model}
+        update = {"max_adapters": max(engine.max_adapters, 1)}
+        serving = replace(
+            serving,
+            engine=serving.engine.model_copy(update=update),
+            lora_adapter=find_adapter(chosen.lora_adapter),
+            lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,
         )
-    if settings.lora_adapter is not None:
-        update["max_adapters"] = max(config.max_adapters, 1)
-    return resolve_model(settings.model), config.model_copy(update=update)
+    return replace(settings, rollout=chosen.rollout, serving=serving)
+
+
+def clear_results(folder: Path) -> None:
+    """Create a folder and remove the results of an earlier evaluation in it. Other files there are unchanged,
+    so the folder may be a training run's directory.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("eval.json", "eval.png"):
+            (folder / name).unlink(missing_ok=True)
+        (folder / "eval.jsonl").write_text("")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+
+
+async def _collect(store: StoreClient, ids: list[str], samples: int, path: Path) -> list[FinishedRollout]:
+    """Write a line per rollout; return the finished rollouts without their spans."""
+    finished: list[FinishedRollout] = []
+    with path.open("a") as file:
+        for start in range(0, len(ids), COLLECT_CHUNK):
+            chunk = ids[start : start + COLLECT_CHUNK]
+            for item in await store.collect(chunk, with_spans=True, with_span_tokens=False):
+                task, sample = divmod(len(finished), samples)
+                file.write(json.dumps(eval_line(item, task, sample), default=repr) + "\n")
+                finished.append(replace(item, spans=[]))
+    return finished
+
+
+def evaluation_config(settings: ResolvedSettings, chosen: EvalSettings, n_tasks: int) -> dict[str, Any]:
+    """Return the resolved configuration of an evaluation."""
+    own = chosen.model_dump(mode="json")
+    if settings.serving is not None:
+        own["model"] = settings.serving.model_path or chosen.model
+        own["lora_adapter"] = settings.serving.lora_adapter
+    return settings.resolved() | own | {"tasks": n_tasks}
+
+
+def describe_evaluation(
+    settings: ResolvedSettings,
+    chosen: EvalSettings,
+    scores: Scores,
+    finished: list[FinishedRollout],
+    seconds: float,
+    note: str | None,
+) -> dict[str, Any]:
+    """Return the content of `eval.json`."""
+    config = evaluation_config(settings, chosen, scores.tasks)
+    primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
+    failures = [
+        item.rollout.attempt.failure
+        for item in finished
+        if item.rollout.attempt and item.rollout.attempt.failure
+    ]
+    return {
+        "agent": settings.payload.agent.display_name,
+        "model": config["model"],
+        "lora_adapter": config["lora_adapter"],
+        "tasks": scores.tasks,
+        "samples": chosen.samples,
+        "rollouts": scores.rollouts,
+        "failed": scores.failed,
+        "lost": sum(failure.kind in ("infrastructure", "cancelled") for failure in failures),
+        "failures": {
+            text: sum(f.error == text for f in failures) for text in sorted({f.error for f in failures})
+        },
+        "unscored": scores.unscored,
+        "primary": primary,
+        "rewards": {name: _spread(spread) for name, spread in scores.rewards.items()},
+        "best_of": {str(k): value for k, value in scores.best_of.items()},
+        "pass_at": {str(k): value for k, value in scores.pass_at.items()},
+        "calls": scores.calls,
+        "tokens": scores.tokens,
+        "tokens_per_rollout": scores.tokens / scores.rollouts,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(scores.tokens / seconds, 1),
+        "notes": [note] if note else [],
+        "config": config,
+    }
+
+
+def find_adapter(folder: str) -> str:
+    """Return the absolute path of a peft adapter's folder.
+
+    Raises:
+        ModelNotFoundError: there is no such folder, or it contains no adapter.
+    """
+    path = os.path.abspath(os.path.expanduser(folder))
+    if not os.path.isdir(path):
+        raise ModelNotFoundError(
+            f"there is no adapter folder {path}; give the folder to which peft saved the adapter"
+        )
+    if missing := [name for name in ADAPTER_FILES if not os.path.isfile(os.path.join(path, name))]:
+        raise ModelNotFoundError(
+            f"{path} is not a LoRA adapter in peft's format: {', '.join(missing)} is missing"
+        )
+    return path
 
 
 def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:

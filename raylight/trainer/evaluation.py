@@ -20,18 +20,25 @@ BEST_JSON = "best.json"
 
 
 class ModelSaver(Protocol):
-    """The part of a LearnerGroup that an Evaluator uses."""
+    """The part of the learners that an Evaluator uses."""
 
     async def save(self, folder: str) -> None:
         """Write the model to a folder."""
         ...
 
 
-class EvaluationSession(Protocol):
-    """The part of a PolicySession that an Evaluator uses."""
+class TrainingRun(Protocol):
+    """The part of a Run that an Evaluator uses."""
 
     @property
     def learners(self) -> ModelSaver: ...
+
+
+class EvaluationRollouts(Protocol):
+    """The part of PolicyRollouts that an Evaluator uses."""
+
+    @property
+    def run(self) -> TrainingRun: ...
 
     async def rollout(
         self, tasks: list[Any], mode: Any, samples: int, progress: Any
@@ -50,9 +57,9 @@ class Evaluator:
     """
 
     def __init__(
-        self, session: EvaluationSession, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report
+        self, rollouts: EvaluationRollouts, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report
     ) -> None:
-        self._session = session
+        self._rollouts = rollouts
         self._algorithm = algorithm
         self._tasks = tasks
         self._report = report
@@ -124,7 +131,7 @@ class Evaluator:
     async def _evaluate(self, step: int) -> Metrics:
         started = time.perf_counter()
         algorithm, report = self._algorithm, self._report
-        finished = await self._session.rollout(
+        finished = await self._rollouts.rollout(
             self._tasks, "val", algorithm.val_samples, report.rollout_progress("val")
         )
         report.failures(finished)
@@ -180,7 +187,7 @@ class Evaluator:
     async def _save(self) -> None:
         """Replace `best/` by the current policy and its `best.json`, atomically."""
         new = self.folder.with_name(f"{self.folder.name}.new")
-        await self._session.learners.save(str(new))
+        await self._rollouts.run.learners.save(str(new))
         if not new.is_dir():
             self._report.note(
                 f"{new} is on the machine of the first learner; use an output_dir on shared storage"

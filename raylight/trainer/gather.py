@@ -10,13 +10,13 @@ from raylight.aio import task_group
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.experience.rewards import group_key, turn_reward_spans
 from raylight.trainer.outcome import raise_if_hopeless
-from raylight.trainer.policy_session import PolicySession
+from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Report
 from raylight.types import FinishedRollout
 
 
 async def gather(
-    session: PolicySession,
+    rollouts: PolicyRollouts,
     algorithm: PolicyAlgorithm,
     batches: Iterator[list[Any]],
     step: int,
@@ -30,7 +30,7 @@ async def gather(
     """
     finished: list[FinishedRollout] = []
     for part in range(algorithm.max_rounds):
-        new = await _round(session, algorithm, next(batches), step, part, report)
+        new = await _round(rollouts, algorithm, next(batches), step, part, report)
         finished += new
         is_last = part + 1 == algorithm.max_rounds
         if is_last or count_informative_groups(finished, algorithm) >= algorithm.tasks_per_step:
@@ -51,13 +51,18 @@ def count_informative_groups(finished: list[FinishedRollout], algorithm: PolicyA
 
 
 async def _round(
-    session: PolicySession, algorithm: PolicyAlgorithm, tasks: list[Any], step: int, part: int, report: Report
+    rollouts: PolicyRollouts,
+    algorithm: PolicyAlgorithm,
+    tasks: list[Any],
+    step: int,
+    part: int,
+    report: Report,
 ) -> list[FinishedRollout]:
     progress = report.rollout_progress("train")
-    sampled = session.rollout(tasks, "train", algorithm.group_size, progress, step=step, part=part)
+    sampled = rollouts.rollout(tasks, "train", algorithm.group_size, progress, step=step, part=part)
     if not algorithm.needs_greedy_rollouts:
         return await sampled
     async with task_group() as group:
         samples = group.create_task(sampled)
-        greedy = group.create_task(session.rollout_greedily(tasks, step, part))
+        greedy = group.create_task(rollouts.rollout_greedily(tasks, step, part))
     return [*samples.result(), *greedy.result()]

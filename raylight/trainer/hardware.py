@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.trainer.engine_nodes import ask_nodes
-from raylight.trainer.plan import PolicyPlan, RunPlan, ServedPlan
+from raylight.trainer.settings import ResolvedSettings
 
 SHARES = (0.6, 0.4)
 """GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on
@@ -24,7 +24,6 @@ one too, so the kind with more processes gets the larger one."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
 C = TypeVar("C", bound=Config)
-Plan = TypeVar("Plan", bound=RunPlan)
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,10 @@ class HardwareChoice:
     notes: tuple[str, ...] = ()
 
 
-def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[str, ...]]:
-    """Return a run's plan with the defaults for the cluster's hardware, and messages for the user.
+def settings_for_hardware(
+    settings: ResolvedSettings, requested: EngineConfig
+) -> tuple[ResolvedSettings, tuple[str, ...]]:
+    """Return a run's settings with the defaults for the cluster's hardware, and messages for the user.
 
     Args:
         requested: the user's settings of the engine, whose kind may be "auto".
@@ -55,24 +56,24 @@ def plan_for_hardware(plan: Plan, requested: EngineConfig) -> tuple[Plan, tuple[
     Raises:
         ConfigError: learners and engines do not fit on the GPUs, or a node with GPUs cannot load raylight.
     """
-    if not isinstance(plan, ServedPlan) or plan.engine.kind == "upstream":
-        return plan, ()
-    learner = plan.learner if isinstance(plan, PolicyPlan) else None
+    serving, training = settings.serving, settings.training
+    if serving is None or serving.engine.kind == "upstream":
+        return settings, ()
+    own_kind = serving.engine.kind
     on_gpu = requested.model_copy(update={"num_gpus": 1})
     hardware = _cluster_hardware()
-    kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else plan.engine.kind
+    kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
     choice = choose(
         hardware,
-        plan.engine.model_copy(update={"kind": kind}),
-        learner,
-        longest_sequence(Path(plan.model_path)),
+        serving.engine.model_copy(update={"kind": kind}),
+        None if training is None else training.learner,
+        longest_sequence(Path(serving.model_path)),
     )
-    engine = choice.engine
-    if not engine.num_gpus:
-        engine = engine.model_copy(update={"kind": plan.engine.kind})
-    if isinstance(plan, PolicyPlan) and choice.learner is not None:
-        return replace(plan, engine=engine, learner=choice.learner), choice.notes
-    return replace(plan, engine=engine), choice.notes
+    engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
+    settings = settings.with_engine(engine)
+    if choice.learner is not None:
+        settings = settings.with_training(learner=choice.learner)
+    return settings, choice.notes
 
 
 def choose(

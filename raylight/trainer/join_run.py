@@ -6,24 +6,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
-from raylight.agent.litagent import LitAgent
 from raylight.aio import cancel_all
+from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, RaylightError
 from raylight.runner.actor import RunnerPayload
 from raylight.runner.external_runners import RENDEZVOUS_NAME, JoinedPool, find_rendezvous
 from raylight.store.actor import STORE_NAME
+from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, until_lost
 from raylight.trainer.display import Display, make_display
-from raylight.trainer.inputs import as_agent
-
-if TYPE_CHECKING:
-    from raylight.trainer.trainer import Trainer
 
 END_TIMEOUT_S = 10.0
 """Time to wait for the end of a run after its store is gone, in seconds."""
@@ -61,20 +58,15 @@ class RemoteRunnerProcess:
     """Joins a run and executes its rollouts until the run ends.
 
     Args:
-        trainer: provides agent, tracer, hooks and runner settings.
-        agent: takes precedence over the trainer's.
-
-    Raises:
-        ConfigError: there is no agent, or no run name.
+        payload: agent, tracer and hooks; the run has the secret.
+        arguments: the Trainer's.
     """
 
-    def __init__(self, trainer: Trainer, agent: Any = None) -> None:
-        if trainer.run_name is None:
-            raise ConfigError("role='runner' has no run to join; give run_name, or set RAYLIGHT_RUN")
-        self._trainer = trainer
-        self._run_name = trainer.run_name
-        self._agent: LitAgent = as_agent(agent if agent is not None else trainer.agent)
-        self._config = trainer.runner
+    def __init__(
+        self, run_name: str, payload: RunnerPayload, config: RunnerConfig, arguments: TrainerArguments
+    ) -> None:
+        self._run_name, self._payload = run_name, payload
+        self._config, self._arguments = config, arguments
 
     async def work(self) -> dict[str, Any]:
         """Execute rollouts until the run ends; return the numbers of lost and replaced runners.
@@ -83,10 +75,10 @@ class RemoteRunnerProcess:
             ConfigError: there is no such run.
             RaylightError: the runners did not start, or died too often.
         """
-        trainer = self._trainer
+        arguments, start_timeout_s = self._arguments, self._config.start_timeout_s
         with (
-            ray_session(trainer.address, trainer.log_to_driver, self._config.start_timeout_s) as connection,
-            make_display(trainer.progress, 0) as display,
+            ray_session(arguments.address, arguments.log_to_driver, start_timeout_s) as connection,
+            make_display(arguments.progress, 0) as display,
         ):
             if connection.owns_cluster:
                 raise ConfigError(
@@ -99,7 +91,6 @@ class RemoteRunnerProcess:
 
     async def _join(self, display: Display) -> dict[str, Any]:
         """Execute rollouts on the connected cluster until the run ends."""
-        trainer = self._trainer
         rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
         try:
             store, secret = await rendezvous.access.remote()
@@ -108,7 +99,7 @@ class RemoteRunnerProcess:
                 f"run {self._run_name!r} ended before the runners joined; start the runners after the "
                 "next run"
             ) from None
-        payload = replace(RunnerPayload(self._agent, trainer.tracer, trainer.hooks), secret=secret)
+        payload = replace(self._payload, secret=secret)
         pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
         async with component_stack() as stack:
             stack.push_async_callback(pool.stop)

@@ -18,7 +18,7 @@ from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.gather import gather
 from raylight.trainer.outcome import describe, raise_if_hopeless
-from raylight.trainer.policy_session import PolicySession
+from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.resume import state_metadata
 from raylight.types import FinishedRollout
@@ -35,22 +35,23 @@ class Training:
 
     def __init__(
         self,
-        session: PolicySession,
+        rollouts: PolicyRollouts,
         algorithm: PolicyAlgorithm,
         train_tasks: list[Any],
         val_tasks: list[Any],
         report: Report,
         config: dict[str, Any],
     ) -> None:
-        self._session, self._algorithm, self._report, self._config = session, algorithm, report, config
-        self._sampler = TaskSampler(train_tasks, algorithm.tasks_per_step, session.plan.seed)
-        self._evaluator = Evaluator(session, algorithm, val_tasks, report)
+        self._run, self._rollouts = rollouts.run, rollouts
+        self._algorithm, self._report, self._config = algorithm, report, config
+        self._sampler = TaskSampler(train_tasks, algorithm.tasks_per_step, self._run.settings.seed)
+        self._evaluator = Evaluator(rollouts, algorithm, val_tasks, report)
         self._steps_without_signal = 0
         """Steps in a row that gave nothing to learn."""
 
     async def run(self) -> None:
         """Train and report each step."""
-        session, start = self._session, self._session.start
+        start = self._run.start
         self._sampler.seek(start.tasks_consumed)
         self._steps_without_signal = start.steps_without_signal
         if start.evaluation is not None:
@@ -60,15 +61,15 @@ class Training:
         if start.step and start.starts_new_lineage:
             await self._save_state(start.step)
         if start.step == 0:
-            session.set_step(0)
+            self._rollouts.set_step(0)
             if metrics := await self._with_recovery(0, self._evaluator.before_training):
                 self._report.step(0, metrics)
-        last_step = await self._take_steps(start.step, session.plan.total_steps)
+        last_step = await self._take_steps(start.step, self._run.training.total_steps)
         await self._with_recovery(last_step + 1, self._finish)
 
     async def _finish(self) -> None:
-        await self._session.learners.save(str(self._report.checkpoint))
-        await self._session.learners.finish_saving(self._session.plan.checkpoint.write_timeout_s)
+        await self._run.learners.save(str(self._report.checkpoint))
+        await self._run.learners.finish_saving()
 
     async def _take_steps(self, done: int, total: int) -> int:
         """Take the steps after `done`; return the last one that was taken."""
@@ -78,7 +79,7 @@ class Training:
         for step in range(done + 1, total + 1):
             reason = await self._step(step, total)
             done, last = step, reason is not None or step == total
-            every = self._session.plan.checkpoint.every
+            every = self._run.training.checkpoint.every
             if last or (every and step % every == 0):
                 await self._save_state(step)
             if reason is not None:
@@ -94,14 +95,14 @@ class Training:
         async def attempt() -> tuple[Metrics, str | None]:
             self._evaluator.load_state_dict(evaluation)
             self._sampler.seek(tasks_consumed)
-            self._session.set_step(step)
+            self._rollouts.set_step(step)
             metrics, has_signal = await self._learn(step)
             self._steps_without_signal = 0 if has_signal else steps_without_signal + 1
             metrics |= await self._evaluator.after(step, last=self._signal_lost or step == total)
             return metrics, self._stop_reason if self._signal_lost or step < total else None
 
         metrics, reason = await self._with_recovery(step, attempt)
-        counters = {"learner/restarts": float(self._session.restarts), **self._session.serving_metrics()}
+        counters = {"learner/restarts": float(self._run.learners.restarts), **self._run.serving.metrics()}
         self._report.step(step, metrics | counters)
         return reason
 
@@ -123,9 +124,9 @@ class Training:
 
     async def _learn(self, step: int) -> tuple[Metrics, bool]:
         """Roll out and update; return the metrics, and True if there was anything to learn from."""
-        session, algorithm, report = self._session, self._algorithm, self._report
+        learners, algorithm, report = self._run.learners, self._algorithm, self._report
         started = time.perf_counter()
-        finished = await gather(session, algorithm, self._sampler, step, report)
+        finished = await gather(self._rollouts, algorithm, self._sampler, step, report)
         rollout_s = time.perf_counter() - started
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
@@ -135,44 +136,38 @@ class Training:
         if not content.has_signal:
             return metrics, False
         started = time.perf_counter()
-        metrics |= await session.update(batch)
+        metrics |= await learners.update(batch)
         report.mismatch(metrics)
         updated = time.perf_counter()
-        metrics["weights/version"] = float(session.version)
+        metrics["weights/version"] = float(learners.version)
         metrics["time/update_s"] = updated - started
-        if not session.replaying:  # during replay the session publishes before it samples
-            _, parity = await session.publish_weights(algorithm.sync_timeout_s)
+        if not self._rollouts.replaying:  # a replay publishes before it samples
+            parity = await learners.publish()
             metrics["mismatch/probe_abs_mean"] = parity.mean_abs
             metrics["time/sync_s"] = time.perf_counter() - updated
         return metrics, True
 
     async def _build_batch(self, finished: list[FinishedRollout]) -> tuple[TrainBatch, BatchReport]:
         """Build the learners' batch in a thread, so that long rollouts do not block the event loop."""
-        plan = self._session.plan
+        training = self._run.training
         return await asyncio.to_thread(
-            self._algorithm.build_train_batch, finished, plan.learner, plan.trained_agents
+            self._algorithm.build_train_batch, finished, training.learner, training.trained_agents
         )
 
     # training states and recovery of lost learners
 
     async def _save_state(self, step: int) -> None:
         """Save the training state after a step."""
-        session = self._session
+        learners = self._run.learners
         metadata = state_metadata(
-            session.start,
+            self._run.start,
             self._config,
-            version=session.version,
+            version=learners.version,
             tasks_consumed=self._sampler.consumed,
             steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict(),
         )
-        plan = session.plan
-        await self._with_recovery(
-            step + 1,
-            lambda: session.learners.save_state(
-                plan.state_url, step, metadata, plan.checkpoint.keep, plan.checkpoint.write_timeout_s
-            ),
-        )
+        await self._with_recovery(step + 1, lambda: learners.save_state(step, metadata))
 
     async def _with_recovery(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """Do work that is part of a step. After a loss of learners, restore them to the state before the step
@@ -193,14 +188,14 @@ class Training:
 
     async def _replay_until(self, fault: LearnerLostError, last_step: int) -> None:
         """Restart lost learners and replay the steps since the last training state, up to `last_step`."""
-        session, algorithm = self._session, self._algorithm
-        point = await session.recover(fault)
+        rollouts, algorithm = self._rollouts, self._algorithm
+        point = await rollouts.recover(fault)
         self._sampler.seek(point.tasks_consumed)
         for step in range(point.step + 1, last_step + 1):
             self._report.stage(f"replaying step {step}")
-            session.set_step(step)
-            finished = await gather(session, algorithm, self._sampler, step, self._report)
+            rollouts.set_step(step)
+            finished = await gather(rollouts, algorithm, self._sampler, step, self._report)
             batch, content = await self._build_batch(finished)
             if content.has_signal:
-                await session.update(batch)
-        session.end_replay()
+                await self._run.learners.update(batch)
+        rollouts.end_replay()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
-from raylight.config import EngineConfig, RunnerConfig
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
@@ -17,7 +17,7 @@ from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.hardware import Hardware, choose, longest_sequence
 from raylight.trainer.inputs import resolve_model
-from raylight.trainer.plan import PolicyPlan, RunPlan
+from raylight.trainer.settings import ResolvedSettings
 
 if TYPE_CHECKING:
     from raylight.planning.plan import MemoryPlan
@@ -70,7 +70,7 @@ def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
     return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
 
 
-def check_memory(plan: RunPlan) -> None:
+def check_memory(settings: ResolvedSettings) -> None:
     """Check that a run's model fits on the connected cluster, with however short rollouts.
 
     Nodes that an autoscaler has yet to start are unknown, so a run that asks for more GPUs than there are is
@@ -79,18 +79,26 @@ def check_memory(plan: RunPlan) -> None:
     Raises:
         ConfigError: it does not; the message lists what is missing and what to change.
     """
-    if not isinstance(plan, PolicyPlan) or plan.engine.kind not in PLANNED_ENGINES:
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None or serving.engine.kind not in PLANNED_ENGINES:
         return
-    needed = SMALL_MODEL * _size_of_files(plan.model_path) + 4 * GIB
-    if not _asked_gpus(plan) and needed < this_machine().memory:  # no other node need be asked
+    needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
+    asked = _asked_gpus(serving.engine, training.learner)
+    if not asked and needed < this_machine().memory:  # no other node need be asked
         return
     cluster = connected_cluster()
-    if _asked_gpus(plan) > cluster.gpus or (not cluster.gpus and needed < cluster.memory):
+    if asked > cluster.gpus or (not cluster.gpus and needed < cluster.memory):
         return
     from raylight.planning.plan import PlannedRun, make_plan
 
-    settings = plan.algorithm.policy_settings()
-    run = PlannedRun(plan.model_path, plan.engine.kind, plan.engine, plan.learner, plan.runner, settings)
+    run = PlannedRun(
+        serving.model_path,
+        serving.engine.kind,
+        serving.engine,
+        training.learner,
+        settings.runner,
+        training.algorithm.policy_settings(),
+    )
     if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
         return
     exact = make_plan(run, cluster, at_peak=False)
@@ -102,9 +110,8 @@ def check_memory(plan: RunPlan) -> None:
     )
 
 
-def _asked_gpus(plan: PolicyPlan) -> float:
+def _asked_gpus(engine: EngineConfig, learner: LearnerConfig) -> float:
     """Return the GPUs of all roles of a run."""
-    engine, learner = plan.engine, plan.learner
     return learner.n * learner.num_gpus + most_workers(engine) * engine.num_gpus
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, cpu_threads
 from raylight.engines.registry import choose_engine
@@ -15,12 +15,8 @@ from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
-from raylight.trainer.inputs import Inputs
+from raylight.trainer.settings import ResolvedSettings
 from raylight.weight_transfer.transports import choose_transport, find_transport
-
-if TYPE_CHECKING:
-    from raylight.trainer.plan import PolicyPlan
-    from raylight.trainer.trainer import Trainer
 
 MANY_CORES = 4
 """Cores of the cluster per learner from which a learner on a single thread is worth a note."""
@@ -33,44 +29,45 @@ def resolve_state_url(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-def check_lengths(trainer: Trainer) -> None:
+def check_lengths(engine: EngineConfig, learner: LearnerConfig) -> None:
     """Raise a ConfigError if a rollout may be longer than a learner's micro-batch."""
-    if getattr(trainer.algorithm, "max_staleness", 0):
-        raise ConfigError("max_staleness above 0: rollouts and updates do not overlap yet; set it to 0")
-    if trainer.engine.max_model_len > trainer.learner.max_tokens_per_micro_batch:
+    if engine.max_model_len > learner.max_tokens_per_micro_batch:
         raise ConfigError(
-            f"a rollout may have {trainer.engine.max_model_len} tokens (engine.max_model_len), more than a "
+            f"a rollout may have {engine.max_model_len} tokens (engine.max_model_len), more than a "
             "micro-batch of a learner "
-            f"(learner.max_tokens_per_micro_batch={trainer.learner.max_tokens_per_micro_batch}); lower the "
+            f"(learner.max_tokens_per_micro_batch={learner.max_tokens_per_micro_batch}); lower the "
             "first or raise the second"
         )
 
 
-def trainable_engine(trainer: Trainer) -> EngineConfig:
+def trainable_engine(engine: EngineConfig) -> EngineConfig:
     """Return the settings of the engine that samples from the policy, with its kind resolved.
 
     Raises:
         ConfigError: the engine takes no weights, or is not installed, or there is no such transport.
     """
-    kind = choose_engine(trainer.engine)
+    kind = choose_engine(engine)
     if kind == "upstream":
         raise ConfigError(
             "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
             "out, and pass a fixed model to the agent as a resource: LLM(endpoint=..., traced=True)"
         )
-    if trainer.engine.weight_transfer != "auto":
-        find_transport(trainer.engine.weight_transfer)
-    return trainer.engine.model_copy(update={"kind": kind})
+    if engine.weight_transfer != "auto":
+        find_transport(engine.weight_transfer)
+    return engine.model_copy(update={"kind": kind})
 
 
-def with_transport(plan: PolicyPlan) -> PolicyPlan:
-    """Return the plan with the transport of weights, which depends on the engine and on who has GPUs.
+def with_transport(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with the transport of weights, which depends on the engine and on who has GPUs.
 
     Raises:
         ConfigError: the transport does not fit engine or learners.
     """
-    transport = choose_transport(plan.engine, plan.learner, most_workers(plan.engine))
-    return replace(plan, engine=plan.engine.model_copy(update={"weight_transfer": transport}))
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None:
+        return settings
+    transport = choose_transport(serving.engine, training.learner, most_workers(serving.engine))
+    return settings.with_engine(serving.engine.model_copy(update={"weight_transfer": transport}))
 
 
 def mismatch_limit(
@@ -81,20 +78,24 @@ def mismatch_limit(
     return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
 
 
-def with_mismatch_limit(plan: PolicyPlan) -> PolicyPlan:
-    """Return the plan with the limit of the mean difference of log-probs filled in.
+def with_mismatch_limit(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with the limit of the mean difference of log-probs filled in.
 
     Raises:
         ConfigError: the run would fail at the limit before it warns.
     """
-    limit = mismatch_limit(plan.algorithm, plan.engine, plan.learner, plan.model_path)
-    warns_at = plan.algorithm.warn_logprob_mismatch
-    if warns_at > limit and not plan.algorithm.tolerates_mismatch:
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None:
+        return settings
+    algorithm = training.algorithm
+    limit = mismatch_limit(algorithm, serving.engine, training.learner, serving.model_path)
+    warns_at = algorithm.warn_logprob_mismatch
+    if warns_at > limit and not algorithm.tolerates_mismatch:
         raise ConfigError(
             f"warn_logprob_mismatch={warns_at:g} is above the limit at which the run fails, {limit:g} for "
             "these dtypes; lower it, or set max_logprob_mismatch"
         )
-    return replace(plan, algorithm=plan.algorithm.model_copy(update={"max_logprob_mismatch": limit}))
+    return settings.with_training(algorithm=algorithm.model_copy(update={"max_logprob_mismatch": limit}))
 
 
 def _has_experts(model_path: str) -> bool:
@@ -131,20 +132,17 @@ def idle_hardware(engine: EngineConfig, learner: LearnerConfig, resources: Mappi
     return notes
 
 
-def trained_agents_pattern(trainer: Trainer, inputs: Inputs) -> str | None:
+def trained_agents_pattern(agent: LitAgent, adapter: Any, algorithm: PolicyAlgorithm) -> str | None:
     """Return the pattern of the trained agents, from the agent or the adapter.
 
     Raises:
         ConfigError: agent and adapter differ, the pattern is not a regular expression, or the adapter has no
             `agent_match`.
     """
-    agent_pattern, adapter_pattern = (
-        inputs.agent.trained_agents,
-        getattr(trainer.adapter, "agent_match", None),
-    )
-    if trainer.adapter is not None and adapter_pattern is None:
+    agent_pattern, adapter_pattern = agent.trained_agents, getattr(adapter, "agent_match", None)
+    if adapter is not None and adapter_pattern is None:
         raise ConfigError(
-            f"nothing reads the adapter: {type(trainer.algorithm).__name__} trains on the tokens that the "
+            f"nothing reads the adapter: {type(algorithm).__name__} trains on the tokens that the "
             "engine recorded; give an adapter with agent_match, or none"
         )
     if agent_pattern is not None and adapter_pattern is not None and agent_pattern != adapter_pattern:

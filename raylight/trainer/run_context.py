@@ -10,8 +10,8 @@ from raylight.agent.resources import LLM, NamedResources
 from raylight.experience.batch import BatchReport
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.outcome import describe, raise_if_hopeless
-from raylight.trainer.plan import with_policy
 from raylight.trainer.report import Metrics, Report
+from raylight.trainer.run_resources import with_policy
 from raylight.types import FinishedRollout
 
 

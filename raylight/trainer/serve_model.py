@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
-from raylight.engines.registry import choose_engine
-from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.ingress import LOOPBACK
-from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, run_until_lost
+from raylight.trainer.components.serving import Serving
 from raylight.trainer.engine_nodes import engine_on_nodes
-from raylight.trainer.inputs import resolve_model
-from raylight.weight_sync.actor import RunningCoordinator
+from raylight.trainer.fit import fixed_model
+from raylight.trainer.settings import ServingSettings
 
 REPORTED = ("transformers", "vllm")
 """Engines that read a model's chat template."""
@@ -45,22 +44,19 @@ def serve_model(
         ConfigError: the engine is not installed, or its settings are wrong.
         EngineStartError: the replicas did not start.
     """
-    requested, kind = config, choose_engine(config)
-    if kind == "upstream":
-        path, name = "", name or model
-        config = config.model_copy(update={"upstream_model": config.upstream_model or model})
-    else:
-        path, name = resolve_model(model), name or model.rstrip("/").rpartition("/")[2]
+    serving = fixed_model(model, config)
+    default_name = model if not serving.model_path else model.rstrip("/").rpartition("/")[2]
     if api_key is None and config.host not in (None, *LOOPBACK):
         api_key = f"rl-{secrets.token_hex(20)}"
         show(f"the API key is {api_key}")
-    host = config.host or "127.0.0.1"
-    config = config.model_copy(update={"kind": kind, "host": host})
+    engine = serving.engine.model_copy(update={"host": config.host or "127.0.0.1"})
+    # the route / if no other application has it
     with ray_session(address, False, config.start_timeout_s) as connection:
         connection.announce(show, show)
-        config = engine_on_nodes(requested, config)
-        serving = _serve(path, name, config, api_key, seed, connection.owns_cluster, show)
-        run_until_lost(serving, "Start the command again")
+        engine = engine_on_nodes(config, engine)
+        serving = replace(serving, engine=engine, name=name or default_name, route="/")
+        work = _serve(serving, api_key, seed, connection.owns_cluster, show)
+        run_until_lost(work, "Start the command again")
 
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:
@@ -75,36 +71,19 @@ def describe_model(path: str, config: EngineConfig) -> list[str]:
 
 
 async def _serve(
-    path: str,
-    name: str,
-    config: EngineConfig,
-    secret: str | None,
-    seed: int,
-    owns_cluster: bool,
-    show: Callable[[str], None],
+    model: ServingSettings, secret: str | None, seed: int, owns_cluster: bool, show: Callable[[str], None]
 ) -> None:
-    app_name = f"serve-{secrets.token_hex(4)}"
     async with component_stack() as stack:
-        coordinator = await stack.enter_async_context(
-            RunningCoordinator(app_name, replacement_timeout_s=config.start_timeout_s, report=show)
-        )
-        spec = ReplicaSettings(
-            app_name=app_name,
-            route="/",  # if no other application has it
-            model_path=path,
-            model=name,
-            config=config,
-            secret=secret,
-            seed=seed,
-            store=None,
-            coordinator=coordinator.handle,
-        )
-        deployment = Deployment(spec, owns_cluster)
-        stack.push_async_callback(deployment.stop)
-        show(f"starting the {config.kind} engine")
-        described = asyncio.to_thread(describe_model, path, config)  # imports transformers meanwhile
-        url, lines = await asyncio.gather(deployment.start(), described)
+        serving = Serving(f"serve-{secrets.token_hex(4)}", model, secret, None, show, owns_cluster)
+        await serving.open(stack)
+        serving.prepare(seed)
+        show(f"starting the {model.engine.kind} engine")
+        # imports transformers meanwhile
+        described = asyncio.to_thread(describe_model, model.model_path, model.engine)
+        url, lines = await asyncio.gather(serving.start(), described)
         for line in lines:
             show(line)
-        show(f"{name} is served at {url}/v1 (also {url}/health and {url}/metrics); press Ctrl-C to stop")
+        show(
+            f"{model.name} is served at {url}/v1 (also {url}/health and {url}/metrics); press Ctrl-C to stop"
+        )
         await asyncio.Event().wait()

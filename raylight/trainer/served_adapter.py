@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import ray
 
 from raylight.errors import EngineStartError, WeightSyncError
 from raylight.learner.group import LearnerGroup
-from raylight.trainer.plan import MODEL_NAME, PolicyPlan
+from raylight.trainer.settings import MODEL_NAME, ResolvedSettings
 from raylight.weight_sync.client import CoordinatorClient
 
 
-def with_adapter(plan: PolicyPlan) -> PolicyPlan:
-    """Return the plan with an engine that has room for two versions of the learners' adapter.
+def with_adapter(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with an engine that has room for two versions of the learners' adapter.
 
     vLLM is told the adapted layers: on a CPU it cannot compute the log-probs of prompts beside other requests
     if the output layer may be adapted too.
@@ -22,16 +21,18 @@ def with_adapter(plan: PolicyPlan) -> PolicyPlan:
     Raises:
         ConfigError: the adapter does not fit the model.
     """
-    lora, engine = plan.learner.lora, plan.engine
-    if lora is None or not plan.serves_adapter:
-        return plan
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None or not training.serves_adapter:
+        return settings
+    lora, engine = training.learner.lora, serving.engine
+    assert lora is not None, "the engines serve an adapter"
     update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, 1)}
     if engine.kind == "vllm":
         from raylight.learner.adapter import adapted_layers
 
-        layers = adapted_layers(plan.model_path, lora)
+        layers = adapted_layers(serving.model_path, lora)
         update["args"] = {"max_lora_rank": lora.rank, "lora_target_modules": layers} | engine.args
-    return replace(plan, engine=engine.model_copy(update=update))
+    return settings.with_engine(engine.model_copy(update=update))
 
 
 async def export_adapter(learners: LearnerGroup) -> tuple[int, list[Any]]:

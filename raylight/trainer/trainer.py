@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
-from raylight.algorithms.base import FastAlgorithm
-from raylight.algorithms.baseline import Baseline
+from raylight.algorithms.base import Algorithm
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.components import build_component
 from raylight.config import (
@@ -22,8 +21,8 @@ from raylight.config import (
     RunnerConfig,
     StoreConfig,
 )
-from raylight.disk import disk_errors
-from raylight.errors import ConfigError, RaylightError
+from raylight.errors import ConfigError
+from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.synonyms import accept_synonyms
 from raylight.traces.adapters import TraceAdapter
@@ -33,6 +32,7 @@ from raylight.trainer.arguments import (
     Role,
     TrainerAlgorithm,
     TrainerArguments,
+    chosen_algorithm,
     parse_algorithm,
     parse_hooks,
     parse_resources,
@@ -40,20 +40,18 @@ from raylight.trainer.arguments import (
     parse_store,
 )
 from raylight.trainer.blocking import run_blocking
-from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import run_until_lost, until_lost
-from raylight.trainer.display import make_display
-from raylight.trainer.engine_nodes import plan_for_nodes
-from raylight.trainer.eval_run import EvalRun
-from raylight.trainer.eval_session import EvalSettings
-from raylight.trainer.hardware import plan_for_hardware
+from raylight.trainer.display import print_scores
+from raylight.trainer.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
+from raylight.trainer.fit import Fit, plan_algorithm, plan_policy
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
-from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
+from raylight.trainer.join_run import RemoteRunnerProcess
+from raylight.trainer.launch import Work, connected, launched, short_errors, show_summary
 from raylight.trainer.loggers import find_loggers
-from raylight.trainer.memory_check import check_memory
-from raylight.trainer.report import Report
 from raylight.trainer.resume import Resume
-from raylight.trainer.runs import AlgorithmRun, PolicyRun, Run
+from raylight.trainer.run_config import run_config
+from raylight.trainer.run_resources import merge_resources
+from raylight.trainer.settings import ResolvedSettings
 
 
 class Trainer:
@@ -142,7 +140,7 @@ class Trainer:
         progress: bool = True,
         log_to_driver: bool = False,
     ) -> None:
-        plain = TrainerArguments(
+        plain = self.arguments = TrainerArguments(
             num_epochs=num_epochs,
             output_dir=output_dir,
             run_name=run_name,
@@ -195,10 +193,6 @@ class Trainer:
         self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
         self.checkpoint = self.run_settings.checkpoint
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
-        self._dev = plain.dev
-        self.address = plain.address
-        self.progress = plain.progress
-        self.log_to_driver = plain.log_to_driver
         only_policy = {
             "engine": engine,
             "learner": learner,
@@ -234,7 +228,11 @@ class Trainer:
         """
         if self.role == "runner":
             return self._join_run(agent)
-        return self._run_blocking(self._chosen_algorithm(), agent, train_dataset, val_dataset, resume)
+        with short_errors():
+            algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
+            fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
+            with self._launched(fit) as work:
+                return self._show_summary(fit, run_until_lost(work, fit.remedy))
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
@@ -242,9 +240,11 @@ class Trainer:
     ) -> dict[str, Any]:
         """`fit` for asynchronous callers. Cancelling it stops the run and cleans up."""
         if self.role == "runner":
-            return await RemoteRunnerProcess(self, agent if is_agent(agent) else None).work()
-        with self._run(self._chosen_algorithm(), agent, train_dataset, val_dataset, resume) as run:
-            return run.finish(await until_lost(run.work(), run.remedy))
+            return await self._remote_runners(agent).work()
+        algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
+        fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
+        with self._launched(fit) as work:
+            return self._show_summary(fit, await until_lost(work, fit.remedy))
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
@@ -256,7 +256,10 @@ class Trainer:
         """
         if self.role == "runner":
             return self._join_run(agent)
-        return self._run_blocking(self._fast_algorithm(), agent, train_dataset, val_dataset)
+        with short_errors():
+            fit = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
+            with self._launched(fit) as work:
+                return self._show_summary(fit, run_until_lost(work, fit.remedy))
 
     def evaluate(
         self,
@@ -276,7 +279,7 @@ class Trainer:
             model: folder or name; None is the algorithm's model.
             lora_adapter: folder of a LoRA adapter in peft's format.
             samples: rollouts per task.
-            settings: other fields of `raylight.trainer.eval_session.EvalSettings`, such as
+            settings: other fields of `raylight.trainer.eval_run.EvalSettings`, such as
                 `sampling={"temperature": 0.0}`.
 
         Raises:
@@ -293,57 +296,45 @@ class Trainer:
         chosen = EvalSettings(model=model, lora_adapter=lora_adapter, samples=samples, **settings)
         check_validation_size(len(tasks), chosen.samples, "samples")
         folder = Path(self.output_dir or f"outputs/eval-{_new_suffix()}").expanduser().absolute()
-        try:
-            run = EvalRun(self, as_agent(agent if agent is not None else self.agent), tasks, chosen, folder)
-            return run.run(self.address, self.log_to_driver)
-        except RaylightError as error:
-            raise error.with_traceback(None) from None
+        with short_errors():
+            given = as_agent(agent if agent is not None else self.agent)
+            common = self._common_settings(given, f"raylight-eval-{secrets.token_hex(4)}", folder, "eval.db")
+            plan = plan_evaluation(common, chosen, self.engine)
+            clear_results(folder)
+            with connected(self.arguments, folder, self.runner.start_timeout_s) as (connection, display):
+                work = start_evaluation(plan, chosen, tasks, self.run_settings, connection, display)
+                figures = run_until_lost(work, "Start the evaluation again")
+        if self.arguments.progress:
+            print_scores(figures, str(folder))
+        return figures
 
     def _join_run(self, agent: Any) -> dict[str, Any]:
-        try:
-            return run_blocking(RemoteRunnerProcess(self, agent if is_agent(agent) else None).work())
-        except RaylightError as error:
-            raise error.with_traceback(None) from None
+        with short_errors():
+            return run_blocking(self._remote_runners(agent).work())
 
-    def _chosen_algorithm(self) -> TrainerAlgorithm:
-        if self._dev:
-            return self._fast_algorithm()
-        if self.algorithm is None:
-            raise ConfigError(
-                "the Trainer has no algorithm; give it one, such as GRPO(model=...), or call dev() to try "
-                "the agent"
-            )
-        return self.algorithm
+    def _remote_runners(self, agent: Any) -> RemoteRunnerProcess:
+        if self.run_name is None:
+            raise ConfigError("role='runner' has no run to join; give run_name, or set RAYLIGHT_RUN")
+        given = as_agent(agent if is_agent(agent) else self.agent)
+        payload = RunnerPayload(given, self.tracer, self.hooks)
+        return RemoteRunnerProcess(self.run_name, payload, self.runner, self.arguments)
 
-    def _fast_algorithm(self) -> FastAlgorithm:
-        algorithm = Baseline() if self.algorithm is None else self.algorithm
-        if not isinstance(algorithm, FastAlgorithm):
-            raise TypeError(
-                f"dev() requires a FastAlgorithm, and the Trainer's is {type(algorithm).__name__}; use "
-                "Baseline()"
-            )
-        return algorithm
+    def _show_summary(self, fit: Fit, summary: dict[str, Any]) -> dict[str, Any]:
+        return show_summary(fit, summary) if self.arguments.progress else summary
 
-    def _run_blocking(
+    def _plan(
         self,
         algorithm: TrainerAlgorithm,
         agent: Any,
         train_dataset: Any,
         val_dataset: Any,
         resume: Resume = False,
-    ) -> dict[str, Any]:
-        try:
-            with self._run(algorithm, agent, train_dataset, val_dataset, resume) as run:
-                return run.finish(run_until_lost(run.work(), run.remedy))
-        except RaylightError as error:
-            raise error.with_traceback(None) from None  # raylight's own frames would hide the message
+    ) -> Fit:
+        """Return the run that a call of `fit` asks for.
 
-    @contextlib.contextmanager
-    def _run(
-        self, algorithm: TrainerAlgorithm, agent: Any, train_dataset: Any, val_dataset: Any, resume: Resume
-    ) -> Iterator[Run]:
-        """Yield a checked and planned run, with a connection to Ray, a display and metric loggers."""
-        started = time.perf_counter()
+        Raises:
+            RaylightError: it could not work.
+        """
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
             agent, train_dataset = None, agent  # fit(train_dataset)
         agent = agent if agent is not None else self.agent
@@ -355,29 +346,49 @@ class Trainer:
         )
         name = self.run_name or f"raylight-{_new_suffix()}"
         folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
-        kind = PolicyRun if isinstance(algorithm, PolicyAlgorithm) else AlgorithmRun
-        run: Run = kind(self, algorithm, inputs, name, folder)  # type: ignore[arg-type]
-        run.resume(resume)
-        with (
-            disk_errors(folder),
-            ray_session(self.address, self.log_to_driver, self.runner.start_timeout_s) as connection,
-            make_display(self.progress, run.total_steps) as display,
-        ):
-            if self.runner.external:
-                check_joinable(name, connection.owns_cluster)
-            run.fall_back_to_cpus()
-            run.plan, hardware_notes = plan_for_hardware(run.plan, self.engine)
-            run.plan = plan_for_nodes(run.plan, self.engine)
-            check_memory(run.plan)
-            run.finalize_plan()
-            report = Report(folder, display, run.config(), started, run.last_logged_step, self.loggers)
-            with contextlib.closing(report):
-                run.begin(report, connection.owns_cluster)
-                for note in hardware_notes:
-                    report.note(note)
-                report.stage(f"run {name}")
-                connection.announce(report.note, report.stage)
-                yield run
+        settings, requested = self._common_settings(inputs.agent, name, folder, "store.db"), self.run_settings
+        if not isinstance(algorithm, PolicyAlgorithm):
+            return plan_algorithm(settings, algorithm, inputs, requested, self.policy_arguments, resume)
+        if self.llm_proxy is not None:
+            raise ConfigError(
+                "nothing reads llm_proxy: raylight's own engine serves the model of "
+                f"{type(algorithm).__name__}; leave it out"
+            )
+        return plan_policy(settings, algorithm, inputs, requested, self.adapter, resume)
+
+    def _common_settings(self, agent: LitAgent, name: str, folder: Path, store: str) -> ResolvedSettings:
+        """Return the settings that every run has.
+
+        Args:
+            store: name of the store's file in the run directory.
+        """
+        path = self.store.path if isinstance(self.store, StoreConfig) else None
+        return ResolvedSettings(
+            name=name,
+            folder=str(folder),
+            seed=self.seed,
+            payload=RunnerPayload(agent, self.tracer, self.hooks, secrets.token_hex(16)),
+            runner=self.runner,
+            store=self.store,
+            store_path=path or str(folder / store),
+            resources=merge_resources(agent, self.initial_resources),
+        )
+
+    @contextlib.contextmanager
+    def _launched(self, fit: Fit) -> Iterator[Work]:
+        """Yield the work of a planned run; see `launched`."""
+        if isinstance(fit.algorithm, Algorithm):
+            fit.algorithm.set_trainer(self)
+            fit.algorithm.set_adapter(self.adapter or TracerTraceToTriplet())
+            if self.llm_proxy is not None:
+                fit.algorithm.set_llm_proxy(self.llm_proxy)
+        with launched(fit, self.arguments, self._config, self.loggers) as work:
+            yield work
+
+    def _config(self, fit: Fit) -> dict[str, Any]:
+        """Return the content of config.yaml."""
+        process = {name: getattr(self.arguments, name) for name in ("address", "progress", "log_to_driver")}
+        return run_config(fit, self.requested_settings, self.initial_resources, self.specs, process)
 
 
 def _new_suffix() -> str:

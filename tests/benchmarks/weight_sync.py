@@ -6,7 +6,7 @@
     python tests/benchmarks/weight_sync.py --against /tmp/before
 
 Each line is a run of its own, with learners, served replicas, store and coordinator as a training run has
-them, in which `PolicySession.publish_weights` sends versions and nothing is trained. `full` sends the model,
+them, in which `Learners.publish` sends versions and nothing is trained. `full` sends the model,
 `lora` what the checkout sends for an adapter of rank 8. Seconds exclude the comparison of log-probs after a
 publication: `first` opens connections, `next` is the fastest of the later ones. Memory is the increase of a
 process's resident memory (VmHWM over VmRSS before) in the first publication, of the process in which it is
@@ -86,27 +86,28 @@ def role(process: psutil.Process) -> str:
     return "engine" if any(name in one for one in titles for name in ENGINES) else "other"
 
 
-async def publish(run: Any, publications: int) -> list[dict[str, Any]]:
-    """Publish versions in a run's session; return the seconds and memory of each."""
-    from raylight.trainer.policy_session import PolicySession
+async def publish(fit: Any, report: Any, publications: int) -> list[dict[str, Any]]:
+    """Publish versions in a run; return the seconds and memory of each."""
+    from raylight.trainer.run import Run
 
     rows: list[dict[str, Any]] = []
-    async with PolicySession(run.plan, run.report.stage, True, run.start) as session:
-        compare = session._check_parity
+    async with Run(fit.settings, report.stage, True, fit.start) as run:
+        learners = run.learners
+        compare = learners.check_parity
 
         async def compare_later(*args: Any) -> Any:
             rows.append({"seconds": time.perf_counter() - began, **memory.increases()})
             return await compare(*args)
 
-        session._check_parity = compare_later  # type: ignore[method-assign]
+        learners.check_parity = compare_later  # type: ignore[method-assign]
         for version in range(1, publications + 1):
-            await session.learners.load_state("", 0, version)  # numbers the weights only
-            ranks = await session.learners._call("trim")
-            session.version = version
+            await learners.group.load_state("", 0, version)  # numbers the weights only
+            ranks = await learners.group._call("trim")
+            learners.version = version
             memory = Memory(ranks)
             memory.start()
             began = time.perf_counter()
-            await session.publish_weights(TIMEOUT_S)
+            await learners.publish()
     return rows
 
 
@@ -116,7 +117,8 @@ def run_cell(cell: dict[str, Any]) -> None:
 
     import raylight as rl
     from raylight.learner.actor import LearnerActor
-    from raylight.trainer import policy_session, runs
+    from raylight.trainer import launch
+    from raylight.trainer.components import learners
 
     class TrimmedLearner(LearnerActor):
         def trim(self) -> int:
@@ -132,13 +134,13 @@ def run_cell(cell: dict[str, Any]) -> None:
     async def agent(task: int, llm: rl.LLM) -> float:
         return 0.0
 
-    async def work(run: Any) -> dict[str, Any]:
-        rows = await publish(run, cell["publications"])
+    async def work(fit: Any, report: Any, owns_cluster: bool) -> dict[str, Any]:
+        rows = await publish(fit, report, cell["publications"])
         print(RESULT + json.dumps(rows), flush=True)
         return {}
 
-    policy_session.LearnerGroup = functools.partial(policy_session.LearnerGroup, actor=TrimmedLearner)
-    runs.PolicyRun.work = work  # type: ignore[method-assign]
+    learners.LearnerGroup = functools.partial(learners.LearnerGroup, actor=TrimmedLearner)  # type: ignore[misc]
+    launch.train_policy = work
     args = {"tensor_parallel_size": cell["parallel"]} if cell["parallel"] > 1 else {}
     trainer = rl.Trainer(
         algorithm=rl.GRPO(model=cell["model"], n_steps=1, max_logprob_mismatch=1e6, sync_timeout_s=TIMEOUT_S),

@@ -20,7 +20,7 @@ import raylight as rl
 from raylight.learner.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
-from raylight.trainer.policy_session import PolicySession
+from raylight.trainer.components.learners import Learners
 
 
 class LoggedGRPO(rl.GRPO):
@@ -62,7 +62,7 @@ def watch() -> None:
     """Send the events of the loop, and log the training states that the learners load."""
     before(LearnerGroup, "update", lambda *_: send_event("update"))
     before(LearnerGroup, "save_state", lambda *_: send_event("checkpoint"))
-    before(PolicySession, "publish_weights", lambda *_: send_event("sync"))
+    before(Learners, "publish", lambda *_: send_event("sync"))
     before(
         LearnerGroup,
         "load_state",

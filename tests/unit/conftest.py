@@ -92,22 +92,24 @@ def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Runs that a Trainer planned. Instead of connecting to Ray, after all checks, it raises ReachedRay."""
     from unit_helpers import ReachedRay
 
-    from raylight.trainer import trainer
-    from raylight.trainer.runs import AlgorithmRun, PolicyRun
+    from raylight.trainer import launch, trainer
 
     planned: list[Any] = []
-    for kind in (PolicyRun, AlgorithmRun):
 
-        def noting(self: Any, *args: Any, original: Any = kind.__init__) -> None:
-            original(self, *args)
-            planned.append(self)
+    def noting(plan: Any) -> Any:
+        def note(*args: Any) -> Any:
+            planned.append(plan(*args))
+            return planned[-1]
 
-        monkeypatch.setattr(kind, "__init__", noting)
+        return note
+
+    for name in ("plan_policy", "plan_algorithm", "plan_evaluation"):
+        monkeypatch.setattr(trainer, name, noting(getattr(trainer, name)))
 
     def refuse(*args: Any) -> None:
         raise ReachedRay
 
-    monkeypatch.setattr(trainer, "ray_session", refuse)
+    monkeypatch.setattr(launch, "ray_session", refuse)
     return planned
 
 

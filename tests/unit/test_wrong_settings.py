@@ -33,7 +33,7 @@ from raylight.cli import app
 from raylight.config import Config
 from raylight.errors import ConfigError, DatasetError, RaylightError
 from raylight.trainer.arguments import TrainerArguments
-from raylight.trainer.eval_session import EvalSettings
+from raylight.trainer.eval_run import EvalSettings
 from raylight.trainer.inputs import MAX_ROWS, as_tasks
 from raylight.trainer.run_file import RunFile
 from raylight.trainer.trainer import Trainer

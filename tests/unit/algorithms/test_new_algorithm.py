@@ -11,14 +11,11 @@ import pytest
 import toy_algorithm
 import yaml
 from toy_algorithm import BestOfGroup
-from unit_helpers import make_finished
+from unit_helpers import ReachedRay, make_finished
 
-import raylight as rl
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.inputs import Inputs
-from raylight.trainer.runs import PolicyRun
 from raylight.trainer.trainer import Trainer
 
 MODEL = str(STARTER_MODEL)
@@ -28,12 +25,13 @@ def test_the_toy_is_one_file_of_at_most_40_lines() -> None:
     assert len(Path(toy_algorithm.__file__).read_text(encoding="utf-8").splitlines()) <= 40
 
 
-def test_a_run_is_planned_with_it(tmp_path: Path) -> None:
+def test_a_run_is_planned_with_it(planned_runs: list[Any], tmp_path: Path) -> None:
     algorithm = BestOfGroup(model=MODEL, tasks_per_step=2, n_epochs=3)
-    inputs = Inputs(rl.rollout(lambda task: 1.0), list(range(4)), None)
-    plan = PolicyRun(Trainer(algorithm=algorithm), algorithm, inputs, "toy", tmp_path).plan
-    assert (plan.total_steps, plan.algorithm.baseline_kind) == (6, "group")
-    resolved = yaml.safe_load(yaml.safe_dump(plan.resolved()))["algorithm"]
+    with pytest.raises(ReachedRay):
+        Trainer(algorithm=algorithm, output_dir=tmp_path).fit(lambda task: 1.0, list(range(4)))
+    settings = planned_runs[0].settings
+    assert (settings.training.total_steps, settings.training.algorithm.baseline_kind) == (6, "group")
+    resolved = yaml.safe_load(yaml.safe_dump(settings.resolved()))["algorithm"]
     assert (resolved["name"], resolved["adv_estimator"]) == ("BestOfGroup", "best_of_group")
 
 

@@ -21,6 +21,7 @@ from raylight.algorithms.verl_config.keys import KEYS, SECTIONS
 from raylight.algorithms.verl_config.resolution import nearest
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
+from raylight.trainer.cluster_settings import finalize_settings, with_cpu_fallback
 from raylight.trainer.trainer import Trainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -495,19 +496,15 @@ def test_a_run_settles_on_what_the_cluster_has(
     (run,) = planned_runs
     assert run.total_steps == 2
     assert run.folder.parent == tmp_path / "outputs" / "p"
-    assert run.plan.algorithm.sampling_parameters == {"temperature": 1.0}
-    monkeypatch.setattr(
-        "raylight.trainer.runs.ray.cluster_resources",
-        lambda: {"CPU": 2.0, "GPU": gpus} if gpus else {"CPU": 2.0},
-    )
-    run.fall_back_to_cpus()
-    run.finalize_plan()
-    assert (run.plan.learner.num_gpus, run.plan.engine.num_gpus) == ((0.6, 0.4) if gpus else (0, 0))
-    assert run.plan.engine.kind == "transformers"
-    assert run.plan.engine.weight_transfer == "gloo"
-    assert run.plan.algorithm.max_logprob_mismatch == 0.3
-    assert ("no GPU: " in run._notes[-1]) == (not gpus)
-    assert run.config()["algorithm"]["name"] == "VERL"
+    assert run.settings.training.algorithm.sampling_parameters == {"temperature": 1.0}
+    settings, notes = with_cpu_fallback(run.settings, run.requested, gpus)
+    run.settings = settings = finalize_settings(settings)
+    engine, training = settings.serving.engine, settings.training
+    assert (training.learner.num_gpus, engine.num_gpus) == ((0.6, 0.4) if gpus else (0, 0))
+    assert (engine.kind, engine.weight_transfer) == ("transformers", "gloo")
+    assert training.algorithm.max_logprob_mismatch == 0.3
+    assert ("no GPU: " in notes[-1]) == (not gpus)
+    assert trainer._config(run)["algorithm"]["name"] == "VERL"
 
 
 def test_the_trainers_gpus_hold_with_and_without_gpus() -> None:

@@ -13,12 +13,14 @@ import pytest
 from ray.exceptions import RayActorError
 from unit_helpers import within
 
-import raylight as rl
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, RunnerLostError
+from raylight.quickstart.agent import adder
 from raylight.runner import external_runners
 from raylight.runner.external_runners import ExternalRunners
+from raylight.runner.actor import RunnerPayload
 from raylight.trainer import join_run
+from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import Connection
 from raylight.trainer.join_run import RemoteRunnerProcess
 
@@ -69,8 +71,8 @@ async def test_a_run_that_ends_before_its_runners_joined(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(join_run, "ray_session", session)
     monkeypatch.setattr(join_run, "find_rendezvous", find_rendezvous)
-    trainer = rl.Trainer(role="runner", run_name="night", progress=False)
+    payload, arguments = RunnerPayload(adder), TrainerArguments(progress=False)
     with pytest.raises(ConfigError, match="'night' ended before the runners joined"):
-        await RemoteRunnerProcess(trainer, "raylight.quickstart.agent:adder").work()
+        await RemoteRunnerProcess("night", payload, RunnerConfig(), arguments).work()
     async with within():
         await join_run._end_of(Gone())

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from unit_helpers import make_finished, make_generation
+from unit_helpers import ReachedRay, make_finished, make_generation
 
-import raylight
 from raylight.agent.decorators import rollout
 from raylight.agent.resources import LLM
 from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.trainer import eval_run
+from raylight.trainer.components.serving import fill_resources, read_adapter
 from raylight.trainer.display import print_scores
-from raylight.trainer.eval_run import EvalRun, eval_line, ignored_sampling, rewards_by_name
-from raylight.trainer.eval_session import EvalSession, EvalSettings, find_adapter, read_adapter
+from raylight.trainer.eval_run import (
+    EvalSettings,
+    describe_evaluation,
+    eval_line,
+    evaluation_config,
+    find_adapter,
+    ignored_sampling,
+    rewards_by_name,
+)
+from raylight.trainer.run import Run
 from raylight.trainer.scores import measure
 from raylight.trainer.task_files import read_tasks
 from raylight.trainer.trainer import Trainer
@@ -33,64 +39,23 @@ def plain(task: int, llm: LLM) -> float:
     return 1.0
 
 
-class ReachedRay(Exception):
-    pass
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[EvalRun]:
-    """Evaluations that passed all checks; where they would connect to Ray, ReachedRay is raised."""
-    runs: list[EvalRun] = []
-
-    def noting(self: EvalRun, *args: Any, original: Any = EvalRun.__init__) -> None:
-        original(self, *args)
-        runs.append(self)
-
-    def refuse(*args: Any) -> None:
-        raise ReachedRay
-
-    monkeypatch.setattr(EvalRun, "__init__", noting)
-    monkeypatch.setattr(eval_run, "ray_session", refuse)
-    return runs
-
-
 # it cannot train
 
 
-def imports_of(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
-
-
-def test_an_evaluation_imports_no_learner() -> None:
-    """An evaluation imports nothing of the learners but the reward of a rollout."""
-    folder = Path(raylight.__file__).parent / "trainer"
-    seen: set[str] = set()
-    waiting = ["eval_run", "eval_session"]
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        modules = {module for module in imports_of(folder / f"{name}.py") if module.startswith("raylight.")}
-        learning = {module for module in modules if module.startswith("raylight.learner")}
-        assert learning <= {"raylight.experience.batch"}, name
-        ours = {m.removeprefix("raylight.trainer.") for m in modules if m.startswith("raylight.trainer.")}
-        waiting += [
-            other for other in ours - seen - {"trainer"} if other not in waiting
-        ]  # the Trainer is for annotations
-    assert {"served_session", "session", "plan"} <= seen
-    assert not {"policy_session", "runs", "loop"} & seen
-    assert not {"learners", "update", "publish_weights"} & set(dir(EvalSession))
+def test_an_evaluation_has_no_learners(hollow_model: str, planned_runs: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(ReachedRay):
+        Trainer(output_dir=tmp_path / "out").evaluate(plain, [1], model=hollow_model)
+    (settings,) = planned_runs
+    run = Run(settings, print, owns_cluster=True)
+    assert settings.training is None
+    assert run._make_learners() is None
+    assert not hasattr(run, "learners")
 
 
 # what it is given
 
 
-def test_a_plan_has_what_was_given(hollow_model: str, planned: list[EvalRun], tmp_path: Path) -> None:
+def test_a_plan_has_what_was_given(hollow_model: str, planned_runs: list[Any], tmp_path: Path) -> None:
     trainer = Trainer(
         algorithm=GRPO(model=hollow_model),
         engine={"replicas": 2},
@@ -102,21 +67,24 @@ def test_a_plan_has_what_was_given(hollow_model: str, planned: list[EvalRun], tm
         trainer.evaluate(
             plain, [1, 2], samples=4, sampling={"temperature": 0.5}, rollout={"timeout_seconds": 7}
         )
-    plan = planned[0].plan
-    assert (plan.model_path, plan.engine.replicas, plan.engine.kind, plan.runner.n, plan.seed) == (
+    settings = planned_runs[0]
+    serving = settings.serving
+    assert (serving.model_path, serving.engine.replicas, serving.engine.kind) == (
         hollow_model,
         2,
         "transformers",
-        3,
-        5,
     )
-    assert (plan.settings.samples, plan.rollout.timeout_seconds, plan.n_tasks) == (4, 7, 2)
-    assert json.loads(json.dumps(plan.resolved()))["sampling"] == {"temperature": 0.5}
-    assert plan.store_path == str(tmp_path / "out" / "eval.db")
+    assert (settings.runner.n, settings.seed, settings.rollout.timeout_seconds) == (3, 5, 7)
+    assert serving.sampling_overrides == {"temperature": 0.5}
+    chosen = EvalSettings(model=hollow_model, samples=4, sampling={"temperature": 0.5})
+    config = json.loads(json.dumps(evaluation_config(settings, chosen, 2)))
+    assert (config["sampling"], config["samples"], config["tasks"]) == ({"temperature": 0.5}, 4, 2)
+    assert (config["seed"], config["model"]) == (5, hollow_model)
+    assert settings.store_path == str(tmp_path / "out" / "eval.db")
 
 
 def test_other_files_of_the_folder_are_left_alone(
-    hollow_model: str, planned: list[EvalRun], tmp_path: Path
+    hollow_model: str, planned_runs: list[Any], tmp_path: Path
 ) -> None:
     """It may be the run directory of the very model that is scored."""
     run = tmp_path / "run"
@@ -158,27 +126,30 @@ def test_what_does_not_fit_is_said_before_ray(
     error: type[Exception],
     says: str,
     hollow_model: str,
-    planned: list[EvalRun],
+    planned_runs: list[Any],
     tmp_path: Path,
 ) -> None:
     settings = {"agent": plain, "dataset": [1], "model": hollow_model} | given
     with pytest.raises(error, match=says):
         Trainer(output_dir=tmp_path / "out").evaluate(**settings)
-    assert planned == []
+    assert planned_runs == []
 
 
-def test_an_upstream_model_is_scored_too_but_takes_no_adapter(planned: list[EvalRun], tmp_path: Path) -> None:
+def test_an_upstream_model_is_scored_too_but_takes_no_adapter(
+    planned_runs: list[Any], tmp_path: Path
+) -> None:
     trainer = Trainer(engine={"url": "http://127.0.0.1:1/v1"}, output_dir=tmp_path)
     with pytest.raises(ReachedRay):
         trainer.evaluate(plain, [1], model="gpt-9")
-    assert (planned[0].plan.model_path, planned[0].plan.engine.upstream_model) == ("", "gpt-9")
-    assert planned[0].plan.resolved()["model"] == "gpt-9"
+    serving = planned_runs[0].serving
+    assert (serving.model_path, serving.engine.upstream_model) == ("", "gpt-9")
+    assert evaluation_config(planned_runs[0], EvalSettings(model="gpt-9"), 1)["model"] == "gpt-9"
     with pytest.raises(ConfigError, match="no adapter"):
         trainer.evaluate(plain, [1], model="gpt-9", lora_adapter=str(tmp_path))
 
 
 def test_every_served_model_gets_the_sampling_that_was_asked_for(
-    hollow_model: str, planned: list[EvalRun], tmp_path: Path
+    hollow_model: str, planned_runs: list[Any], tmp_path: Path
 ) -> None:
     slots = {
         "solver": LLM(sampling_parameters={"top_p": 0.9, "temperature": 1.0}),
@@ -189,9 +160,8 @@ def test_every_served_model_gets_the_sampling_that_was_asked_for(
         Trainer(output_dir=tmp_path / "out", resources=slots).evaluate(
             agent, [1], model=hollow_model, sampling={"temperature": 0.0}
         )
-    session = EvalSession(planned[0].plan, print, owns_cluster=True)
-    session.resources = planned[0].plan.resources
-    offered = session._resources_with(LLM(endpoint="http://here", model="policy", traced=True))
+    settings, llm = planned_runs[0], LLM(endpoint="http://here", model="policy", traced=True)
+    offered = fill_resources(settings.resources, llm, settings.serving.sampling_overrides)
     assert offered["solver"].sampling_parameters == {"top_p": 0.9, "temperature": 0.0}
     assert (offered["solver"].endpoint, offered["judge"].sampling_parameters) == ("http://here", {})
 
@@ -295,12 +265,14 @@ def test_sampling_that_the_agent_did_not_pass_on_is_told() -> None:
 
 
 def test_the_table_names_rewards_errors_and_pass_at_k(
-    capsys: pytest.CaptureFixture[str], hollow_model: str, planned: list[EvalRun], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], hollow_model: str, planned_runs: list[Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ReachedRay):
         Trainer(output_dir=tmp_path / "out").evaluate(plain, [1, 2], model=hollow_model, samples=2)
     finished = [said("4", reward) for reward in (1.0, 0.0, 1.0, 1.0)] + [make_finished(failure=BROKEN)]
-    figures = planned[0]._figures(measure(finished, 2, None, 1.0), finished, 2.0, None)
+    chosen = EvalSettings(model=hollow_model, samples=2)
+    scores = measure(finished, 2, None, 1.0)
+    figures = describe_evaluation(planned_runs[0], chosen, scores, finished, 2.0, None)
     assert json.loads(json.dumps(figures)) == figures
     (tmp_path / "eval.jsonl").touch()
     print_scores(figures, str(tmp_path))

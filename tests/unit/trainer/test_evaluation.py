@@ -145,6 +145,11 @@ class FakeSession:
     learners: FakeLearners = field(default_factory=FakeLearners)
     asked: list[tuple[int, str, int]] = field(default_factory=list)
 
+    @property
+    def run(self) -> FakeSession:
+        """Rollouts know their run, which has the learners."""
+        return self
+
     async def rollout(
         self, tasks: list[Any], mode: Any, samples: int, progress: Any
     ) -> list[FinishedRollout]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_settings import served_settings
 
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer import hardware
-from raylight.trainer.hardware import Hardware, choose, longest_sequence, plan_for_hardware
-from raylight.trainer.plan import ServedPlan
+from raylight.trainer.hardware import Hardware, choose, longest_sequence, settings_for_hardware
 
 CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
@@ -198,13 +197,6 @@ def test_thelongest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> N
     assert longest_sequence(tmp_path) is None
 
 
-def make_plan(folder: Path, kind: str) -> ServedPlan:
-    payload: Any = None
-    store = StoreConfig()
-    engine = EngineConfig(kind=kind)
-    return ServedPlan("run", payload, RunnerConfig(), store, "store.db", {}, str(folder), engine, 0)
-
-
 @pytest.mark.parametrize(
     ("nodes", "cuda", "gpus"),
     [([], True, 0), ([0.0], True, 0), ([0.0, 4.0], True, 1), ([4.0], False, 0)],
@@ -225,16 +217,16 @@ def test_the_plan_of_a_run_follows_the_nodes(
 
     monkeypatch.setattr(hardware.ray, "nodes", lambda: known)
     monkeypatch.setattr(hardware, "ask_nodes", ask)
-    plan = make_plan(tmp_path, "transformers")
-    found, notes = plan_for_hardware(plan, EngineConfig())
-    assert found.engine.num_gpus == gpus
+    settings = served_settings(str(tmp_path), EngineConfig(kind="transformers"))
+    found, notes = settings_for_hardware(settings, EngineConfig())
+    assert found.serving.engine.num_gpus == gpus  # type: ignore[union-attr]
     assert bool(notes) == bool(gpus)
     if not gpus:
-        assert found == plan
+        assert found == settings
     assert all(list(addresses) == [str(len(nodes) - 1)] for addresses in asked)
 
 
 def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, "transformers")
-    plan = replace(plan, engine=EngineConfig(kind="upstream", url="http://other/v1"))
-    assert plan_for_hardware(plan, plan.engine) == (plan, ())
+    engine = EngineConfig(kind="upstream", url="http://other/v1")
+    settings = served_settings(str(tmp_path), engine)
+    assert settings_for_hardware(settings, engine) == (settings, ())

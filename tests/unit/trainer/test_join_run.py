@@ -11,8 +11,12 @@ from ray.exceptions import RayActorError
 from rich.console import Console
 
 import raylight as rl
+from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, RunnerLostError
+from raylight.quickstart.agent import adder
+from raylight.runner.actor import RunnerPayload
 from raylight.trainer import join_run
+from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.display import SilentDisplay
 from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
 
@@ -86,7 +90,7 @@ class EndingRun:
 
 
 async def test_runners_that_cannot_start_because_the_run_ends_end_with_it() -> None:
-    process = RemoteRunnerProcess(rl.Trainer(role="runner", run_name="a"), "raylight.quickstart.agent:adder")
+    process = RemoteRunnerProcess("a", RunnerPayload(adder), RunnerConfig(), TrainerArguments())
     run = EndingRun()
     working = asyncio.create_task(process._work_until_end(run, run, SilentDisplay(Console(), 0)))
     await run.failed.wait()
@@ -96,7 +100,7 @@ async def test_runners_that_cannot_start_because_the_run_ends_end_with_it() -> N
 
 async def test_runners_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_run, "END_TIMEOUT_S", 0.01)
-    process = RemoteRunnerProcess(rl.Trainer(role="runner", run_name="a"), "raylight.quickstart.agent:adder")
+    process = RemoteRunnerProcess("a", RunnerPayload(adder), RunnerConfig(), TrainerArguments())
     run = EndingRun()
     with pytest.raises(RunnerLostError, match="did not start"):
         await process._work_until_end(run, run, SilentDisplay(Console(), 0))

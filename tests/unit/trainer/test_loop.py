@@ -10,23 +10,26 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from run_settings import policy_settings
 from unit_helpers import within
 
 import raylight as rl
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import CheckpointConfig, LearnerConfig, StoreConfig
 from raylight.errors import LearnerError, LearnerLostError, RolloutsFailedError, ServingLostError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.trainer.components.learners import Learners
+from raylight.trainer.components.serving import Serving
 from raylight.trainer.loop import Training
 from raylight.trainer.parity import Parity
-from raylight.trainer.plan import PolicyPlan
-from raylight.trainer.policy_session import PolicySession
+from raylight.trainer.policy_rollouts import PolicyRollouts
+from raylight.trainer.repeated_rollouts import RepeatedRollouts
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
     find_resume_point,
@@ -35,6 +38,7 @@ from raylight.trainer.resume import (
     highest_logged_version,
     prepare_states,
 )
+from raylight.trainer.run import Run
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span
 
 STEPS, TASKS, GROUP = 9, 4, 2
@@ -80,7 +84,7 @@ def read_weights(content: str) -> Any:
     return json.loads(Path(content, "weights.json").read_text())
 
 
-class Learners:
+class Ranks:
     """Weights are a digest of all that they were trained on."""
 
     def __init__(self, world: World) -> None:
@@ -138,7 +142,7 @@ class Engines:
 class Publications:
     """Publishes the learners' weights to the engines."""
 
-    def __init__(self, world: World, learners: Learners, engines: Engines) -> None:
+    def __init__(self, world: World, learners: Ranks, engines: Engines) -> None:
         self.world, self.learners, self.engines = world, learners, engines
         self.published = 0
         self.learners_busy = asyncio.Lock()
@@ -168,8 +172,8 @@ class Publications:
 class Monitor:
     """Finds an outage at some confirmations: since the last one, what ended is lost."""
 
-    def __init__(self, session: PolicySession) -> None:
-        self.session, self.confirmations, self.outages, self.seconds_away = session, 0, 0, 0.0
+    def __init__(self, run: "FakeRun") -> None:
+        self.run_, self.confirmations, self.outages, self.seconds_away = run, 0, 0, 0.0
         self.confirmed = time.time()
 
     async def run(self) -> None:
@@ -177,38 +181,54 @@ class Monitor:
 
     async def confirm(self) -> None:
         self.confirmations += 1
-        if self.confirmations in self.session.world.outages_at:  # type: ignore[attr-defined]
+        if self.confirmations in self.run_.world.outages_at:
             self.outages += 1
-            await self.session.store.report_outage("policy", self.confirmed, "refused")
-            await self.session.store.report_outage("policy", None)
+            await self.run_.store.report_outage("policy", self.confirmed, "refused")
+            await self.run_.store.report_outage("policy", None)
         self.confirmed = time.time()
 
 
-class Session(PolicySession):
+class LearnersOfWorld(Learners):
+    """Learners whose ranks are in this process."""
+
+    async def check_parity(self, version: int, timeout: float) -> Parity:
+        engines: Any = self.replicas
+        assert (engines.version, engines.weights) == (version, self.group.weights)  # type: ignore[attr-defined]
+        return Parity(0.0, 0.0, 1)
+
+
+class FakeRun(Run):
     """Learners, engines and a runner in this process."""
 
-    def __init__(self, plan: PolicyPlan, start: Any, world: World, die_after: int | None) -> None:
-        super().__init__(plan, lambda text: None, True, start)
-        self.world, self.die_after = world, die_after
-        self.learners: Any = Learners(world)
-        self.replicas: Any = Engines()
-        self._publications: Any = Publications(world, self.learners, self.replicas)
-        self._monitors: list[Any] = [Monitor(self)]
+    def __init__(self, settings: Any, start: Any, repeated: Any, world: World, die_after: int | None) -> None:
+        super().__init__(settings, lambda text: None, True, start)
+        self.world, self.die_after, self.repeated = world, die_after, repeated
+        self.learners = LearnersOfWorld(
+            settings, settings.training, settings.serving, start, lambda text: None
+        )
+        ranks, self.engines = Ranks(world), Engines()
+        self.ranks: Any = ranks
+        self.learners.group, self.learners.replicas = self.ranks, cast(Any, self.engines)
+        self.publications: Any = Publications(world, ranks, self.engines)
+        self.learners.publications = self.publications
 
-    async def _start(self) -> None:
-        self.service = StoreService(self.plan.store_path, StoreConfig())
+    async def _open(self) -> None:
+        self.service = StoreService(self.settings.store_path, StoreConfig())
         self._stack.push_async_callback(self.service.close)
         self.store = StoreClient(self.service)
-        if self._reopens_store:
-            await self._repeated.find(self.store)
+        if self.start.same_run:
+            await self.repeated.find(self.store)
         await self.store.add_resources({"engine": self.world.lives})
+        self.serving = Serving("run", None, None, self.store, print, True)
+        monitors: list[Any] = [Monitor(self)]
+        self.serving.monitors = monitors
         if not self.start.is_fresh:
-            await self.learners.load_state(self.start.state_url, self.start.step, self.version)
-        self.pool: Any = self
+            await self.ranks.load_state(self.start.state_url, self.start.step, self.learners.version)
+        self._components = [cast(Any, self), self.serving]
 
-    async def watch(self) -> None:
+    def watches(self) -> list[Any]:
         """As a pool of runners."""
-        await self._run_agents()
+        return [self._run_agents()]
 
     async def _run_agents(self) -> None:
         while True:
@@ -225,18 +245,18 @@ class Session(PolicySession):
         assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
         if (finished := sum(self.world.sampled.values())) in self.world.stranded_at:
             self.world.stranded_at.remove(finished)
-            self.learners.lost = True
-            self._publications.stranded.set()
-            await self._publications.served.wait()
+            self.ranks.lost = True
+            self.publications.stranded.set()
+            await self.publications.served.wait()
         if self.world.lost(rollout.rollout_id):
             failure = Failure(kind="infrastructure", error="APIConnectionError: refused")
             await self.store.finish_attempt(rollout, "failed", failure)
             return
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, mixed(rollout.attempt.attempt_id))
-        luck = int(mixed(self.replicas.weights, rollout.rollout_id.partition("-")[2]), 16)
+        luck = int(mixed(self.engines.weights, rollout.rollout_id.partition("-")[2]), 16)
         worth = luck % 7 / 7 if self.world.reward is None else self.world.reward
         call = Generation(
-            key, "policy", [1, 2], [luck % 50], [-1.0], [self.replicas.version], "stop", 0.0, 1.0
+            key, "policy", [1, 2], [luck % 50], [-1.0], [self.engines.version], "stop", 0.0, 1.0
         )
         reward = Span(
             rollout_id=key.rollout_id,
@@ -252,10 +272,6 @@ class Session(PolicySession):
         await self.store.capture([(key, 0.0)], [(key, call, None)])
         await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
         self.world.sampled[rollout.rollout_id] += 1
-
-    async def _check_parity(self, version: int, timeout: float) -> Parity:
-        assert (self.replicas.version, self.replicas.weights) == (version, self.learners.weights)
-        return Parity(0.0, 0.0, 1)
 
 
 class Quiet:
@@ -285,36 +301,33 @@ async def live(
         max_logprob_mismatch=1,
         **{"best": None, **settings},
     )
-    plan: Any = PolicyPlan(
-        name=f"life-{world.lives}",
-        payload=None,
-        runner=RunnerConfig(),
-        store=StoreConfig(),
-        store_path=str(folder / "store.db"),  # type: ignore[arg-type]
-        resources={},
-        model_path=STARTER_MODEL,
-        engine=EngineConfig(),
-        seed=0,
-        algorithm=algorithm,
+    settings_ = policy_settings(
+        str(STARTER_MODEL),
         learner=LearnerConfig(max_restarts=2),
-        checkpoint=CheckpointConfig(every=3),
-        output_dir="",
-        state_url=str(folder / "state"),
-        total_steps=STEPS,
-        trained_agents=None,
+        algorithm=algorithm,
+        training={
+            "checkpoint": CheckpointConfig(every=3),
+            "state_url": str(folder / "state"),
+            "total_steps": STEPS,
+        },
+        name=f"life-{world.lives}",
+        folder=str(folder),
+        store_path=str(folder / "store.db"),
+        rollout=algorithm.rollout,
     )
-    config = plan.resolved() | {"tasks": fingerprint_tasks(tasks)}
+    config = settings_.resolved() | {"tasks": fingerprint_tasks(tasks)}
     start = find_resume_point(
-        resume, plan.state_url, config, highest_logged_version(folder / "metrics.jsonl")
+        resume, str(folder / "state"), config, highest_logged_version(folder / "metrics.jsonl")
     )
     start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
     report = Report(folder, Quiet(), config, None, start.last_logged_step, loggers)
-    prepare_states(start, plan.state_url, config)
-    async with within(30), Session(plan, start, world, die_after) as session:
-        session._stack.callback(report.close)
-        training = Training(session, algorithm, tasks, [100, 101], report, config)
+    prepare_states(start, str(folder / "state"), config)
+    repeated = RepeatedRollouts(start, lambda text: None)
+    async with within(30), FakeRun(settings_, start, repeated, world, die_after) as run:
+        run._stack.callback(report.close)
+        training = Training(PolicyRollouts(run, repeated), algorithm, tasks, [100, 101], report, config)
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
-            await session.watched(training.run())
+            await run.watched(training.run())
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

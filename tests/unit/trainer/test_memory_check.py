@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_settings import policy_settings
 
 from raylight import doctor_report
 from raylight.algorithms.policy import GRPO, RunSettings
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer import memory_check
-from raylight.trainer.plan import PolicyPlan
+from raylight.trainer.settings import ResolvedSettings
 
 
 @pytest.fixture
@@ -37,26 +38,8 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def policy_plan(model_path: str, **learner: Any) -> PolicyPlan:
-    payload: Any = None
-    return PolicyPlan(
-        name="run",
-        payload=payload,
-        runner=RunnerConfig(),
-        store=StoreConfig(),
-        store_path="",
-        resources={},
-        model_path=model_path,
-        engine=EngineConfig(kind="transformers"),
-        seed=0,
-        algorithm=GRPO(model=model_path),
-        learner=LearnerConfig(**learner),
-        checkpoint=CheckpointConfig(),
-        state_url="",
-        output_dir="",
-        total_steps=1,
-        trained_agents=None,
-    )
+def trained(model_path: str, **learner: Any) -> ResolvedSettings:
+    return policy_settings(model_path, EngineConfig(kind="transformers"), LearnerConfig(**learner))
 
 
 def run_settings(**engine: Any) -> RunSettings:
@@ -74,19 +57,19 @@ def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.Monk
     with pytest.raises(
         ConfigError, match=r"of host memory \(.*\); it has 10.0 GiB. It fits with learner.lora.rank=16; "
     ):
-        memory_check.check_memory(policy_plan(model))
+        memory_check.check_memory(trained(model))
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     connect(monkeypatch, 40)
-    memory_check.check_memory(policy_plan(model))
+    memory_check.check_memory(trained(model))
 
 
 def test_gpus_that_the_autoscaler_has_yet_to_start_are_no_shortage(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(monkeypatch, 10)
-    memory_check.check_memory(policy_plan(model, n=4, num_gpus=1))
+    memory_check.check_memory(trained(model, n=4, num_gpus=1))
 
 
 def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +83,7 @@ def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.Mo
 def test_a_small_model_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     connect(monkeypatch, 8)
     monkeypatch.setattr("raylight.planning.plan.make_plan", lambda *_: pytest.fail("planned"))
-    memory_check.check_memory(policy_plan(str(STARTER_MODEL)))
+    memory_check.check_memory(trained(str(STARTER_MODEL)))
 
 
 def test_an_algorithm_without_learners_has_no_plan() -> None:

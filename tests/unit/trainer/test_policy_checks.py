@@ -1,27 +1,32 @@
-"""The transport of weights of a run: it follows the hardware, which is known after the connection to Ray."""
+"""Checks and defaults of a run that trains: the transport of weights, limits, and the trained agents."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from unit_helpers import ReachedRay
 
+from raylight.agent.decorators import rollout
 from raylight.algorithms.policy import GRPO
-from raylight.errors import ConfigError
+from raylight.config import EngineConfig, LearnerConfig
+from raylight.errors import AgentSignatureError, ConfigError
+from raylight.traces.triplets import TracerTraceToTriplet
+from raylight.trainer.cluster_settings import finalize_settings
 from raylight.trainer.hardware import Hardware, choose
+from raylight.trainer.policy_checks import idle_hardware, mismatch_limit, trained_agents_pattern
 from raylight.trainer.trainer import Trainer
 
 
-def planned(run: Any, gpus: float) -> str:
+def planned(fit: Any, gpus: float) -> str:
     """Return the transport of a run that found GPUs."""
-    engine = run.plan.engine.model_copy(update={"kind": "vllm"})
-    choice = choose(Hardware(gpus), engine, run.plan.learner, 4096)
-    object.__setattr__(run.plan, "engine", choice.engine)
-    object.__setattr__(run.plan, "learner", choice.learner)
-    run.finalize_plan()
-    return str(run.plan.engine.weight_transfer)
+    settings = fit.settings
+    engine = settings.serving.engine.model_copy(update={"kind": "vllm"})
+    choice = choose(Hardware(gpus), engine, settings.training.learner, 4096)
+    settings = settings.with_engine(choice.engine).with_training(learner=choice.learner)
+    return str(finalize_settings(settings).serving.engine.weight_transfer)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,82 @@ def test_a_warning_above_the_default_limit_is_refused_unless_the_run_corrects(
             planned(planned_runs[0], 0)
     else:
         planned(planned_runs[0], 0)
+
+
+def trained(of_agent: str | None, adapter: Any) -> str | None:
+    agent = rollout(trained_agents=of_agent)(lambda task: 1.0)
+    return trained_agents_pattern(agent, adapter, GRPO(model="m"))
+
+
+def test_the_pattern_comes_from_the_agent_or_the_adapter() -> None:
+    assert trained(None, None) is None
+    assert trained("plan", None) == "plan"
+    assert trained(None, TracerTraceToTriplet(agent_match="code")) == "code"
+    assert trained("code", TracerTraceToTriplet(agent_match="code")) == "code"
+
+
+def test_two_patterns_that_differ_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="trained_agents='plan' and the adapter agent_match='code'"):
+        trained("plan", TracerTraceToTriplet(agent_match="code"))
+
+
+def test_an_adapter_without_a_pattern_would_not_be_read() -> None:
+    with pytest.raises(ConfigError, match="GRPO trains on the tokens that the engine recorded"):
+        trained("plan", TracerTraceToTriplet())
+
+
+def test_a_pattern_is_one() -> None:
+    with pytest.raises((ConfigError, AgentSignatureError), match="regular expression"):
+        trained("(", None)
+    with pytest.raises(ConfigError, match="regular expression"):
+        trained(None, TracerTraceToTriplet(agent_match="("))
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "experts", "given", "expected"),
+    [
+        ("float32", "fp32", None, 0.0, 1e-3),
+        ("bfloat16", "fp32", None, 0.0, 0.3),
+        ("float32", "bf16", 1, 0.0, 0.3),
+        ("bfloat16", "bf16", 128, 0.0, 2.0),
+        ("float32", "fp32", 128, 0.0, 1e-3),
+        ("bfloat16", "bf16", 128, 0.01, 0.01),
+    ],
+)
+def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
+    engine: Any, learner: Any, experts: int | None, given: float, expected: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_experts": experts}}))
+    algorithm = GRPO(model="m", max_logprob_mismatch=given)
+    limit = mismatch_limit(algorithm, EngineConfig(dtype=engine), LearnerConfig(dtype=learner), str(tmp_path))
+    assert limit == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "resources", "expected"),
+    [
+        ({}, {}, {"CPU": 2.0}, []),
+        (
+            {},
+            {},
+            {"CPU": 16.0},
+            ["one thread, and the cluster has 16 cores: set learner={'num_threads': 16}"],
+        ),
+        ({}, {"num_threads": 8}, {"CPU": 16.0}, []),
+        ({}, {"n": 8}, {"CPU": 16.0}, []),
+        ({"num_gpus": 1}, {}, {"CPU": 2.0, "GPU": 8.0}, ["has 8 GPUs, and the learners compute on CPUs"]),
+        ({"num_gpus": 1}, {"num_gpus": 1}, {"CPU": 2.0, "GPU": 2.0}, []),
+        ({"num_gpus": 1}, {"num_gpus": 1, "n": 4}, {"CPU": 2.0, "GPU": 8.0}, ["3 of 8 GPUs"]),
+        (
+            {"num_gpus": 1, "replicas": 2, "args": {"tensor_parallel_size": 2}},
+            {"num_gpus": 1, "n": 4},
+            {"CPU": 2.0, "GPU": 8.0},
+            [],
+        ),
+        ({"num_gpus": 0.4}, {"num_gpus": 0.6}, {"GPU": 1.0}, []),
+    ],
+)
+def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expected: list[str]) -> None:
+    notes = idle_hardware(EngineConfig(**engine), LearnerConfig(**learner), resources)
+    assert len(notes) == len(expected)
+    assert all(text in note for text, note in zip(expected, notes, strict=True))

@@ -5,14 +5,14 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from run_settings import make_settings
 
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.store.journal import Journal
-from raylight.trainer.policy_session import PolicySession
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
     ResumePoint,
@@ -26,6 +26,7 @@ from raylight.trainer.resume import (
     state_metadata,
     wait_for_store,
 )
+from raylight.trainer.run import Run
 
 CONFIG = {
     "name": "run-1",
@@ -203,10 +204,9 @@ async def test_the_engines_of_a_resumed_run_have_a_seed_of_their_own() -> None:
         async def statistics() -> dict[str, int]:
             return {"total_attempts": attempts}
 
-        session: Any = object.__new__(PolicySession)
-        session.plan, session.start = SimpleNamespace(seed=7), ResumePoint("a", **start)
-        session.store, session._reopens_store = SimpleNamespace(statistics=statistics), session.start.same_run
-        return await session._sampling_seed()
+        run = Run(make_settings(seed=7), print, True, ResumePoint("a", **start))
+        run.store = cast(Any, SimpleNamespace(statistics=statistics))
+        return await run._sampling_seed()
 
     assert await seed(5) == await seed(0) == 7, "the store may be shared"
     lost = [await seed(0, state_url="states", step=step, same_run=same) for step in (3, 4) for same in (0, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,9 +18,7 @@ from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.trainer.inputs import Inputs
 from raylight.trainer.run_file import IN_CODE, dotted_name, load_run_file
-from raylight.trainer.runs import AlgorithmRun, PolicyRun
 from raylight.trainer.task_files import read_tasks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
@@ -113,9 +112,10 @@ def test_a_file_without_settings_is_an_error(content: str, write: Any) -> None:
 
 def config_of(trainer: rl.Trainer, agent: Any, train: Any, val: Any, folder: Path) -> dict[str, Any]:
     """Return the content of the config.yaml that a run would write."""
-    kind: Any = PolicyRun if isinstance(trainer.algorithm, rl.PolicyAlgorithm) else AlgorithmRun
-    run = kind(trainer, trainer.algorithm, Inputs(adder, train, val, agent), "run-1", folder)
-    return yaml.safe_load(yaml.safe_dump(run.config()))
+    assert trainer.algorithm is not None
+    fit = trainer._plan(trainer.algorithm, agent, train, val)
+    fit.settings = replace(fit.settings, name="run-1", folder=str(folder))
+    return yaml.safe_load(yaml.safe_dump(trainer._config(fit)))
 
 
 def test_the_config_of_a_run_is_a_run_file_of_the_same_run(tmp_path: Path, write: Any) -> None:

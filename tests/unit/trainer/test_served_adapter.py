@@ -3,25 +3,20 @@
 from typing import Any, cast
 
 import pytest
+from run_settings import policy_settings
 from unit_helpers import within
 
-from raylight.agent.decorators import rollout
-from raylight.algorithms.policy_gradient import GRPO
 from raylight.config import (
-    CheckpointConfig,
     EngineConfig,
     LearnerConfig,
     LoraConfig,
-    RunnerConfig,
-    StoreConfig,
 )
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError, EngineStartError, WeightSyncError
 from raylight.learner.adapter import adapted_layers
 from raylight.quickstart import STARTER_MODEL
-from raylight.runner.actor import RunnerPayload
 from raylight.trainer import served_adapter
-from raylight.trainer.plan import MODEL_NAME, PolicyPlan
+from raylight.trainer.settings import MODEL_NAME
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
@@ -39,37 +34,23 @@ def test_the_adapted_layers_of_a_model():
             adapted_layers(str(STARTER_MODEL), LoraConfig(**settings))
 
 
-def plan_of(engine: dict[str, Any], lora: dict[str, Any] | None) -> PolicyPlan:
-    return PolicyPlan(
-        name="run-1",
-        payload=RunnerPayload(rollout(lambda task: 1.0)),
-        runner=RunnerConfig(),
-        store=StoreConfig(),
-        store_path="store.db",
-        resources={},
-        model_path=str(STARTER_MODEL),
-        algorithm=GRPO(model="m"),
-        engine=EngineConfig(**engine),
-        learner=LearnerConfig(lora=None if lora is None else LoraConfig(**lora)),
-        checkpoint=CheckpointConfig(),
-        output_dir="",
-        state_url="state",
-        seed=0,
-        total_steps=1,
-        trained_agents=None,
-    )
+def with_adapter(engine: dict[str, Any], lora: dict[str, Any] | None) -> EngineConfig:
+    """Return the engine of a run whose learners have an adapter."""
+    learner = LearnerConfig(lora=None if lora is None else LoraConfig(**lora))
+    settings = policy_settings(str(STARTER_MODEL), EngineConfig(**engine), learner)
+    return served_adapter.with_adapter(settings).serving.engine  # type: ignore[union-attr]
 
 
 def test_an_engine_gets_room_for_the_adapter_and_vllm_its_layers():
     for engine, lora in [({"kind": "vllm"}, None), ({"kind": "vllm"}, {"serve": "merged"})]:
-        assert served_adapter.with_adapter(plan_of(engine, lora)).engine == EngineConfig(**engine)
-    changed = served_adapter.with_adapter(plan_of({"kind": "transformers"}, {})).engine
+        assert with_adapter(engine, lora) == EngineConfig(**engine)
+    changed = with_adapter({"kind": "transformers"}, {})
     assert (changed.max_adapters, changed.args) == (1, {})
-    changed = served_adapter.with_adapter(plan_of({"kind": "vllm", "max_adapters": 3}, {"rank": 4})).engine
+    changed = with_adapter({"kind": "vllm", "max_adapters": 3}, {"rank": 4})
     assert changed.max_adapters == 3
     assert changed.args == {"max_lora_rank": 4, "lora_target_modules": LINEAR}
     own = {"max_lora_rank": 32, "enforce_eager": True}
-    changed = served_adapter.with_adapter(plan_of({"kind": "vllm", "args": own}, {})).engine
+    changed = with_adapter({"kind": "vllm", "args": own}, {})
     assert changed.args == own | {"lora_target_modules": LINEAR}
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from run_settings import policy_settings
 
-from raylight.algorithms.policy_gradient import GRPO
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.learner import actor as actors
 from raylight.learner.actor import LearnerActor
-from raylight.trainer import policy_session
-from raylight.trainer.policy_session import PolicySession
+from raylight.quickstart import STARTER_MODEL
+from raylight.trainer.components.learners import Learners
+from raylight.trainer.resume import fresh_start
+from raylight.trainer.run import Run
 
 
 class Events:
@@ -32,75 +34,46 @@ class Events:
         return call
 
 
-class ReachedError(Exception):
-    """The start has come to the point after the components."""
-
-
-def make_session(seen: list[str], monkeypatch: pytest.MonkeyPatch, learner: float, engine: float) -> Any:
-    session: Any = object.__new__(PolicySession)
-    session.plan = SimpleNamespace(
-        name="run",
-        model_path="m",
-        seed=0,
-        total_steps=1,
-        store=None,
-        store_path="",
-        output_dir="out",
-        checkpoint=CheckpointConfig(),
-        algorithm=GRPO(model="m"),
-        learner=LearnerConfig(num_gpus=learner),
-        engine=EngineConfig(num_gpus=engine, sleep_while_learning=True),
-        shares_gpus=0 < learner < 1 and engine > 0,
+def make_run(seen: list[str], learner: float, engine: float) -> Run:
+    """Return a run whose learners and engine record their events."""
+    settings = policy_settings(
+        str(STARTER_MODEL),
+        EngineConfig(num_gpus=engine, sleep_while_learning=True),
+        LearnerConfig(num_gpus=learner),
     )
-    session._reopens_store = False
-    session._stack = SimpleNamespace(callback=lambda *_: None, push_async_callback=lambda *_: None)
-    session._show_stage = lambda text: None
-    session._reported_no_sleep, session.version = False, 0
-
-    async def nothing(*_: Any) -> Any:
-        return 0
-
-    async def reached(*_: Any) -> None:
-        raise ReachedError
-
-    learners, publications = Events("learners", seen), Events("publications", [])
-    monkeypatch.setattr(publications, "learners_busy", asyncio.Lock(), raising=False)
-    monkeypatch.setattr(policy_session, "Publications", lambda *_: publications)
-    monkeypatch.setattr(learners, "check_storage", reached)
-    monkeypatch.setattr(learners, "stop", lambda: None)
-    monkeypatch.setattr(policy_session, "LearnerGroup", lambda *_: learners)
-    for name in ("_reserve", "_start_coordinator", "_sampling_seed"):
-        setattr(session, name, nothing)
-    session._start_store = lambda: None
-    session._make_deployment = lambda *_: Events("engines", seen)
-    session._make_pool = lambda: Events("runners", seen)
-    session.learners, session.replicas = learners, Events("engines", seen)
-    session._coordinator, session._publications = None, publications
-    return session
+    run = Run(settings, lambda text: None, owns_cluster=True)
+    run.serving, run.learners = cast(Any, Events("engines", seen)), cast(Any, Events("learners", seen))
+    return run
 
 
-async def test_engines_start_when_the_learners_have_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_start_when_the_learners_have_their_memory() -> None:
     seen: list[str] = []
-    with pytest.raises(ReachedError):
-        await make_session(seen, monkeypatch, 0.6, 0.4)._start()
-    assert seen.index("learners.setup done") < seen.index("engines.start")
+    await make_run(seen, 0.6, 0.4)._start(cast(Any, Events("runners", seen)))
+    assert seen.index("learners.start done") < seen.index("engines.start")
     assert seen.index("runners.start") < seen.index("engines.start")
 
 
 @pytest.mark.parametrize(("learner", "engine"), [(1, 1), (0, 0), (0, 0.4)])
-async def test_all_start_at_once_on_hardware_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, learner: float, engine: float
-) -> None:
+async def test_all_start_at_once_on_hardware_of_their_own(learner: float, engine: float) -> None:
     seen: list[str] = []
-    with pytest.raises(ReachedError):
-        await make_session(seen, monkeypatch, learner, engine)._start()
-    assert seen.index("engines.start") < seen.index("learners.setup done")
+    await make_run(seen, learner, engine)._start(cast(Any, Events("runners", seen)))
+    assert seen.index("engines.start") < seen.index("learners.start done")
+    assert seen[-4:] == ["learners.join", "learners.join done", "engines.offer", "engines.offer done"]
 
 
-async def test_engines_sleep_during_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_sleep_during_an_update() -> None:
     seen: list[str] = []
-    session = make_session(seen, monkeypatch, 0.6, 0.4)
-    await session.update(None)
+    settings = make_run(seen, 0.6, 0.4).settings
+    assert settings.training is not None
+    assert settings.serving is not None
+    learners = Learners(settings, settings.training, settings.serving, fresh_start(), lambda text: None)
+    learners.group, learners.replicas = (
+        cast(Any, Events("learners", seen)),
+        cast(Any, Events("engines", seen)),
+    )
+    learners.publications = cast(Any, SimpleNamespace(learners_busy=asyncio.Lock()))
+    await learners.update(cast(Any, None))
+    assert learners.version == 1
     done = [event for event in seen if event.endswith("done")]
     assert done == ["engines.sleep done", "learners.update done", "engines.wake done"]
 

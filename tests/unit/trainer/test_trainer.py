@@ -23,7 +23,7 @@ from raylight.synonyms import take_synonyms
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.runs import AlgorithmRun, Run
+from raylight.trainer.fit import Fit
 from raylight.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("planned_runs")
@@ -374,7 +374,7 @@ def test_epochs_are_checked(algorithm: Any) -> None:
 # what is given to fit
 
 
-def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Run]) -> None:
+def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Fit]) -> None:
     @rollout
     def other(task: int) -> float:
         return 2.0
@@ -387,7 +387,7 @@ def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Run]) 
         Trainer(algorithm=Baseline(), agent=other, train_dataset=[7], val_dataset=[8]), plain, [1], [2]
     )
     reaches_ray(Trainer(algorithm=Baseline(), agent=other, train_dataset=[7]), train_dataset=[1])
-    assert [(run.inputs.agent.__name__, run.inputs.train, run.inputs.val) for run in planned_runs] == [  # type: ignore[attr-defined]
+    assert [(run.inputs.agent.__name__, run.inputs.train, run.inputs.val) for run in planned_runs] == [
         ("plain", [1], [2]),
         ("other", [1], None),
         ("other", [1], [2]),
@@ -419,7 +419,7 @@ decorated = rollout(plain)
         {"type": "unit.trainer.test_trainer:NotMade", "trained_agents": "x"},
     ],
 )
-def test_an_agent_may_be_described(spec: Any, planned_runs: list[Run]) -> None:
+def test_an_agent_may_be_described(spec: Any, planned_runs: list[Fit]) -> None:
     reaches_ray(Trainer(algorithm=Baseline()), spec, [1])
     reaches_ray(Trainer(algorithm=Baseline(), agent=spec), [1])
     reaches_ray(Trainer(algorithm=Baseline(), agent=plain, train_dataset=[1]), spec)
@@ -471,14 +471,13 @@ async def test_train_checks_as_fit_does() -> None:
         await Trainer(algorithm=Fast()).train(plain, [1])
 
 
-def test_a_generator_of_tasks_reaches_the_algorithm(planned_runs: list[Run]) -> None:
+def test_a_generator_of_tasks_reaches_the_algorithm(planned_runs: list[Fit]) -> None:
     reaches_ray(Trainer(algorithm=Fast()), plain, (n for n in range(3)), iter([4]))
     (run,) = planned_runs
-    assert isinstance(run, AlgorithmRun)
-    assert run._datasets == {"train": [0, 1, 2], "val": [4]}
+    assert (run.train, run.val) == ([0, 1, 2], [4])
 
 
-def test_datasets_of_an_algorithm_are_optional_but_tasks(planned_runs: list[Run]) -> None:
+def test_datasets_of_an_algorithm_are_optional_but_tasks(planned_runs: list[Fit]) -> None:
     reaches_ray(Trainer(algorithm=Fast()), plain)
     for wrong in ([], "tasks.json", {"a": 1}, 3):
         with pytest.raises(DatasetError, match="train_dataset"):
@@ -488,19 +487,19 @@ def test_datasets_of_an_algorithm_are_optional_but_tasks(planned_runs: list[Run]
 # dev
 
 
-def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_runs: list[Run]) -> None:
+def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_runs: list[Fit]) -> None:
     for trainer in (Trainer(), Trainer(algorithm=Fast())):
         with pytest.raises(ReachedRay):
             trainer.dev(plain, [1])
     reaches_ray(Trainer(dev=True), plain, [1])
-    assert [type(run.algorithm) for run in planned_runs if isinstance(run, AlgorithmRun)] == [
+    assert [type(run.algorithm) for run in planned_runs] == [
         Baseline,
         Fast,
         Baseline,
     ]
 
 
-async def test_train_does_what_dev_does_too(planned_runs: list[Run]) -> None:
+async def test_train_does_what_dev_does_too(planned_runs: list[Fit]) -> None:
     with pytest.raises(ReachedRay):
         await Trainer(dev=True).train(plain, [1])
     with pytest.raises(TypeError, match="FastAlgorithm"):

@@ -17,7 +17,7 @@ from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.runs import PolicyRun, Run
+from raylight.trainer.fit import Fit
 from raylight.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("planned_runs")
@@ -58,22 +58,18 @@ def test_an_algorithm_with_its_own_loop_reads_no_settings_of_a_policy(
         Trainer(algorithm=Fast(), **unread).fit(plain, [1])
 
 
-def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Run]) -> None:
+def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Fit]) -> None:
     trainer = Trainer(
         algorithm=GRPO(model=hollow_model), engine={"replicas": 2}, n_learners=2, port=9000, seed=3
     )
     reaches_ray(trainer, rollout(lambda task, llm: 1.0), [1] * 16)
-    (run,) = planned_runs
-    assert isinstance(run, PolicyRun)
-    plan = run.plan
-    assert (plan.engine.replicas, plan.engine.port, plan.learner.n, plan.seed, plan.total_steps) == (
-        2,
-        9000,
-        2,
-        3,
-        1,
-    )
-    assert (plan.engine.kind, plan.model_path) == ("transformers", hollow_model)
+    settings = planned_runs[0].settings
+    serving, training = settings.serving, settings.training
+    assert serving is not None
+    assert training is not None
+    assert (serving.engine.replicas, serving.engine.port, training.learner.n) == (2, 9000, 2)
+    assert (settings.seed, training.total_steps) == (3, 1)
+    assert (serving.engine.kind, serving.model_path) == ("transformers", hollow_model)
     assert Trainer(algorithm=GRPO(model=hollow_model)).seed == 0
 
 

@@ -327,12 +327,12 @@ def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> N
         trainer.fit(agent, [1], [2])
     (run,) = planned_runs
     assert run.total_steps == 5
-    assert run.config()["algorithm"]["beam_width"] == 4
-    assert run._continues is None
+    assert trainer._config(run)["algorithm"]["beam_width"] == 4
+    assert run.resume_file is None
     (tmp_path / "apo.json").write_text("{}")
     with pytest.raises(ReachedRay):
         trainer.fit(agent, [1], [2], resume="auto")
-    assert planned_runs[1]._continues == tmp_path / "apo.json"
+    assert planned_runs[1].resume_file == tmp_path / "apo.json"
     with pytest.raises(ReachedRay):
         trainer.fit(agent, [1], [2], resume=str(tmp_path / "apo.json"))
     with pytest.raises(ConfigError, match="serves no model"):

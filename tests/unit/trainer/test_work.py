@@ -14,6 +14,7 @@ from unit_helpers import ReachedRay, within
 import raylight as rl
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.trainer.work import call_algorithm
 
 
 @rl.rollout
@@ -52,11 +53,10 @@ class HandedOn(Noting):
 async def carry_out(algorithm: Any, planned_runs: list[Any], folder: Path, *datasets: Any) -> None:
     with pytest.raises(ReachedRay):
         rl.Trainer(algorithm=algorithm, output_dir=folder).fit(agent, *datasets)
-    run = planned_runs[-1]
-    run.report = SimpleNamespace(folder=folder)
-    session = SimpleNamespace(store=StoreClient(StoreService()), resources={})
+    run: Any = SimpleNamespace(store=StoreClient(StoreService()), serving=SimpleNamespace(resources={}))
+    report: Any = SimpleNamespace(folder=folder)
     async with within():
-        await run._algorithm(session)
+        await call_algorithm(planned_runs[-1], run, report)
 
 
 @pytest.mark.parametrize(("kind", "on_the_loop"), [(Awaited, True), (Blocking, False), (HandedOn, True)])

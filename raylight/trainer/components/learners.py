@@ -1,0 +1,247 @@
+"""The learners of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from ray.util.placement_group import remove_placement_group
+
+from raylight.aio import cancel_all, task_group
+from raylight.errors import LearnerError, LearnerLostError
+from raylight.experience.batch import TrainBatch
+from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.group import LearnerGroup, bundles
+from raylight.trainer import served_adapter
+from raylight.trainer.cluster import reserve
+from raylight.trainer.parity import Parity, ParityMonitor, make_probe
+from raylight.trainer.publication import Publications
+from raylight.trainer.resume import ResumePoint, resume_point_of
+from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.weight_sync.actor import RunningCoordinator
+from raylight.weight_sync.client import CoordinatorClient
+
+
+class Learners:
+    """The ranks that train the model, and the publication of their weights to the engines.
+
+    Args:
+        training, serving: the parts of the settings.
+        start: the position at which the run starts.
+        show_stage: shows what the run is doing now.
+    """
+
+    group: LearnerGroup
+    publications: Publications
+    replicas: CoordinatorClient
+
+    def __init__(
+        self,
+        settings: ResolvedSettings,
+        training: TrainingSettings,
+        serving: ServingSettings,
+        start: ResumePoint,
+        show_stage: Callable[[str], None],
+    ) -> None:
+        self._settings, self._training, self._serving = settings, training, serving
+        self._start, self._show_stage = start, show_stage
+        self._adapter = serving.name if training.serves_adapter else None
+        """Name under which the engines serve the learners' adapter; None if they serve all weights."""
+        self.version = start.version
+        """Version of the learners' weights."""
+        self.restarts = 0
+        """Number of times that lost learners were restarted."""
+        self._probe = make_probe(serving.model_path, serving.engine.max_model_len, settings.seed)
+        self._parity = ParityMonitor(training.algorithm.max_logprob_mismatch)
+        self._reported_no_sleep = False
+
+    async def reserve(self, stack: contextlib.AsyncExitStack) -> None:
+        """Reserve the learners' resources as a placement group.
+
+        Raises:
+            PlacementError: the cluster has too few resources.
+        """
+        config = self._training.learner
+        self._placement = await reserve(
+            f"{self._settings.name}-learners", bundles(config), config.strategy, config.placement_timeout_s
+        )
+        stack.callback(remove_placement_group, self._placement)
+
+    def open(self, stack: contextlib.AsyncExitStack, coordinator: RunningCoordinator) -> None:
+        """Start the processes of the ranks, and serve replicas that join from them."""
+        self.replicas = coordinator.client
+        self.group = LearnerGroup(self._settings.name, self._training.learner, self._placement)
+        stack.callback(self.group.stop)
+        self.publications = Publications(
+            self.group, coordinator, self._serving.engine, self._training.algorithm.sync_timeout_s
+        )
+        serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
+        stack.push_async_callback(cancel_all, [serving_joined])
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            LearnerLostError: a rank died, or the ranks were not ready in time.
+        """
+        training = self._training
+        await self.group.setup(
+            self._serving.model_path,
+            training.algorithm.policy_settings(),
+            training.total_steps,
+            self._settings.seed,
+        )
+
+    async def join(self) -> None:
+        """Check the learners with the engines, which are up, and load the training state of a resumed run.
+
+        Raises:
+            ConfigError: the learners do not share the run's folders.
+            EngineStartError: the engines cannot serve the learners' adapter.
+            MismatchError: log-probs of engines and learners differ.
+        """
+        training = self._training
+        if training.checkpoint.path:  # the models in output_dir can be exported from a state
+            await self.group.check_storage({"checkpoint.path": training.state_url})
+        else:
+            await self.group.check_storage({"output_dir": self._settings.folder})
+        # an engine may compile at its first request, which belongs to its start
+        patience = max(training.algorithm.sync_timeout_s, self._serving.engine.start_timeout_s)
+        if self._adapter is not None:
+            await served_adapter.publish_initial(self.group, self.replicas, patience)
+        await self.check_parity(0, patience)
+        if not self._start.is_fresh:
+            await self.group.load_state(self._start.state_url, self._start.step, self.version)
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return nothing: the calls of the ranks fail when a rank has failed."""
+        return []
+
+    async def counts(self) -> dict[str, int]:
+        """Return the number of restarts."""
+        return {"learner_restarts": self.restarts}
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Update the weights; return metrics. Engines that share a device with the learners sleep
+        meanwhile."""
+        timeout = self._training.algorithm.sync_timeout_s
+        async with self.publications.learners_busy:
+            if not self._serving.engine.sleep_while_learning:
+                metrics = await self.group.update(batch)
+            else:
+                try:
+                    self._report_no_sleep(await self.replicas.sleep(timeout))
+                    metrics = await self.group.update(batch)
+                finally:
+                    await self.replicas.wake(timeout)
+            self.version += 1
+        return metrics
+
+    def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
+        """Show once which replicas cannot sleep, and why."""
+        awake = {replica: reason for replica, reason in reasons.items() if reason}
+        if awake and not self._reported_no_sleep:
+            for replica, reason in awake.items():
+                self._show_stage(f"replica {replica} cannot sleep: {reason}")
+            self._reported_no_sleep = True
+
+    @property
+    def published(self) -> int:
+        """Last version that the engines received."""
+        return self.publications.published
+
+    async def publish(self) -> Parity:
+        """Send the current version to all replicas, if they lack it; return how well engines and learners
+        agree.
+
+        Agents sample from this version from then on.
+
+        Raises:
+            WeightSyncError: the weights did not reach enough replicas within `sync_timeout_s`.
+            MismatchError: a replica's log-probs differ from the learners'.
+        """
+        async with self.publications.learners_busy:
+            version = self.version
+            if version > self.published:  # restarted learners may return to a published one
+                await self.publications.publish(version, self._adapter)
+        return await self.check_parity(version, self._training.algorithm.sync_timeout_s)
+
+    async def check_parity(self, version: int, timeout: float) -> Parity:
+        """Compare the log-probs of all replicas and the learners on a probe prompt.
+
+        Raises:
+            MismatchError: a replica's differ from the learners'.
+        """
+        async with task_group() as tasks:
+            replicas = tasks.create_task(self.replicas.probe(self._probe, timeout, self._adapter))
+            learner = tasks.create_task(self.group.logprobs(self._probe))
+        return self._parity.check(version, replicas.result(), learner.result())
+
+    async def recover(self, fault: LearnerLostError) -> ResumePoint:
+        """Restart lost learners and load the last training state; return its position. The engines keep
+        running.
+
+        Raises:
+            LearnerError: the learners were lost more often than `max_restarts` allows.
+        """
+        limit = self._training.learner.max_restarts
+        if self.restarts >= limit:
+            raise LearnerError(
+                f"the learners were lost more often than learner.max_restarts={limit} allows; the last time: "
+                f"{fault}"
+            ) from fault
+        self.restarts += 1
+        self._show_stage("restarting the learners")
+        async with self.publications.learners_busy:
+            await self.group.restart()
+            states = TrainingStates(self._training.state_url)
+            steps = await asyncio.to_thread(states.steps)
+            if not steps:
+                raise LearnerError(
+                    f"the learners were lost before {states.url} had a training state: {fault}"
+                ) from fault
+            point = resume_point_of(states, steps[-1])
+            await self.group.load_state(states.url, point.step, point.version)
+            self.version = point.version
+        self.notice_version()
+        return point
+
+    def notice_version(self) -> None:
+        """Notice that the learners work, and may hold a version that joined replicas lack."""
+        self.publications.notice_version()
+
+    async def wait_for_failure(self) -> NoReturn:
+        """Wait until a replica that joined cannot be served, because the learners have failed.
+
+        Raises:
+            LearnerError: the failure.
+        """
+        await self.publications.wait_for_failure()
+
+    async def save(self, folder: str) -> None:
+        """Write the model in Hugging Face format."""
+        await self.group.save(folder)
+
+    async def save_state(self, step: int, metadata: dict[str, Any]) -> None:
+        """Write the training state after a step, in the background.
+
+        Args:
+            metadata: JSON values that are stored with the state.
+
+        Raises:
+            CheckpointError, DiskError: the last state could not be written.
+        """
+        checkpoint = self._training.checkpoint
+        await self.group.save_state(
+            self._training.state_url, step, metadata, checkpoint.keep, checkpoint.write_timeout_s
+        )
+
+    async def finish_saving(self) -> None:
+        """Wait until the last training state is written.
+
+        Raises:
+            CheckpointError, DiskError: it could not be written in time.
+        """
+        await self.group.finish_saving(self._training.checkpoint.write_timeout_s)

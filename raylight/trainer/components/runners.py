@@ -1,0 +1,53 @@
+"""The runners of a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from raylight.runner.external_runners import ExternalRunners
+from raylight.runner.pool import RunnerPool
+from raylight.store.client import StoreClient
+from raylight.trainer.settings import ResolvedSettings
+
+
+class Runners:
+    """The run's own pool of runners, or the runners of other processes that join the run.
+
+    Args:
+        show_stage: shows what the run is doing now.
+    """
+
+    def __init__(
+        self, settings: ResolvedSettings, store: StoreClient, show_stage: Callable[[str], None]
+    ) -> None:
+        self._config, self._name, self._show_stage = settings.runner, settings.name, show_stage
+        kind = ExternalRunners if self._config.external else RunnerPool
+        self.pool = kind(settings.name, self._config, store, settings.payload)
+
+    def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Register the end of the runners."""
+        stack.push_async_callback(self.pool.stop)
+
+    async def start(self) -> None:
+        """Start the runners, or wait for those of other processes.
+
+        Raises:
+            PlacementError: the cluster has too few free resources.
+            RunnerLostError: a runner failed while it started, or did not start in time.
+        """
+        external = self._config.external
+        if external:
+            command = f"raylight runner AGENT --run {self._name}"
+            self._show_stage(f"waiting for external runners; start them with `{command}`")
+        await self.pool.start()
+        self._show_stage("runners joined" if external else f"{self._config.n} runner(s) ready")
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return a coroutine that replaces lost runners, and fails if too many are lost."""
+        return [self.pool.watch()]
+
+    async def counts(self) -> dict[str, int]:
+        """Return the numbers of lost and replaced runners."""
+        return {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}

@@ -1,0 +1,202 @@
+"""The models that a run serves to agents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raylight.agent.resources import LLM, NamedResources
+from raylight.config import EngineConfig
+from raylight.engines.protocol import LoraAdapter
+from raylight.serving.deploy.deployment import Deployment
+from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
+from raylight.serving.deploy.replica import ReplicaSettings
+from raylight.store.client import StoreClient
+from raylight.trainer.run_resources import with_policy
+from raylight.trainer.settings import ServingSettings
+from raylight.trainer.traced_upstreams import is_traced_upstream, serve_traced_upstreams
+from raylight.weight_sync.actor import RunningCoordinator
+
+ADAPTER_NAME = "adapter"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class Serving:
+    """The model of a run with its coordinator, and a recording replica for each traced upstream model.
+
+    Args:
+        app_name: name of the Serve application, and of the namespace of the coordinator.
+        model: None for a run that serves no model of its own.
+        secret: secret from which the API keys of attempts are derived; None: anyone may use the model.
+        store: records the calls; None records none.
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+    """
+
+    coordinator: RunningCoordinator
+    resources: NamedResources
+    """Resources of the run, with the addresses of the models that it serves."""
+
+    def __init__(
+        self,
+        app_name: str,
+        model: ServingSettings | None,
+        secret: str | None,
+        store: StoreClient | None,
+        show_stage: Callable[[str], None],
+        owns_cluster: bool,
+    ) -> None:
+        self.model = model
+        self._app_name, self._secret, self._store = app_name, secret, store
+        self._show_stage, self._owns_cluster = show_stage, owns_cluster
+        self._llm: LLM | None = None
+        self.monitors: list[ServingMonitor] = []
+        """A monitor of each served model."""
+
+    async def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start the coordinator of the run's model, if it has one."""
+        self._stack = stack
+        if self.model is None:
+            return
+        engine = self.model.engine
+        running = RunningCoordinator(
+            self._app_name,
+            self._store,
+            replacement_timeout_s=engine.start_timeout_s,
+            min_replicas=engine.min_replicas,
+            report=self._show_stage,
+        )
+        self.coordinator = await stack.enter_async_context(running)
+
+    def prepare(self, seed: int, rollouts: int = 0) -> None:
+        """Define the deployment of the run's model, if it has one, and register its end.
+
+        Args:
+            seed: of the sampling.
+            rollouts: most rollouts that call the model at a time.
+        """
+        if (model := self.model) is None:
+            return
+        settings = ReplicaSettings(
+            app_name=self._app_name,
+            route=model.route,
+            model_path=model.model_path,
+            model=model.name,
+            config=model.engine,
+            secret=self._secret,
+            seed=seed,
+            store=self._store,
+            coordinator=self.coordinator.handle,
+            training_temperature=model.training_temperature,
+        )
+        self._deployment = Deployment(settings, self._owns_cluster, rollouts)
+        self._stack.push_async_callback(self._deployment.stop)
+
+    async def start(self) -> str:
+        """Start the replicas of the run's model, and serve its adapter; return the model's base URL.
+
+        Raises:
+            PortInUseError: the requested port is taken.
+            EngineStartError: the replicas did not start in time.
+            WeightSyncError: the adapter did not reach them.
+        """
+        assert self.model is not None, "the run serves a model"
+        url, name = await self._deployment.start(), self.model.name
+        if self.model.lora_adapter is not None:
+            name, payload_refs = ADAPTER_NAME, [ray.put(read_adapter(self.model.lora_adapter))]
+            timeout = self.model.lora_adapter_timeout_s
+            await self.coordinator.client.publish(1, payload_refs, timeout, adapter=name)
+        self._llm = LLM(
+            endpoint=url, model=name, traced=True, sampling_parameters=self.model.sampling_parameters
+        )
+        return url
+
+    async def offer(self, resources: NamedResources) -> None:
+        """Serve the traced upstream models among the run's resources, have `watches` probe all served models,
+        and store the resources with their addresses, for agents to use."""
+        assert self._store is not None, "a run with resources has a store"
+        self.resources = resources
+        if any(map(is_traced_upstream, resources.values())):  # after the deployment: two must not start Serve
+            self.resources = await serve_traced_upstreams(
+                resources, self._app_name, self._secret or "", self._store, self._owns_cluster, self._stack
+            )
+        if self._llm is not None and self.model is not None:
+            keeper = self.coordinator.keeper
+            self._monitor(self._app_name, self._llm.endpoint, self.model.engine, lambda: keeper.live_replicas)
+        for name, resource in self.resources.items():
+            if resource is not resources[name]:
+                self._monitor(f"{self._app_name}-{name}", resource.endpoint, EngineConfig())
+        if self._llm is not None and self.model is not None:
+            self.resources = fill_resources(self.resources, self._llm, self.model.sampling_overrides)
+            self._show_stage(f"the model is served at {self._llm.endpoint}")
+        if self.resources:
+            await self._store.add_resources(self.resources)
+
+    def _monitor(
+        self, app_name: str, url: str, config: EngineConfig, count_replicas: CountReplicas = lambda: None
+    ) -> None:
+        assert self._store is not None
+        probe = IngressProbe(url, count_replicas)
+        monitor = ServingMonitor(app_name, probe, self._store, config.start_timeout_s, self._show_stage)
+        self._stack.push_async_callback(monitor.aclose)
+        self.monitors.append(monitor)
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return a coroutine for each served model, which fails if the model stays away."""
+        return [monitor.run() for monitor in self.monitors]
+
+    @property
+    def outages(self) -> int:
+        """Number of outages of served models so far."""
+        return sum(monitor.outages for monitor in self.monitors)
+
+    async def confirm(self) -> int:
+        """Wait until all served models are in reach; returns the number of outages so far.
+
+        An outage returns rollouts to the queue that were decided while it was not yet known.
+        """
+        await asyncio.gather(*(monitor.confirm() for monitor in self.monitors))
+        return self.outages
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number and the total length of outages so far."""
+        return {
+            "serving/outages": float(self.outages),
+            "serving/away_s": sum(monitor.seconds_away for monitor in self.monitors),
+        }
+
+    async def counts(self) -> dict[str, int]:
+        """Return the numbers of evicted replicas and of restarts of the coordinator."""
+        if self.model is None:
+            return {}
+        keeper = self.coordinator.keeper
+        return {"replicas_evicted": keeper.evictions, "coordinator_restarts": keeper.restarts}
+
+
+def fill_resources(resources: NamedResources, llm: LLM, overrides: dict[str, Any]) -> NamedResources:
+    """Return resources with the served model `llm` among them, see `with_policy`.
+
+    Args:
+        overrides: sampling parameters of the served model that win over an agent's own declaration.
+    """
+    filled = with_policy(resources, llm)
+    for name, resource in filled.items():
+        if overrides and isinstance(resource, LLM) and resource.endpoint == llm.endpoint:
+            parameters = resource.sampling_parameters | overrides
+            filled[name] = resource.model_copy(update={"sampling_parameters": parameters})
+    return filled
+
+
+def read_adapter(folder: str) -> LoraAdapter:
+    """Read an adapter in peft's format."""
+    from safetensors.torch import load_file
+
+    config, weights = (os.path.join(folder, name) for name in ADAPTER_FILES)
+    return LoraAdapter(json.loads(Path(config).read_text()), load_file(weights))

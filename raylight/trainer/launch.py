@@ -1,0 +1,87 @@
+"""The way of a planned run from the connection to Ray to its summary."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from raylight.disk import disk_errors
+from raylight.errors import RaylightError
+from raylight.trainer.arguments import TrainerArguments
+from raylight.trainer.cluster import Connection, ray_session
+from raylight.trainer.cluster_settings import settings_for_cluster
+from raylight.trainer.display import Display, make_display, print_run, print_summary
+from raylight.trainer.fit import Fit
+from raylight.trainer.join_run import check_joinable
+from raylight.trainer.report import Report
+from raylight.trainer.resume import prepare_states
+from raylight.trainer.work import run_algorithm, train_policy
+
+Work = Coroutine[Any, Any, dict[str, Any]]
+"""A run from the start of its components to its summary."""
+
+
+@contextlib.contextmanager
+def connected(
+    arguments: TrainerArguments, folder: Path, start_timeout_s: float, total_steps: int = 0
+) -> Iterator[tuple[Connection, Display]]:
+    """Yield a connection to Ray and a display."""
+    with (
+        disk_errors(folder),
+        ray_session(arguments.address, arguments.log_to_driver, start_timeout_s) as connection,
+        make_display(arguments.progress, total_steps) as display,
+    ):
+        yield connection, display
+
+
+@contextlib.contextmanager
+def launched(
+    fit: Fit,
+    arguments: TrainerArguments,
+    describe: Callable[[Fit], dict[str, Any]],
+    loggers: Iterable[Any] | None,
+) -> Iterator[Work]:
+    """Yield the work of a planned run, with a connection to Ray, a display and metric loggers.
+
+    Args:
+        arguments: the Trainer's.
+        describe: returns the content of config.yaml.
+        loggers: as for `Trainer(loggers=...)`.
+    """
+    started, settings = time.perf_counter(), fit.settings
+    start_timeout_s = settings.runner.start_timeout_s
+    with connected(arguments, fit.folder, start_timeout_s, fit.total_steps) as (connection, display):
+        if settings.runner.external:
+            check_joinable(settings.name, connection.owns_cluster)
+        fit.settings, notes = settings_for_cluster(settings, fit.requested)
+        fit.find_start()
+        training = fit.settings.training
+        report = Report(fit.folder, display, describe(fit), started, fit.last_logged_step, loggers)
+        with contextlib.closing(report):
+            for note in notes:
+                report.note(note)
+            report.stage(f"run {settings.name}")
+            connection.announce(report.note, report.stage)
+            if training is None:
+                yield run_algorithm(fit, report, connection.owns_cluster)
+                return
+            prepare_states(fit.start, training.state_url, fit.state_config)
+            yield train_policy(fit, report, connection.owns_cluster)
+
+
+def show_summary(fit: Fit, summary: dict[str, Any]) -> dict[str, Any]:
+    """Print the summary of a run; return it."""
+    (print_summary if fit.reports_training else print_run)(summary, str(fit.folder))
+    return summary
+
+
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Raise raylight's errors without its own frames, which would hide the message."""
+    try:
+        yield
+    except RaylightError as error:
+        raise error.with_traceback(None) from None

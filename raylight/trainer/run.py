@@ -1,0 +1,168 @@
+"""A run: the components that its settings ask for, started together, watched, and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, Self, TypeVar
+
+from raylight.aio import cancel_all, task_group
+from raylight.store.client import StoreClient
+from raylight.trainer.cluster_monitor import is_cluster_lost
+from raylight.trainer.components.learners import Learners
+from raylight.trainer.components.runners import Runners
+from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.store import RunStore
+from raylight.trainer.resume import ResumePoint, fresh_start
+from raylight.trainer.settings import ResolvedSettings, TrainingSettings
+from raylight.weight_sync.seeds import derive_seed
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+PrepareStore = Callable[[StoreClient], Awaitable[None]]
+
+
+class Component(Protocol):
+    """A component, as a run watches it."""
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return coroutines that run while the run works, and fail if the component has failed for good."""
+        ...
+
+    async def counts(self) -> dict[str, int]:
+        """Return counters for the summary of the run."""
+        ...
+
+
+class Run:
+    """The running components of one run. Use `async with`: the exit stops everything that was started.
+
+    Args:
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+        start: the position at which the run starts; None is a fresh start.
+        prepare_store: called before anything can take rollouts from the store.
+    """
+
+    store: StoreClient
+    serving: Serving
+    learners: Learners
+    """Only in a run that trains."""
+
+    def __init__(
+        self,
+        settings: ResolvedSettings,
+        show_stage: Callable[[str], None],
+        owns_cluster: bool,
+        start: ResumePoint | None = None,
+        prepare_store: PrepareStore | None = None,
+    ) -> None:
+        self.settings = settings
+        self.start = start or fresh_start()
+        self._show_stage, self._owns_cluster, self._prepare_store = show_stage, owns_cluster, prepare_store
+        self._stack = contextlib.AsyncExitStack()
+        self._components: list[Component] = []
+
+    @property
+    def training(self) -> TrainingSettings:
+        """The training part of the settings of a run that trains."""
+        assert self.settings.training is not None, "the run trains"
+        return self.settings.training
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        if is_cluster_lost():
+            self._stack.pop_all()
+            return
+        try:
+            await self._stack.aclose()  # continues with the remaining callbacks when one fails
+        except Exception:  # the run's own result or error is more important
+            logger.exception("some components of %s could not be stopped", self.settings.name)
+
+    async def _open(self) -> None:
+        """Compose the components that the settings ask for, and start them."""
+        settings, stack, show = self.settings, self._stack, self._show_stage
+        learners = self._make_learners()
+        if learners is not None:
+            await learners.reserve(stack)
+        store = RunStore(settings, self.start.same_run, show)
+        self.store = await store.open(stack)
+        if self._prepare_store is not None:
+            await self._prepare_store(self.store)
+        self.serving = Serving(
+            settings.name, settings.serving, settings.payload.secret, self.store, show, self._owns_cluster
+        )
+        await self.serving.open(stack)
+        if learners is not None:
+            self.learners = learners
+            learners.open(stack, self.serving.coordinator)
+        self.serving.prepare(await self._sampling_seed(), settings.runner.n * settings.runner.max_concurrent)
+        runners = Runners(settings, self.store, show)
+        runners.open(stack)
+        await self._start(runners)
+        self._components = [store, runners, self.serving, *([] if learners is None else [learners])]
+
+    def _make_learners(self) -> Learners | None:
+        settings = self.settings
+        if settings.training is None or settings.serving is None:
+            return None
+        return Learners(settings, settings.training, settings.serving, self.start, self._show_stage)
+
+    async def _start(self, runners: Runners) -> None:
+        """Start the components side by side, then what needs all of them."""
+        settings = self.settings
+        roles = {"the engine": settings.serving, "the learners": settings.training, "the runners": True}
+        started = [role for role, part in roles.items() if part]
+        self._show_stage(f"starting {', '.join(started[:-1])}{' and ' if started[1:] else ''}{started[-1]}")
+        async with task_group() as tasks:
+            loading = [tasks.create_task(self.learners.start())] if settings.training else []
+            tasks.create_task(runners.start())
+            if settings.shares_gpus:  # vLLM sizes its cache by the memory that is free when it starts
+                await asyncio.wait(loading)
+            if settings.serving:
+                tasks.create_task(self.serving.start())
+        if settings.training:
+            await self.learners.join()
+        await self.serving.offer(settings.resources)
+
+    async def _sampling_seed(self) -> int:
+        """Return the engines' seed. A resumed run must not repeat responses of groups that it completes.
+
+        A store that was lost has no attempts; the step then tells the resumed run from the first one.
+        """
+        if self.start.is_fresh and not self.start.same_run:
+            return self.settings.seed
+        attempts = (await self.store.statistics())["total_attempts"]
+        return derive_seed(self.settings.seed, "resumed", self.start.step, attempts)
+
+    async def watched(self, work: Awaitable[T]) -> T:
+        """Await the run's work; if a component fails for good meanwhile, cancel the work and raise its
+        error."""
+        working: asyncio.Task[Any] = asyncio.ensure_future(work)
+        watches = [watch for component in self._components for watch in component.watches()]
+        watching = [asyncio.ensure_future(watch) for watch in watches]
+        try:
+            pending = {working, *watching}
+            while not working.done():
+                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for watch in ended - {working}:
+                    watch.result()
+            return await working
+        finally:
+            await cancel_all([working, *watching])
+
+    async def counts(self) -> dict[str, int]:
+        """Return the counters of all components."""
+        counts: dict[str, int] = {}
+        for component in self._components:
+            counts |= await component.counts()
+        return counts

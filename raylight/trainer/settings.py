@@ -1,0 +1,127 @@
+"""The settings of a run, resolved and checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from raylight.agent.resources import NamedResources
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.runner.actor import RunnerPayload
+from raylight.store.client import StoreClient
+from raylight.trainer.run_file import IN_CODE
+from raylight.types import RolloutConfig
+
+MODEL_NAME = "policy"
+"""The name under which a run serves its model."""
+PACKAGES = ("raylight", "ray", "torch", "transformers", "verl")
+"""Packages whose versions are part of a run's configuration."""
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """The model that a run serves."""
+
+    model_path: str
+    """Folder of the model; empty for an upstream model."""
+    engine: EngineConfig
+    name: str = MODEL_NAME
+    """Model name that agents send."""
+    route: str | None = None
+    """HTTP route of the model; None derives it from the run's name."""
+    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+    """Default sampling parameters of the model; an agent's own declaration wins."""
+    sampling_overrides: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters that win over an agent's own declaration."""
+    training_temperature: float | None = None
+    """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
+    lora_adapter: str | None = None
+    """Folder of a LoRA adapter in peft's format, which is served with the model."""
+    lora_adapter_timeout_s: float = 120.0
+    """Deadline for that adapter to reach every replica, in seconds."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """The training of the model that a run serves."""
+
+    algorithm: PolicyAlgorithm
+    learner: LearnerConfig
+    checkpoint: CheckpointConfig
+    state_url: str
+    """Folder or URL of the training states."""
+    total_steps: int
+    trained_agents: str | None = None
+    """Regular expression for the agents whose calls are trained on; None for all."""
+
+    @property
+    def serves_adapter(self) -> bool:
+        """True if the engines serve the model with the learners' adapter."""
+        return self.learner.lora is not None and self.learner.lora.serve == "adapter"
+
+
+@dataclass(frozen=True)
+class ResolvedSettings:
+    """All settings of a run. A part that is None is one that the run does not have."""
+
+    name: str
+    """Name of the run, of the Ray namespace of its actors, and of its Serve application."""
+    folder: str
+    """The run directory."""
+    seed: int
+    payload: RunnerPayload
+    """The agent and what else the runners need to execute it."""
+    runner: RunnerConfig
+    store: StoreConfig | StoreClient
+    """Settings of the run's own store, or an existing store, which outlives the run."""
+    store_path: str
+    resources: NamedResources
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Limits and retries of each rollout that the run itself enqueues."""
+    serving: ServingSettings | None = None
+    training: TrainingSettings | None = None
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if learners and engines are on the same GPUs."""
+        if self.serving is None or self.training is None:
+            return False
+        return 0 < self.training.learner.num_gpus < 1 and self.serving.engine.num_gpus > 0
+
+    def with_engine(self, engine: EngineConfig) -> Self:
+        """Return the settings of a run that serves a model, with another engine."""
+        assert self.serving is not None, "the run serves a model"
+        return replace(self, serving=replace(self.serving, engine=engine))
+
+    def with_training(self, **changes: Any) -> Self:
+        """Return the settings of a run that trains, with changes to its training."""
+        assert self.training is not None, "the run trains"
+        return replace(self, training=replace(self.training, **changes))
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the run's resolved configuration."""
+        content: dict[str, Any] = {"name": self.name}
+        if (serving := self.serving) is not None:
+            content["seed"] = self.seed
+            if (training := self.training) is None:
+                content["model"] = serving.model_path
+            else:
+                content["total_steps"] = training.total_steps
+                content["algorithm"] = {
+                    "name": type(training.algorithm).__name__,
+                    **PolicyAlgorithm.arguments(training.algorithm),  # VERL's own are its configuration
+                    "model": serving.model_path,
+                }
+                content["trained_agents"] = training.trained_agents
+            content["engine"] = serving.engine.model_dump(mode="json")
+            if training is not None:
+                content["learner"] = training.learner.model_dump(mode="json")
+                content["checkpoint"] = training.checkpoint.model_dump(mode="json")
+        return content | {
+            "runner": self.runner.model_dump(mode="json"),
+            "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else IN_CODE,
+            "resources": sorted(self.resources),
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        }

@@ -1,0 +1,81 @@
+"""The work of a run of `Trainer.fit`: the Trainer's loop, or the loop of an algorithm of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+from collections.abc import Awaitable, Iterator
+from typing import Any, cast
+
+from raylight.algorithms.base import Algorithm
+from raylight.runner.threads import AgentThreads
+from raylight.trainer.cluster_monitor import is_cluster_lost
+from raylight.trainer.fit import Fit
+from raylight.trainer.loop import Training
+from raylight.trainer.policy_rollouts import PolicyRollouts
+from raylight.trainer.repeated_rollouts import RepeatedRollouts
+from raylight.trainer.report import Report
+from raylight.trainer.run import Run
+from raylight.trainer.run_context import TrainerRunContext
+
+
+async def train_policy(fit: Fit, report: Report, owns_cluster: bool) -> dict[str, Any]:
+    """Train a policy with the Trainer's loop; return the summary."""
+    repeated = RepeatedRollouts(fit.start, report.stage)
+    prepare = repeated.find if fit.start.same_run else None
+    async with Run(fit.settings, report.stage, owns_cluster, fit.start, prepare) as run:
+        rollouts = PolicyRollouts(run, repeated)
+        await rollouts.add_resources()
+        algorithm = run.training.algorithm
+        training = Training(rollouts, algorithm, fit.train, fit.val, report, fit.state_config)
+        with _noted_interrupt(report):
+            await run.watched(training.run())
+        summary = report.finish(await run.counts())
+        report.stage("stopping")
+    return summary
+
+
+async def run_algorithm(fit: Fit, report: Report, owns_cluster: bool) -> dict[str, Any]:
+    """Run the loop of an algorithm of its own; return the summary."""
+    async with Run(fit.settings, report.stage, owns_cluster) as run:
+        with _noted_interrupt(report):
+            await run.watched(call_algorithm(fit, run, report))
+        counts = await run.counts()
+        summary = report.finish(counts) if fit.reports_training else report.finish_plain(counts)
+        report.stage("stopping")
+    return summary
+
+
+async def call_algorithm(fit: Fit, run: Run, report: Report) -> None:
+    """Call `run` of an algorithm, after giving it the parts of the run that it may use."""
+    algorithm, resources = cast("Algorithm", fit.algorithm), run.serving.resources
+    algorithm.set_store(run.store)
+    algorithm.set_initial_resources(resources)
+    algorithm.set_run_context(
+        TrainerRunContext(
+            report, fit.settings.payload.secret, resources, fit.inputs.agent.trained_agents, fit.resume_file
+        )
+    )
+    datasets = {"train_dataset": fit.train, "val_dataset": fit.val}
+    if algorithm.is_async():
+        await cast("Awaitable[None]", algorithm.run(**datasets))
+        return
+    # in a daemon thread, for which Ctrl-C does not wait
+    result, error = await AgentThreads().run(functools.partial(algorithm.run, **datasets))
+    if error is not None:
+        raise error
+    if inspect.isawaitable(result):  # a plain function that returns a coroutine
+        await result
+
+
+@contextlib.contextmanager
+def _noted_interrupt(report: Report) -> Iterator[None]:
+    """Show a note if the block is cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        lost = is_cluster_lost()
+        report.note("the Ray cluster is lost" if lost else "interrupted; stopping the components of this run")
+        raise
