@@ -17,8 +17,8 @@ from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, RunnerLostError
 from raylight.quickstart.agent import adder
 from raylight.runner import external_runners
-from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.actor import RunnerPayload
+from raylight.runner.external_runners import ExternalRunners
 from raylight.trainer import join_run
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import Connection
