@@ -45,6 +45,7 @@ _EXPORTS = {
     "algorithms.policy_gradient": (
         "CISPO",
         "DAPO",
+        "DPPO",
         "GMPO",
         "GPG",
         "GSPO",

@@ -37,6 +37,7 @@ from raylight.algorithms.policy import PolicyAlgorithm as PolicyAlgorithm
 from raylight.algorithms.policy_gradient import CISPO as CISPO
 from raylight.algorithms.policy_gradient import ClipCov as ClipCov
 from raylight.algorithms.policy_gradient import DAPO as DAPO
+from raylight.algorithms.policy_gradient import DPPO as DPPO
 from raylight.algorithms.policy_gradient import DrGRPO as DrGRPO
 from raylight.algorithms.policy_gradient import GMPO as GMPO
 from raylight.algorithms.policy_gradient import GPG as GPG

@@ -170,6 +170,25 @@ class CISPO(GRPO):
     """A value above 1 means no lower bound."""
 
 
+class DPPO(GRPO):
+    """Divergence proximal policy optimisation, https://arxiv.org/abs/2602.04879.
+
+    GRPO that bounds the change of a token's probability instead of its ratio p, which is to the engine
+    (`bypass_mode`), truncated, and without gradient. A token contributes until its probability has moved in
+    the direction of A by more than a bound: 0.15 in probability ("dppo_tv"), or a binary KL divergence, for
+    which the authors take 0.05 ("dppo_kl").
+    """
+
+    loss_mode: Literal["dppo_tv", "dppo_kl"] = "dppo_tv"
+    clip_ratio_low: float = Field(default=0.15, ge=0, le=MAX_FACTOR)
+    """Bound where A is negative."""
+    clip_ratio_high: float = Field(default=0.15, ge=0, le=MAX_FACTOR)
+    """Bound where A is positive."""
+    clip_ratio_c: float = Field(default=20.0, gt=1, le=MAX_FACTOR)
+    """Upper bound of p."""
+    bypass_mode: bool = True
+
+
 class SAPO(GRPO):
     """Soft adaptive policy optimisation, https://arxiv.org/abs/2511.20347.
 

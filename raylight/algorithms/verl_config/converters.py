@@ -101,6 +101,26 @@ def rounds(value: int, read: ConfigReader) -> int:
     return value
 
 
+def max_staleness(mode: str, read: ConfigReader) -> int:
+    """Return the limit of staleness; verl's threshold counts versions, the newest included."""
+    asynchronous = one_of(sync=False, colocate_async=True, separate_async=True)
+    if not asynchronous(mode, read):
+        return 0
+    threshold = read("trainer.v1.sampler.max_off_policy_threshold")
+    if threshold is None or threshold < 2:
+        raise UnsupportedValueError(
+            "needs trainer.v1.sampler.max_off_policy_threshold of 2 versions or more; a limit is required"
+        )
+    return threshold - 1
+
+
+def stale(strategy: str, read: ConfigReader) -> Any:
+    """Return the treatment of groups with tokens that are too old."""
+    if read("trainer.v1.trainer_mode") == "sync":
+        return UNSET
+    return one_of(drop="drop", wait="wait")(strategy, read)
+
+
 def mini_batches(value: int, read: ConfigReader) -> int:
     """Return the number of mini-batches per step, from the mini-batch size in tasks."""
     return _mini_batches(value, read, read.is_set(f"{ACTOR}.ppo_mini_batch_size"))

@@ -33,7 +33,7 @@ _ALGORITHM = (
     maps_to("kl_ctrl.type", "algorithm.kl_target", c.kl_target, reads=(".kl_ctrl.target_kl",)),
     used_by("kl_ctrl.target_kl", ".kl_ctrl.type"),
     maps_to("kl_ctrl.horizon", "algorithm.kl_horizon", c.if_enabled("algorithm.use_kl_in_reward")),
-    maps_to("rollout_correction.rollout_is", "algorithm.rollout_is"),
+    maps_to("rollout_correction.rollout_is", "algorithm.rollout_is", own_default=True),
     maps_to(
         "rollout_correction.rollout_is_threshold",
         "algorithm.rollout_is_threshold",
@@ -345,6 +345,15 @@ _TRAINER = (
     ignored(
         "ray_wait_register_center_timeout", "learner.start_timeout_s is the deadline for ranks to connect"
     ),
+    maps_to(
+        "v1.trainer_mode",
+        "algorithm.max_staleness",
+        c.max_staleness,
+        reads=(".v1.sampler.max_off_policy_threshold",),
+    ),
+    used_by("v1.sampler.max_off_policy_threshold", ".v1.trainer_mode"),
+    maps_to("v1.sampler.max_off_policy_strategy", "algorithm.stale", c.stale, reads=(".v1.trainer_mode",)),
+    only("v1.separate_async.parameter_sync_step", 1, reason="weights are published after every step"),
     only("resume_mode", "auto", "disable", reason="Trainer.fit(resume=...) resumes a run"),
     only("val_only", False, reason="`raylight eval` scores a model without training"),
     only("log_val_generations", 0, reason="all rollouts are in the store, including those of validation"),

@@ -83,6 +83,16 @@ def test_every_algorithm_names_its_paper_and_requires_only_a_model(name: str) ->
         ),
         ("CISPO", {"loss_mode": "cispo", "clip_ratio_low": 10.0, "clip_ratio_high": 0.2}),
         (
+            "DPPO",
+            {
+                "loss_mode": "dppo_tv",
+                "clip_ratio_low": 0.15,
+                "clip_ratio_high": 0.15,
+                "clip_ratio_c": 20.0,
+                "bypass_mode": True,
+            },
+        ),
+        (
             "SAPO",
             {"loss_mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": "seq-mean-token-mean"},
         ),

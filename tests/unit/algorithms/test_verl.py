@@ -54,7 +54,7 @@ SHARED = {
     "algorithm.ppo_epochs": 1,
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
-    "algorithm.rollout_is": None,
+    "algorithm.rollout_is": "auto",
     "algorithm.rollout_rs": None,
     "algorithm.bypass_mode": False,
     "algorithm.zero_variance_groups": "keep",

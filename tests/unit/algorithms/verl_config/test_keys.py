@@ -28,10 +28,19 @@ LORA = {f"{MODEL}.lora_rank": 8}
 PPO = {f"{A}.adv_estimator": "gae"}
 STEPS = {f"{T}.total_training_steps": 50}
 EIGHT = {f"{T}.n_gpus_per_node": 8}
+ASYNC = {f"{T}.v1.trainer_mode": "colocate_async"}
 DYNAMIC = {f"{ACTOR}.use_dynamic_bsz": True}
 
 # key, its value, settings that it changes, configuration that it needs
 CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
+    (
+        f"{T}.v1.trainer_mode",
+        "separate_async",
+        {"algorithm.max_staleness": 7, "algorithm.stale": "drop"},
+        {},
+    ),
+    (f"{T}.v1.sampler.max_off_policy_threshold", 3, {"algorithm.max_staleness": 2}, ASYNC),
+    (f"{T}.v1.sampler.max_off_policy_strategy", "wait", {"algorithm.stale": "wait"}, ASYNC),
     (f"{A}.adv_estimator", "rloo", {"algorithm.adv_estimator": "rloo"}, {}),
     (f"{A}.off_policy_sampling", "mask", {"algorithm.off_policy_sampling": "mask"}, {}),
     (f"{A}.override_sampling", True, {"algorithm.override_sampling": True}, {}),
