@@ -141,14 +141,6 @@ async def test_a_request_during_an_update_gets_the_new_weights(
     assert difference(learner, bench.sample).max() < TOLERANCE
 
 
-async def test_the_prefix_cache_is_recomputed(bench: Any, learner: Any) -> None:
-    prompt = [{"role": "user", "content": "the same long prompt " * 10}]
-    await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
-    await load_weights(bench.engine, next(bench.versions), change(learner, 8))
-    await bench.openai.chat.completions.create(model="policy", messages=prompt, max_tokens=4)
-    assert difference(learner, bench.sample).max() < TOLERANCE
-
-
 @pytest.mark.parametrize("lost_after", [0, 2])
 async def test_an_update_that_was_broken_off_is_repaired_by_the_next_one(
     bench: Any, learner: Any, lost_after: int

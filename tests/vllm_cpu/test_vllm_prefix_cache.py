@@ -1,0 +1,78 @@
+"""Cached keys and values of old weights are never used again after a weight update in a live vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import pytest
+from vllm_helpers import change, difference, until, within
+from weight_loading import load_weights
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+TOLERANCE = 1e-5
+PREFIX = [5 + i * 7 % 240 for i in range(300)]
+"""A prompt of more than two blocks of the cache."""
+
+
+def complete(bench: Any, ids: list[int], tokens: int) -> asyncio.Task[Any]:
+    """Send a prompt of token ids, and sample exactly `tokens` tokens."""
+    create = bench.openai.completions.create
+    return asyncio.create_task(
+        create(model="policy", prompt=ids, max_tokens=tokens, extra_body={"ignore_eos": True})
+    )
+
+
+async def completed(bench: Any, ids: list[int], tokens: int) -> Any:
+    """Return the sample of a completion."""
+    before = len(bench.contexts)
+    await complete(bench, ids, tokens)
+    (context,) = bench.contexts[before:]
+    return context.samples[0]
+
+
+async def cached_tokens(bench: Any, ids: list[int]) -> int:
+    """Return the number of tokens of a prompt that the cache has."""
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import SamplingParams
+
+    outputs = bench.engine._client.generate(
+        tokens_input(ids), SamplingParams(max_tokens=1), f"cached-{uuid.uuid4().hex}"
+    )
+    return int([output async for output in outputs][-1].num_cached_tokens)
+
+
+async def test_a_shared_prefix_is_recomputed_while_a_request_in_flight_holds_it(
+    bench: Any, learner: Any
+) -> None:
+    old, new = bench.engine.version, next(bench.versions)
+    async with within():
+        first = await completed(bench, [*PREFIX, 11, 12, 13], 4)
+        assert difference(bench.reference(), first).max() < TOLERANCE
+        assert await cached_tokens(bench, [*PREFIX, 21]) >= 256, "a prefix is cached"
+        prompt = [*PREFIX, *range(30, 60)]
+        before = len(bench.contexts)
+        running = complete(bench, prompt, 160)
+        await until(lambda: len(bench.contexts) > before and bench.contexts[before].samples)
+        in_flight = bench.contexts[before].samples[0]
+        await until(lambda: len(in_flight.output_ids) > 20)
+        await load_weights(bench.engine, new, change(learner, 31))
+        assert not running.done()
+        sharing = await completed(bench, [*PREFIX, 41, 42], 8)
+        turn = [*prompt, *in_flight.output_ids[:20]]  # tokens that were sampled before the update
+        next_turn = await completed(bench, [*turn, 77], 8)
+        assert not running.done()
+        await running
+        after = await completed(bench, [*prompt, *in_flight.output_ids], 8)
+        assert await cached_tokens(bench, [*prompt, *in_flight.output_ids]) >= 384, "the new ones are cached"
+    for sample in (sharing, next_turn, after):
+        assert set(sample.weight_versions) == {new}
+        assert difference(learner, sample).max() < TOLERANCE
+        assert difference(bench.reference(), sample).max() > 0.1, "old and new weights are distinguishable"
+    boundary = in_flight.weight_versions.count(old)
+    assert 20 < boundary < 160
+    assert in_flight.weight_versions == [old] * boundary + [new] * (160 - boundary)
+    assert difference(bench.reference(), in_flight)[:boundary].max() < TOLERANCE
+    assert difference(learner, in_flight)[boundary:].max() < TOLERANCE
