@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -27,9 +25,14 @@ from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
 from raylight.weight_sync.sender_client import PublicationSettings
 
+if TYPE_CHECKING:
+    from raylight.learner.publisher import WeightPublisher
+
 WATCHDOG_GROUP = "watchdog"
 """Concurrency group with its own threads, for the methods that must answer while a call hangs."""
 WATCHDOG_THREADS = 2
+SENDING_GROUP = "sending"
+"""Concurrency group with one thread, for sending a snapshot of the weights beside other calls."""
 PROCESS_GROUP_MARGIN_S = 30.0
 """Seconds for which a collective waits longer than the driver does, so that the driver notices a hang first
 and can request stacks."""
@@ -44,12 +47,11 @@ class LearnerActor:
         self._rank, self._ranks, self._config = rank, ranks, config
         limit = max(config.collective_timeout_s, config.start_timeout_s)
         self._timeout = datetime.timedelta(seconds=limit + PROCESS_GROUP_MARGIN_S)
-        self._busy_thread: int | None = None
         if not config.num_gpus:  # Ray hides no GPU from an actor without GPUs, but torch must not use one
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._store: Any = None
         self._policy: Any = None
-        self._publisher: Any = None
+        self._publisher: WeightPublisher | None = None
         self._states: Any = None
 
     def call(self, method: str, limit_s: float, *args: Any) -> Any:
@@ -62,34 +64,28 @@ class LearnerActor:
             LearnerMemoryError: the rank ran out of memory.
             LearnerLostError: the connection to the other ranks was lost.
         """
-        with self._watchdog(limit_s):
-            return getattr(self, method)(*args)
-
-    @contextlib.contextmanager
-    def _watchdog(self, limit_s: float) -> Iterator[None]:
-        self._busy_thread = threading.get_ident()
-        CLOCK.start(limit_s)
+        CLOCK.start(method, limit_s)
         try:
-            yield
+            return getattr(self, method)(*args)
         except Exception as error:
             typed_error = classify_in_rank(error, self._rank, self._config)
             if typed_error is None:
                 raise
             raise typed_error from error
         finally:
-            CLOCK.stop()
-            self._busy_thread = None
+            CLOCK.stop(method)
 
     @ray.method(concurrency_group=WATCHDOG_GROUP)
-    def dump_stacks(self) -> StackDump:
-        """Dump the stacks of all threads, with a summary of the one that runs `call`."""
-        CLOCK.stop()
-        return dump_stacks(self._busy_thread)
+    def dump_stacks(self, method: str) -> StackDump:
+        """Dump the stacks of all threads, with a summary of the one that runs a method."""
+        thread = CLOCK.thread_of(method)
+        CLOCK.stop(method)
+        return dump_stacks(thread)
 
     @ray.method(concurrency_group=WATCHDOG_GROUP)
-    def idle_s(self) -> float:
-        """Return the seconds since the current call last made progress."""
-        return CLOCK.idle_s
+    def idle_s(self, method: str) -> float:
+        """Return the seconds since the call of a method last made progress."""
+        return CLOCK.idle_s(method)
 
     @ray.method(concurrency_group=WATCHDOG_GROUP)
     def wait_forever(self) -> None:
@@ -157,6 +153,12 @@ class LearnerActor:
         logprobs = self._policy.logprobs(ids)
         return logprobs if self._rank == 0 else None
 
+    def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
+        """Copy this rank's shards of the weights, which `publish_weights` sends from then on; return their
+        log-probs of `ids[1:]` on rank 0. A collective."""
+        self._open_publisher(settings).take_snapshot(self._policy.version)
+        return self.logprobs(ids)
+
     def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Send the weights to the engine replicas that lack them. A collective.
 
@@ -165,15 +167,18 @@ class LearnerActor:
             token: the publication's; empty for replicas that joined after it.
             settings: the same in every call.
         """
+        publisher = self._open_publisher(settings)
+        held = publisher.snapshot_version if settings.beside_updates else self._policy.version
+        if version != held:
+            raise WeightSyncError(f"version {version} cannot be published: the learners hold version {held}")
+        publisher.publish(version, token)
+
+    def _open_publisher(self, settings: PublicationSettings) -> WeightPublisher:
         from raylight.learner.publisher import WeightPublisher
 
-        if version != self._policy.version:
-            raise WeightSyncError(
-                f"version {version} cannot be published: the learners hold version {self._policy.version}"
-            )
         if self._publisher is None:
             self._publisher = WeightPublisher(self._policy.engine.module, settings)
-        self._publisher.publish(version, token)
+        return self._publisher
 
     def export_adapter(self) -> tuple[int, LoraAdapter] | None:
         """Return the version and the adapter on rank 0, else None."""

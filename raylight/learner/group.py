@@ -22,7 +22,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import shard_batch
-from raylight.learner.actor import WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
+from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 from raylight.learner.shared_storage import check_shared
 from raylight.weight_sync.sender_client import PublicationSettings
@@ -54,23 +54,30 @@ def order_by_node(nodes: Mapping[int, str]) -> list[int]:
 
 
 async def wait_while_progressing(
-    calls: Iterable[asyncio.Future[Any]], limit: float, idle_s: Callable[[], Awaitable[float]] | None
+    calls: Iterable[asyncio.Future[Any]],
+    limit: float,
+    idle_s: Callable[[], Awaitable[float]] | None,
+    end: asyncio.Future[Any],
 ) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
-    """Wait until all calls are done, one failed, or nothing has progressed for `limit` seconds; return those
-    that are done, and the others.
+    """Wait until all calls are done, one failed, `end` is done, or nothing has progressed for `limit`
+    seconds; return the calls that are done, and the others.
 
     Args:
         idle_s: returns the seconds since the last progress; None: the calls have `limit` seconds in all.
     """
-    seconds = limit
-    while True:
-        done, late = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        if not late or any(call.exception() for call in done) or idle_s is None:
-            return done, late
-        idle = await idle_s()
-        if idle >= limit:
-            return done, late
-        seconds = limit - idle
+    seconds, ended = limit, asyncio.ensure_future(asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))
+    try:
+        while True:
+            await asyncio.wait([ended, end], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            late = {call for call in calls if not call.done()}
+            if ended.done() or end.done() or idle_s is None:
+                return set(calls) - late, late
+            idle = await idle_s()
+            if idle >= limit:
+                return set(calls) - late, late
+            seconds = limit - idle
+    finally:
+        await cancel_all([ended])
 
 
 class LearnerGroup:
@@ -78,7 +85,7 @@ class LearnerGroup:
 
     Laws: every call has a deadline, for all of it or for each of its parts. The first failure of a rank ends
     the call for all ranks, because the others may wait for the failed one forever. After a LearnerError the
-    ranks are out of step, and every call raises until `restart`.
+    ranks are out of step: a call beside it ends with the same error, and every call raises until `restart`.
 
     Args:
         placement: a placed group with one bundle per rank.
@@ -92,10 +99,10 @@ class LearnerGroup:
         self._config = config
         self._placement = placement
         remote: Any = ray.remote  # its type stubs lack concurrency groups
-        self._class = remote(concurrency_groups={WATCHDOG_GROUP: WATCHDOG_THREADS})(actor)
+        self._class = remote(concurrency_groups={WATCHDOG_GROUP: WATCHDOG_THREADS, SENDING_GROUP: 1})(actor)
         self._setup_args: tuple[str, PolicySettings, int, int] | None = None
-        self._broken = ""
-        """The failure that made the ranks unusable; empty if there is none."""
+        self._failure: asyncio.Future[LearnerError] = asyncio.Future()
+        """Done with the error that made the ranks unusable."""
         self._actors = self._start()
 
     def _start(self) -> list[Any]:
@@ -166,7 +173,7 @@ class LearnerGroup:
                 "killed; end their processes on their nodes, or raise start_timeout_s"
             )
         self._actors = self._start()
-        self._broken = ""
+        self._failure = asyncio.Future()
         assert self._setup_args is not None, "restart follows a setup"
         await self.setup(*self._setup_args)
 
@@ -185,6 +192,10 @@ class LearnerGroup:
         """Return the policy's log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
         return (await self._call("logprobs", ids))[0]
 
+    async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:
+        """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
+        return (await self._call("take_snapshot", ids, settings))[0]
+
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Send the weights to the engine replicas that lack them; see `LearnerActor.publish_weights`."""
         await self._call(
@@ -194,6 +205,7 @@ class LearnerGroup:
             settings,
             timeout_setting="sync_timeout_s",
             limit=settings.limit_s,
+            group=SENDING_GROUP if settings.beside_updates else None,
         )
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
@@ -246,6 +258,7 @@ class LearnerGroup:
         ranks: Iterable[int] | None = None,
         timeout_setting: str = "collective_timeout_s",
         limit: float | None = None,
+        group: str | None = None,
     ) -> list[Any]:
         """Call a method of `LearnerActor` on ranks, and return the result of each.
 
@@ -254,6 +267,7 @@ class LearnerGroup:
             timeout_setting: the setting that defines the deadline: `start_timeout_s` of the whole call,
                 `collective_timeout_s` of each part of it that ranks mark as progress.
             limit: seconds for the whole call; None for those of the setting.
+            group: concurrency group of the ranks that executes the call.
 
         Raises:
             LearnerLostError: a rank died, or the ranks exceeded the deadline.
@@ -261,37 +275,44 @@ class LearnerGroup:
             LearnerError: a rank raised an ordinary exception.
             RaylightError: a rank raised a typed error.
         """
-        if self._broken:
-            raise LearnerLostError(f"the learners have failed and were not restarted: {self._broken}")
+        if self._failure.done():
+            raise LearnerLostError(
+                f"the learners have failed and were not restarted: {self._failure.result()}"
+            )
         bounded = limit is not None or timeout_setting == "start_timeout_s"
         limit = getattr(self._config, timeout_setting) if limit is None else limit
+        failure = self._failure  # a restart begins another one
         calls: dict[asyncio.Future[Any], int] = {
             asyncio.ensure_future(
-                self._actors[rank].call.options(name=f"LearnerActor.{method}").remote(method, limit, *args)
+                self._actors[rank]
+                .call.options(name=f"LearnerActor.{method}", concurrency_group=group)
+                .remote(method, limit, *args)
             ): rank
             for rank in (range(self._config.n) if ranks is None else ranks)
         }
         try:
-            idle = None if bounded else functools.partial(self._idle_s, calls)
-            done, late = await wait_while_progressing(calls, limit, idle)
+            idle = None if bounded else functools.partial(self._idle_s, method, calls)
+            done, late = await wait_while_progressing(calls, limit, idle, failure)
             if any(call.exception() for call in done):
                 rank, error = await self._root_cause(calls)
                 typed_error = classify_in_driver(error, rank, self._config, self._log_command(rank))
-                raise self._mark_broken(typed_error, error) from None
+                raise _mark_failed(failure, typed_error, error) from None
+            if late and failure.done():
+                raise type(failure.result())(str(failure.result()))
             if late:
                 hang = await self._hang_error(
                     method, timeout_setting, limit, bounded, [calls[call] for call in late]
                 )
-                raise self._mark_broken(hang)
+                raise _mark_failed(failure, hang)
             return [call.result() for call in calls]
         finally:
             await cancel_all(calls)
 
-    async def _idle_s(self, calls: dict[asyncio.Future[Any], int]) -> float:
+    async def _idle_s(self, method: str, calls: dict[asyncio.Future[Any], int]) -> float:
         """Return the seconds since any rank made progress whose call is not done; infinity if one does not
         respond."""
         ranks = [rank for call, rank in calls.items() if not call.done()]
-        requests = [asyncio.ensure_future(self._actors[rank].idle_s.remote()) for rank in ranks]
+        requests = [asyncio.ensure_future(self._actors[rank].idle_s.remote(method)) for rank in ranks]
         if requests:
             await asyncio.wait(requests, timeout=STACKS_TIMEOUT_S)
         idle = [
@@ -324,7 +345,8 @@ class LearnerGroup:
     ) -> LearnerLostError:
         """Log the stacks of all ranks, and return an error with their summaries."""
         requests = {
-            asyncio.ensure_future(actor.dump_stacks.remote()): rank for rank, actor in enumerate(self._actors)
+            asyncio.ensure_future(actor.dump_stacks.remote(method)): rank
+            for rank, actor in enumerate(self._actors)
         }
         await asyncio.wait(requests, timeout=STACKS_TIMEOUT_S)
         positions = []
@@ -357,15 +379,17 @@ class LearnerGroup:
             f"the driver's log; raise {timeout_setting} if the work takes that long"
         )
 
-    def _mark_broken(
-        self, typed_error: BaseException, original: BaseException | None = None
-    ) -> BaseException:
-        """Return the typed error. If it is a LearnerError, mark the group as broken and log the original."""
-        if isinstance(typed_error, LearnerError):
-            self._broken = str(typed_error)
-            if original is not None:
-                logger.error("%s", original)
-        return typed_error
-
     def _log_command(self, rank: int) -> str:
         return f"ray logs actor --id {self._actors[rank]._actor_id.hex()} --err"
+
+
+def _mark_failed(
+    failure: asyncio.Future[LearnerError], typed_error: BaseException, original: BaseException | None = None
+) -> BaseException:
+    """Return the typed error. If it is a LearnerError, mark the ranks as failed and log the original."""
+    if isinstance(typed_error, LearnerError):
+        if not failure.done():
+            failure.set_result(typed_error)
+        if original is not None:
+            logger.error("%s", original)
+    return typed_error

@@ -1,9 +1,11 @@
-"""Progress of a rank's current call, which tells long work from a hang."""
+"""Progress of a rank's current calls, which tells long work from a hang."""
 
 from __future__ import annotations
 
 import faulthandler
+import threading
 import time
+from dataclasses import dataclass
 
 DUMP_DELAY_S = 3.0
 """Seconds after the deadline of a call without progress at which the rank dumps its stacks to its log, if the
@@ -13,43 +15,69 @@ MIN_INTERVAL_S = 1.0
 STDERR = 2
 
 
+@dataclass
+class _Call:
+    thread: int
+    limit_s: float
+    marked: float
+
+
 class ProgressClock:
-    """Clock of the time since a rank last made progress.
+    """Clock of the time since a rank's calls last made progress. Each call runs in a thread of its own.
 
     Work that may take long marks each of its parts: a micro-batch, an optimizer step, a layer group. Calls
     have no deadline of their own; a part that takes too long does.
     """
 
     def __init__(self) -> None:
-        self._limit_s: float | None = None
-        self._marked = self._armed = time.monotonic()
+        self._calls: dict[str, _Call] = {}
+        self._lock = threading.Lock()
+        self._last = self._armed = time.monotonic()
 
-    def start(self, limit_s: float) -> None:
-        """Begin a call whose parts may take `limit_s` seconds each."""
-        self._limit_s, self._marked = limit_s, time.monotonic()
-        self._arm()
-
-    def mark(self) -> None:
-        """Note that a part of the current call is done."""
-        self._marked = time.monotonic()
-        if self._limit_s is not None and self._marked - self._armed > MIN_INTERVAL_S:
+    def start(self, name: str, limit_s: float) -> None:
+        """Begin a call in this thread whose parts may take `limit_s` seconds each."""
+        with self._lock:
+            self._last = time.monotonic()
+            self._calls[name] = _Call(threading.get_ident(), limit_s, self._last)
             self._arm()
 
-    def stop(self) -> None:
-        """End the call."""
-        self._limit_s = None
-        faulthandler.cancel_dump_traceback_later()
+    def mark(self) -> None:
+        """Note that a part of this thread's call is done."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._last = time.monotonic()
+            for call in self._calls.values():
+                if call.thread == thread:
+                    call.marked = self._last
+            if self._calls and self._last - self._armed > MIN_INTERVAL_S:
+                self._arm()
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self._marked
+    def stop(self, name: str) -> None:
+        """End a call, or stop watching it."""
+        with self._lock:
+            self._last = time.monotonic()
+            self._calls.pop(name, None)
+            self._arm()
+
+    def thread_of(self, name: str) -> int | None:
+        """Return the identifier of the thread that runs a call; None if it does not run."""
+        call = self._calls.get(name)
+        return call.thread if call else None
+
+    def idle_s(self, name: str) -> float:
+        """Return the seconds since a call last made progress; of one that does not run, since any did."""
+        call = self._calls.get(name)
+        return time.monotonic() - (call.marked if call else self._last)
 
     def _arm(self) -> None:
-        assert self._limit_s is not None
-        self._armed = self._marked
-        faulthandler.dump_traceback_later(self._limit_s + DUMP_DELAY_S, file=STDERR)
+        """Dump the stacks when the first deadline has passed; never if no call is watched."""
+        self._armed = time.monotonic()
+        if not self._calls:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        left = min(call.marked + call.limit_s for call in self._calls.values()) - self._armed
+        faulthandler.dump_traceback_later(max(left, 0.0) + DUMP_DELAY_S, file=STDERR)
 
 
 CLOCK = ProgressClock()
-"""The clock of this process, which executes one call at a time."""
+"""The clock of this process."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -21,6 +23,9 @@ from raylight.weight_transfer.transports import open_sender
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+SENDING_TIMEOUT = datetime.timedelta(days=1)
+"""Longest wait of the ranks for rank 0, which waits for the engines. `sync_timeout_s` ends a publication
+earlier, and the death of a rank at once."""
 MAX_ATTEMPTS = 3
 """Number of transfers in a row to the same replicas that may break before a publication fails."""
 
@@ -29,7 +34,7 @@ class WeightPublisher:
     """Sends the weights of a module to the replicas that lack them, as often as replicas are lost meanwhile.
 
     The connections stay open for the next version as long as the replicas are the same. Every method is a
-    collective of all ranks.
+    collective of all ranks, as is making a publisher.
 
     Args:
         module: the sharded model.
@@ -38,15 +43,26 @@ class WeightPublisher:
     def __init__(self, module: torch.nn.Module, settings: PublicationSettings) -> None:
         self._settings = settings
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._source = LockstepSource(
-            WeightSource(module, getattr(torch, settings.dtype), names=settings.names)
-        )
+        self._group: Any = dist.new_group(backend="gloo", timeout=SENDING_TIMEOUT)
+        """Connections that an update does not use."""
+        self._weights = WeightSource(module, getattr(torch, settings.dtype), names=settings.names)
+        self._source = LockstepSource(self._weights)
+        self.snapshot_version = -1
+        """Version of the weights in the snapshot; -1 if there is none."""
+        # a stream of its own does not wait for the kernels of an update
+        apart = settings.beside_updates and torch.cuda.is_available()
+        self._stream = torch.cuda.Stream() if apart else None
         self._client = SenderClient(settings)
         self._sender: WeightSender | None = None
         self._members: list[Member] = []
 
+    def take_snapshot(self, version: int) -> None:
+        """Copy the weights, which are sent from now on."""
+        self._weights.take_snapshot()
+        self.snapshot_version = version
+
     def publish(self, version: int, token: str) -> None:
-        """Send the current weights to the replicas that lack them.
+        """Send the current weights, or those of the snapshot, to the replicas that lack them.
 
         Args:
             version: number of the weights.
@@ -55,6 +71,10 @@ class WeightPublisher:
         Raises:
             WeightSyncError: on rank 0, several transfers in a row broke, or the coordinator is gone.
         """
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._publish(version, token)
+
+    def _publish(self, version: int, token: str) -> None:
         attempts, last = 0, None
         while True:
             members, error = self._on_rank_0(lambda: self._client.begin(version, token))
@@ -125,7 +145,7 @@ class WeightPublisher:
                 outcome[1] = error
                 on_failure()
         if self._ranks > 1:
-            dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
         return outcome[0], outcome[1]
 
 

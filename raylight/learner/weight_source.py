@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 
 from raylight.errors import ConfigError
+from raylight.learner.snapshot import ShardCopies
 
 Names = Literal["checkpoint", "module"]
 """Naming of tensors: as in the model's files, or as in its module."""
@@ -38,7 +39,8 @@ class WeightSource:
     """The weights of a module as a stream of layer groups: a `WeightSource` as vLLM's transfer expects it.
 
     Iteration is a collective: all ranks that share the module iterate in lockstep, and each materialises one
-    group at a time. An adapter is merged in float32. Every iteration yields the current weights.
+    group at a time. An adapter is merged in float32. Every iteration yields the current weights, or those of
+    the last snapshot if one was taken.
 
     Args:
         module: a model of transformers, possibly wrapped by peft, sharded by FSDP2, or on the meta device.
@@ -59,6 +61,25 @@ class WeightSource:
         self._skipped = frozenset() if tied else frozenset(self._base.all_tied_weights_keys)
         self._buffers = {name for name, _ in self._base.named_buffers()}
         self._dtypes = self._base._get_dtype_plan(dtype)
+        param = next(module.parameters())
+        self._device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device.type
+        self._copies: ShardCopies | None = None
+        self._snapshot: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
+
+    def take_snapshot(self) -> None:
+        """Copy this rank's shards, which iteration yields from now on, in any thread, while training changes
+        the module. A collective."""
+        self._copies = self._copies or ShardCopies()
+        model, adapters = self._current_state()
+        trained = {
+            self._plain(name) for name, param in self._module.named_parameters() if param.requires_grad
+        }
+        copied = {
+            name: (tensor, self._snapshot_dtype(name, tensor, adapters), name in trained)
+            for name, tensor in (model | adapters).items()
+        }
+        copies = self._copies.copy(copied)
+        self._snapshot = {name: copies[name] for name in model}, {name: copies[name] for name in adapters}
 
     def metadata(self) -> list[ParamMeta]:
         """Return what iteration yields, in its order, without gathering anything."""
@@ -108,14 +129,23 @@ class WeightSource:
         return layout
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors that iteration yields: of the last snapshot, or the current ones."""
+        return self._snapshot or self._current_state()
+
+    def _current_state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the tensors of the model and of its adapter by the names of a model without adapters."""
         model: dict[str, torch.Tensor] = {}
         adapter: dict[str, torch.Tensor] = {}
         for name, tensor in self._module.state_dict().items():
-            plain = name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ".")
+            plain = self._plain(name)
             if plain not in self._skipped:
                 (adapter if "lora_" in name else model)[plain] = tensor.detach()
         return model, adapter
+
+    @staticmethod
+    def _plain(name: str) -> str:
+        """Return the name of a tensor in a model without adapters."""
+        return name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ".")
 
     def _export(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the tensors of a group from the module's names and shapes to the exported ones."""
@@ -131,13 +161,25 @@ class WeightSource:
         It is converted before it is gathered, unless an adapter is added first.
         """
         layer = name.removesuffix(".weight")
-        down, up = (adapters.get(f"{layer}.{matrix}.default.weight") for matrix in ("lora_A", "lora_B"))
+        down, up = adapter_of(layer, adapters)
         if down is None or up is None:
-            return gather(tensor.to(self._dtype_of(name, tensor)))
+            return self._gather(tensor.to(self._dtype_of(name, tensor)))
         adapted: Any = self._base.get_submodule(layer)
-        delta = (gather(up.float()) @ gather(down.float())) * adapted.scaling["default"]
-        merged = gather(tensor.float()) + (delta.T if adapted.fan_in_fan_out else delta)
+        delta = (self._gather(up.float()) @ self._gather(down.float())) * adapted.scaling["default"]
+        merged = self._gather(tensor.float()) + (delta.T if adapted.fan_in_fan_out else delta)
         return merged.to(self._dtype_of(name, tensor))
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor on the compute device; a snapshot is gathered in host memory."""
+        return gather(tensor).to(self._device)
+
+    def _snapshot_dtype(
+        self, name: str, tensor: torch.Tensor, adapters: dict[str, torch.Tensor]
+    ) -> torch.dtype:
+        """Return the type in which a tensor is copied: the final one, unless an adapter is added to it."""
+        if name in adapters or None not in adapter_of(name.removesuffix(".weight"), adapters):
+            return tensor.dtype
+        return self._dtype_of(name, tensor)
 
     def _dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """Return the type in which a tensor of the module is yielded."""
@@ -146,6 +188,13 @@ class WeightSource:
         if self._dtypes and build_glob_alternation(list(self._dtypes))[0].search(name):
             return torch.float32
         return self._dtype
+
+
+def adapter_of(
+    layer: str, adapters: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the matrices that an adapter adds to a layer, or None for each."""
+    return adapters.get(f"{layer}.lora_A.default.weight"), adapters.get(f"{layer}.lora_B.default.weight")
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,9 @@ async def pids(group: LearnerGroup) -> list[int]:
 async def wait_until_in_collective(group: LearnerGroup, rank: int) -> None:
     """Wait until the rank is inside a collective."""
     end = time.monotonic() + LIMIT_S
-    while "torch/distributed" not in (stacks := await group._actors[rank].dump_stacks.remote()).summary:
+    while (
+        "torch/distributed" not in (stacks := await group._actors[rank].dump_stacks.remote("update")).summary
+    ):
         assert time.monotonic() < end, stacks.text
         await asyncio.sleep(0.1)
 

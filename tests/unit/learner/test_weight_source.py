@@ -160,3 +160,42 @@ def test_the_transformers_engine_computes_with_the_weights_of_a_source(model_typ
     tokens = torch.tensor(ids[1:])[:, None]
     assert after == pytest.approx(expected.gather(-1, tokens)[:, 0].tolist(), abs=1e-4)
     assert max(abs(old - new) for old, new in zip(before, after, strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("settings", [DENSE, MOE, DENSE | {"tie_word_embeddings": True}])
+def test_a_snapshot_yields_the_weights_at_its_time(settings):
+    model = build(settings)
+    source = WeightSource(model, torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in source}
+    buffers = []
+    for _ in range(2):
+        source.take_snapshot()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+        after = dict(source)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert source.metadata() == WeightSource(model, torch.bfloat16).metadata()
+        buffers.append({tensor.data_ptr() for tensor in source._snapshot[0].values()})
+        before = {name: tensor.clone() for name, tensor in WeightSource(model, torch.bfloat16)}
+    assert buffers[0] == buffers[1], "memory is reused"
+
+
+def test_a_snapshot_of_an_adapted_model_copies_the_adapter_only():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build(DENSE), LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    source = WeightSource(model, torch.float32)
+    before = {name: tensor.clone() for name, tensor in source}
+    source.take_snapshot()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.add_(1.0)
+    after, changed = dict(source), dict(WeightSource(model, torch.float32))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert any(not torch.equal(changed[name], before[name]) for name in before)
+    held = {tensor.data_ptr() for tensors in source._snapshot for tensor in tensors.values()}
+    shared = {name for name, param in model.named_parameters() if param.data_ptr() in held}
+    assert shared == {name for name, param in model.named_parameters() if not param.requires_grad}
