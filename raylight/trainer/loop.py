@@ -142,8 +142,8 @@ class Training:
         metrics["weights/version"] = float(learners.version)
         metrics["time/update_s"] = updated - started
         if not self._rollouts.replaying:  # a replay publishes before it samples
-            parity = await learners.publish()
-            metrics["mismatch/probe_abs_mean"] = parity.mean_abs
+            if (parity := await learners.publish()) is not None:
+                metrics["mismatch/probe_abs_mean"] = parity.mean_abs
             metrics["time/sync_s"] = time.perf_counter() - updated
         return metrics, True
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from raylight.aio import cancel_all
+from raylight.aio import cancel_all, task_group
 from raylight.config import EngineConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.learner.group import LearnerGroup
+from raylight.trainer.parity import Parity, ParityMonitor
 from raylight.trainer.served_adapter import export_adapter
 from raylight.weight_sync.actor import RunningCoordinator
 from raylight.weight_sync.sender_client import PublicationSettings
@@ -23,17 +25,34 @@ END_TIMEOUT_S = 15.0
 
 
 class Publications:
-    """Publishes versions, one at a time, while the learners do nothing else.
+    """Publishes versions, one at a time.
+
+    The learners' weights do not change while they are read. They are read until all replicas have them, or
+    beside updates until the learners have a snapshot, which is sent.
 
     Args:
         timeout_s: time that a version may take to reach all replicas.
+        adapter: name under which the learners' adapter is served; None publishes all weights.
+        probe: token ids whose log-probs are compared.
+        tolerance: limit of the mean difference of log-probs.
+        beside_updates: updates may begin while weights are sent.
     """
 
     def __init__(
-        self, learners: LearnerGroup, running: RunningCoordinator, engine: EngineConfig, timeout_s: float
+        self,
+        learners: LearnerGroup,
+        running: RunningCoordinator,
+        engine: EngineConfig,
+        timeout_s: float,
+        *,
+        adapter: str | None = None,
+        probe: Sequence[int],
+        tolerance: float,
+        beside_updates: bool = False,
     ) -> None:
         self._learners, self._keeper = learners, running.keeper
         self._replicas, self._engine = running.client, engine
+        self._adapter, self._probe, self._parity = adapter, list(probe), ParityMonitor(tolerance)
         self._settings = PublicationSettings(
             transport=engine.weight_transfer,
             dtype=engine.dtype,
@@ -41,43 +60,95 @@ class Publications:
             timeout_s=timeout_s,
             replacement_timeout_s=engine.start_timeout_s,
             coordinator=running.handle,
+            beside_updates=beside_updates,
         )
         self.published = 0
         """Last version that was published."""
         self.learners_busy = asyncio.Lock()
         """Held while the learners' weights change, or must not."""
+        self._sending = asyncio.Lock()
+        """Held while the learners send weights. It is acquired after `learners_busy`, if both are."""
+        self._snapshot = 0
+        """Version of the learners' snapshot; 0 if they have none."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
 
-    async def publish(self, version: int, adapter: str | None = None) -> None:
-        """Send the learners' weights to all replicas. `learners_busy` must be held.
+    async def publish(self, version: int) -> Parity | None:
+        """Send the learners' weights to all replicas, unless these have them; return how well both agree.
+
+        Agents sample from this version from then on. An update that begins after this call waits for the
+        weights to be read.
 
         Args:
-            adapter: name under which the learners' adapter is served; None sends all weights.
+            version: the version that the learners hold. After a restart, it may have been published before.
+
+        Returns:
+            None if the replicas have a later version.
 
         Raises:
             WeightSyncError: the weights did not reach enough replicas in time.
+            MismatchError: a replica's log-probs differ from the learners'.
             LearnerLostError: the learners were lost meanwhile.
         """
-        if adapter is None:
-            await self._send(version)
-        else:
-            await self._publish_adapter(version, adapter)
-        self.published = version
+        if version < self.published:
+            return None
+        async with contextlib.AsyncExitStack() as learners:
+            await learners.enter_async_context(self.learners_busy)
+            async with self._sending:
+                adapter, logprobs = await self._read(version)
+                if self._settings.beside_updates:
+                    await learners.aclose()
+                if version > self.published:
+                    await self._send(version, adapter)
+            self._keeper.changed.notify_all()
+            return await self.check_parity(version, self._settings.timeout_s, logprobs)
 
-    async def _publish_adapter(self, version: int, adapter: str) -> None:
-        timeout = self._settings.timeout_s
+    async def check_parity(
+        self, version: int, timeout: float, logprobs: Sequence[float] | None = None
+    ) -> Parity:
+        """Compare the log-probs of all replicas and the learners on the probe.
+
+        Args:
+            timeout: seconds that the replicas have.
+            logprobs: those of the learners; None if they still hold the version.
+
+        Raises:
+            MismatchError: a replica's differ from the learners'.
+        """
+        async with task_group() as tasks:
+            probing = tasks.create_task(self._replicas.probe(self._probe, timeout, self._adapter))
+            own = logprobs or await self._learners.logprobs(self._probe)
+        return self._parity.check(version, probing.result(), own)
+
+    async def _read(self, version: int) -> tuple[list[Any] | None, list[float] | None]:
+        """Read what is sent later: the adapter, or a snapshot. Return a reference to the adapter, and the
+        learners' log-probs of the probe if an update may begin before the comparison."""
+        beside, timeout = self._settings.beside_updates, self._settings.timeout_s
+        if self._adapter is None:
+            if not beside:
+                return None, None
+            self._snapshot = 0
+            logprobs = await self._learners.take_snapshot(self._probe, self._settings)
+            self._snapshot = version
+            return None, logprobs
         try:
             async with asyncio.timeout(timeout):
-                exported, payload_refs = await export_adapter(self._learners)
+                _, payload_refs = await export_adapter(self._learners)
         except TimeoutError:
             raise WeightSyncError(
                 f"the learners did not export their adapter within {timeout:g} s; raise sync_timeout_s"
             ) from None
-        mode = self._engine.update_mode
-        await self._replicas.publish(exported, payload_refs, timeout, mode, adapter)
+        return payload_refs, await self._learners.logprobs(self._probe) if beside else None
 
-    async def _send(self, version: int) -> None:
+    async def _send(self, version: int, adapter: list[Any] | None) -> None:
+        if self._adapter is None:
+            await self._send_weights(version)
+        else:
+            timeout, mode = self._settings.timeout_s, self._engine.update_mode
+            await self._replicas.publish(version, adapter, timeout, mode, self._adapter)
+            self.published = version
+
+    async def _send_weights(self, version: int) -> None:
         """Publish a version of the weights, and have the learners send it."""
         token, settings = uuid.uuid4().hex, self._settings
         publishing = asyncio.ensure_future(
@@ -98,6 +169,9 @@ class Publications:
                 sending.result()
             publishing.result()
         finally:
+            if not publishing.done():  # cancelled; the replicas must not wait for a sender
+                with contextlib.suppress(WeightSyncError):  # no coordinator, no replicas
+                    await self._replicas.fail_publication(token, "the publication was cancelled")
             await cancel_all([publishing, sending])
 
     async def _await_end(self, sending: asyncio.Future[None], failure: BaseException | None) -> None:
@@ -114,8 +188,9 @@ class Publications:
             )
 
     def notice_version(self) -> None:
-        """Notice that the learners work, and may hold a version that joined replicas lack."""
-        self._failure = None
+        """Notice that restarted learners work. They have no snapshot, but may hold a version that joined
+        replicas lack."""
+        self._failure, self._snapshot = None, 0
         self._keeper.changed.notify_all()
 
     async def wait_for_failure(self) -> NoReturn:
@@ -131,23 +206,25 @@ class Publications:
         raise self._failure
 
     async def serve_joined(self, held: Callable[[], int]) -> None:
-        """Send the current version to replicas that join, whenever the learners hold it.
+        """Send the published version to replicas that join, whenever the learners or their snapshot have it.
 
-        While they hold another one, the replicas wait for the next publication, or for the learners' return
-        to the current one.
+        While these have another one, the replicas wait for the next publication, or for the return of
+        restarted learners to the published version.
 
         Args:
             held: returns the version that the learners hold.
         """
         unreachable: frozenset[str] = frozenset()
+        beside = self._settings.beside_updates
 
         def is_due() -> bool:
             joined = bool(self._keeper.lacking - unreachable)
-            return joined and self._failure is None and 0 < held() == self.published
+            sendable = self._snapshot if beside else held()
+            return joined and self._failure is None and 0 < sendable == self.published
 
         while True:
             await self._keeper.changed.wait_for(is_due)
-            async with self.learners_busy:
+            async with contextlib.nullcontext() if beside else self.learners_busy, self._sending:
                 if not is_due():
                     continue
                 joined = self._keeper.lacking

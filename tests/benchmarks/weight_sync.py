@@ -93,13 +93,13 @@ async def publish(fit: Any, report: Any, publications: int) -> list[dict[str, An
     rows: list[dict[str, Any]] = []
     async with Run(fit.settings, report.stage, True, fit.start) as run:
         learners = run.learners
-        compare = learners.check_parity
+        compare = learners.publications.check_parity
 
         async def compare_later(*args: Any) -> Any:
             rows.append({"seconds": time.perf_counter() - began, **memory.increases()})
             return await compare(*args)
 
-        learners.check_parity = compare_later  # type: ignore[method-assign]
+        learners.publications.check_parity = compare_later  # type: ignore[method-assign]
         for version in range(1, publications + 1):
             await learners.group.load_state("", 0, version)  # numbers the weights only
             ranks = await learners.group._call("trim")

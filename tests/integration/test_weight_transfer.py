@@ -77,13 +77,17 @@ class GatedLearner(LearnerActor):
 
 
 @asynccontextmanager
-async def publishing(folder: Path) -> AsyncIterator[tuple[Served, LearnerGroup, Publications, Any]]:
+async def publishing(
+    folder: Path, beside: bool = False
+) -> AsyncIterator[tuple[Served, LearnerGroup, Publications, Any]]:
     """Start two replicas, two learners and a gate; publish version 1."""
     gate: Any = ray.remote(Gate).options(name=GATE, namespace=GATE, num_cpus=0).remote()
     config = LearnerConfig(n=2, num_cpus=0.1)
     async with served(folder, replicas=2, num_cpus=0) as model, gang(config, GatedLearner) as learners:
         engine = EngineConfig(kind="transformers", replicas=2, weight_transfer="gloo", start_timeout_s=120)
-        publications = Publications(learners, model.coordinator, engine, TIMEOUT_S)
+        publications = Publications(
+            learners, model.coordinator, engine, TIMEOUT_S, probe=IDS, tolerance=1e-5, beside_updates=beside
+        )
         await learners.update(make_batch())
         await publications.publish(1)
         await assert_parity(model, learners, 2)
@@ -94,9 +98,13 @@ async def publishing(folder: Path) -> AsyncIterator[tuple[Served, LearnerGroup, 
 
 async def assert_parity(model: Served, learners: LearnerGroup, replicas: int) -> set[str]:
     """Compare the log-probs of all replicas with the learners'; return the replicas' names."""
+    return await assert_logprobs(model, await learners.logprobs(IDS), replicas)
+
+
+async def assert_logprobs(model: Served, expected: list[float], replicas: int) -> set[str]:
+    """Compare the log-probs of all replicas with the expected ones; return the replicas' names."""
     probed = await model.coordinator.client.probe(IDS, TIMEOUT_S)
     assert len(probed) == replicas
-    expected = await learners.logprobs(IDS)
     for logprobs in probed.values():
         assert logprobs == pytest.approx(expected, abs=1e-5)
     return set(probed)
@@ -147,3 +155,53 @@ async def test_a_sender_that_dies_amid_a_broadcast_leaves_engines_that_the_next_
         await publications.publish(2)
         await assert_parity(model, learners, 2)
         assert model.coordinator.keeper.evictions == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("connected")
+async def test_an_update_runs_while_a_snapshot_of_the_version_before_is_sent(tmp_path: Path) -> None:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        publishing(tmp_path, True) as (model, learners, publications, gate),
+    ):
+        expected = await learners.logprobs(IDS)
+        second = asyncio.create_task(publications.publish(2))
+        await gate.wait_reached.remote()
+        async with publications.learners_busy:
+            await learners.update(make_batch())
+        changed = await learners.logprobs(IDS)
+        assert not second.done()
+        assert publications.published == 1
+        await gate.open.remote()
+        parity = await second
+        assert parity is not None
+        assert parity.max_abs < 1e-5
+        await assert_logprobs(model, expected, 2)
+        assert max(abs(a - b) for a, b in zip(changed, expected, strict=True)) > 1e-3
+        await publications.publish(3)
+        await assert_parity(model, learners, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("connected")
+async def test_a_rank_that_dies_while_it_sends_ends_the_update_too(tmp_path: Path) -> None:
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        publishing(tmp_path, True) as (model, learners, publications, gate),
+    ):
+        second = asyncio.create_task(publications.publish(2))
+        await gate.wait_reached.remote()
+        (sender, other) = await pids(learners)
+        os.kill(other, signal.SIGSTOP)  # the update waits for it
+        updating = asyncio.create_task(learners.update(make_batch()))
+        os.kill(sender, signal.SIGKILL)
+        for call in (second, updating):
+            with pytest.raises(LearnerLostError):
+                await call
+        await learners.restart()
+        publications.notice_version()
+        await gate.open.remote()
+        for _ in range(2):
+            await learners.update(make_batch())
+        await publications.publish(2)
+        await assert_parity(model, learners, 2)

@@ -9,14 +9,14 @@ from typing import Any, NoReturn
 
 from ray.util.placement_group import remove_placement_group
 
-from raylight.aio import cancel_all, task_group
+from raylight.aio import cancel_all
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
-from raylight.trainer.parity import Parity, ParityMonitor, make_probe
+from raylight.trainer.parity import Parity, make_probe
 from raylight.trainer.publication import Publications
 from raylight.trainer.resume import ResumePoint, resume_point_of
 from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
@@ -53,8 +53,6 @@ class Learners:
         """Version of the learners' weights."""
         self.restarts = 0
         """Number of times that lost learners were restarted."""
-        self._probe = make_probe(serving.model_path, serving.engine.max_model_len, settings.seed)
-        self._parity = ParityMonitor(training.algorithm.max_logprob_mismatch)
         self._reported_no_sleep = False
 
     async def reserve(self, stack: contextlib.AsyncExitStack) -> None:
@@ -74,8 +72,16 @@ class Learners:
         self.replicas = coordinator.client
         self.group = LearnerGroup(self._settings.name, self._training.learner, self._placement)
         stack.callback(self.group.stop)
+        serving, algorithm = self._serving, self._training.algorithm
         self.publications = Publications(
-            self.group, coordinator, self._serving.engine, self._training.algorithm.sync_timeout_s
+            self.group,
+            coordinator,
+            serving.engine,
+            algorithm.sync_timeout_s,
+            adapter=self._adapter,
+            probe=make_probe(serving.model_path, serving.engine.max_model_len, self._settings.seed),
+            tolerance=algorithm.max_logprob_mismatch,
+            beside_updates=algorithm.max_staleness > 0,
         )
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])
@@ -111,7 +117,7 @@ class Learners:
         patience = max(training.algorithm.sync_timeout_s, self._serving.engine.start_timeout_s)
         if self._adapter is not None:
             await served_adapter.publish_initial(self.group, self.replicas, patience)
-        await self.check_parity(0, patience)
+        await self.publications.check_parity(0, patience)
         if not self._start.is_fresh:
             await self.group.load_state(self._start.state_url, self._start.step, self.version)
 
@@ -152,32 +158,14 @@ class Learners:
         """Last version that the engines received."""
         return self.publications.published
 
-    async def publish(self) -> Parity:
-        """Send the current version to all replicas, if they lack it; return how well engines and learners
-        agree.
-
-        Agents sample from this version from then on.
+    async def publish(self) -> Parity | None:
+        """Send the current version to all replicas; see `Publications.publish`.
 
         Raises:
             WeightSyncError: the weights did not reach enough replicas within `sync_timeout_s`.
             MismatchError: a replica's log-probs differ from the learners'.
         """
-        async with self.publications.learners_busy:
-            version = self.version
-            if version > self.published:  # restarted learners may return to a published one
-                await self.publications.publish(version, self._adapter)
-        return await self.check_parity(version, self._training.algorithm.sync_timeout_s)
-
-    async def check_parity(self, version: int, timeout: float) -> Parity:
-        """Compare the log-probs of all replicas and the learners on a probe prompt.
-
-        Raises:
-            MismatchError: a replica's differ from the learners'.
-        """
-        async with task_group() as tasks:
-            replicas = tasks.create_task(self.replicas.probe(self._probe, timeout, self._adapter))
-            learner = tasks.create_task(self.group.logprobs(self._probe))
-        return self._parity.check(version, replicas.result(), learner.result())
+        return await self.publications.publish(self.version)
 
     async def recover(self, fault: LearnerLostError) -> ResumePoint:
         """Restart lost learners and load the last training state; return its position. The engines keep

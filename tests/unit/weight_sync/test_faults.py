@@ -140,7 +140,13 @@ class Engine:
 class Learners:
     """The sender of weights. A connection to a hanging engine ends after a while."""
 
+    version = 0
+
+    async def logprobs(self, ids: list[int]) -> list[float]:
+        return [float(self.version)]
+
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
+        self.version = version
         coordinator, within = settings.coordinator, settings.limit_s
         while members := await call_until_answered(
             coordinator, "begin_transfer", version, token, within=within
@@ -185,7 +191,7 @@ class Cluster:
         running: Any = SimpleNamespace(client=self.client, keeper=self.keeper, handle=self.handle(None))
         engine = EngineConfig(kind="transformers", start_timeout_s=REPLACEMENT_TIMEOUT_S)
         learners: Any = Learners()
-        self.publications = Publications(learners, running, engine, TIMEOUT_S)
+        self.publications = Publications(learners, running, engine, TIMEOUT_S, probe=[1, 2], tolerance=1e-9)
         self.tasks.append(asyncio.create_task(self.keeper.run()))
         self.tasks.append(
             asyncio.create_task(self.publications.serve_joined(lambda: self.publications.published))
@@ -347,8 +353,7 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
         match order:
             case "weights":
                 weights = next(versions)
-                async with cluster.publications.learners_busy:
-                    await cluster.publications.publish(weights)
+                await cluster.publications.publish(weights)
             case "adapter":
                 adapter = next(versions)
                 await client.publish(adapter, [ADAPTER], TIMEOUT_S, adapter="x")
