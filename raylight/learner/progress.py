@@ -16,7 +16,7 @@ STDERR = 2
 
 
 @dataclass
-class _Call:
+class _WatchedCall:
     thread: int
     limit_s: float
     marked: float
@@ -30,7 +30,7 @@ class ProgressClock:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _WatchedCall] = {}
         self._lock = threading.Lock()
         self._last = self._armed = time.monotonic()
 
@@ -38,7 +38,7 @@ class ProgressClock:
         """Begin a call in this thread whose parts may take `limit_s` seconds each."""
         with self._lock:
             self._last = time.monotonic()
-            self._calls[name] = _Call(threading.get_ident(), limit_s, self._last)
+            self._calls[name] = _WatchedCall(threading.get_ident(), limit_s, self._last)
             self._arm()
 
     def mark(self) -> None:
