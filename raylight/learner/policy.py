@@ -115,7 +115,9 @@ class Policy:
         elif settings.correction_enabled:
             metrics |= correction.correct(own_rows, settings)
         if trains:
-            metrics |= self._train(minibatches)
+            keeps_all = settings.rollout_rs is None
+            steps = [step for step in minibatches if keeps_all or correction.has_tokens(step.rows)]
+            metrics |= mean_over_steps(list(map(self._step, steps * settings.ppo_epochs)))
         # without a pass before, only the first mini-batch has log-probs from before the first step
         measured = own_rows if infers else minibatches[0].rows
         if not infers:
@@ -178,15 +180,8 @@ class Policy:
             for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()
         ]
 
-    def _train(self, minibatches: list[Minibatch]) -> dict[str, float]:
-        """Take all optimizer steps of a batch. The old policy is the same for all mini-batches."""
-        steps = minibatches
-        if self._settings.rollout_rs is not None:
-            steps = [step for step in steps if correction.has_tokens(step.rows)]
-        return mean_over_steps([self._step(step) for step in steps * self._settings.ppo_epochs])
-
     def _step(self, minibatch: Minibatch) -> dict[str, float]:
-        """Take an optimizer step on one mini-batch."""
+        """Take an optimizer step on one mini-batch. The old policy is the same for all of them."""
         settings, (rows, rollouts) = self._settings, minibatch
         entropy = settings.calculate_entropy or settings.entropy_coef != 0
         data = to_tensordict(rows, self._config, global_rollouts=rollouts, entropy=entropy)
