@@ -190,24 +190,13 @@ class Monitor:
         self.confirmed = time.time()
 
 
-class LearnersOfWorld(Learners):
-    """Learners whose ranks are in this process."""
-
-    async def check_parity(self, version: int, timeout: float) -> Parity:
-        engines: Any = self.replicas
-        assert (engines.version, engines.weights) == (version, self.group.weights)  # type: ignore[attr-defined]
-        return Parity(0.0, 0.0, 1)
-
-
 class FakeRun(Run):
     """Learners, engines and a runner in this process."""
 
     def __init__(self, settings: Any, start: Any, repeated: Any, world: World, die_after: int | None) -> None:
         super().__init__(settings, lambda text: None, True, start)
         self.world, self.die_after, self.repeated = world, die_after, repeated
-        self.learners = LearnersOfWorld(
-            settings, settings.training, settings.serving, start, lambda text: None
-        )
+        self.learners = Learners(settings, settings.training, settings.serving, start, lambda text: None)
         ranks, self.engines = Ranks(world), Engines()
         self.ranks: Any = ranks
         self.learners.group, self.learners.replicas = self.ranks, cast(Any, self.engines)
