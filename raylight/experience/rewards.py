@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,22 @@ def effective_reward(item: FinishedRollout, failure_reward: float | None) -> flo
 def group_key(item: FinishedRollout) -> str:
     """Return the name of a rollout's group. A rollout without a group forms its own."""
     return item.rollout.group_id or item.rollout.rollout_id
+
+
+def is_informative(
+    group: list[FinishedRollout], reward_of: Callable[[FinishedRollout], float | None], turn_rewards: bool
+) -> bool:
+    """Return True if the rewards of a group's rollouts that called the model are not all equal.
+
+    Args:
+        turn_rewards: add the rewards that were emitted before the final one.
+    """
+    totals = {
+        math.fsum([reward, *(value for _, value in turn_reward_spans(item) if turn_rewards)])
+        for item in group
+        if item.generations and (reward := reward_of(item)) is not None
+    }
+    return len(totals) > 1
 
 
 def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:

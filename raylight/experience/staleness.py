@@ -3,13 +3,13 @@ it updates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raylight.experience.trajectory import Trajectories
-from raylight.types import Generation, Trajectory, VersionArray
+from raylight.types import Generation, Trajectory
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,19 @@ def describe_ages(version: int, trained: Iterable[Trajectory], sampled: Iterable
         trained: rows of the batch.
         sampled: rows of all rollouts of the batch, before stale tokens were masked.
     """
-    tokens, total, highest = 0, 0, 0
-    for versions in _trained_versions(trained):
-        tokens += len(versions)
-        total += version * len(versions) - int(versions.sum())
-        highest = max(highest, version - int(versions.min()))
-    oldest, spans = [0], [0]
-    for versions in _trained_versions(sampled):
-        oldest.append(version - int(versions.min()))
-        begins = versions[np.flatnonzero(np.diff(versions, prepend=-1))]  # of runs of one version
-        spans.append(len(np.unique(begins)))
-    rows = max(len(oldest) - 1, 1)
+    tokens = [row.weight_versions[row.mask == 1] for row in trained]
+    rows = [versions for row in sampled if len(versions := row.weight_versions[row.mask == 1])]
+    staleness = version - np.concatenate(tokens) if tokens else np.empty(0, np.int64)
+    oldest = [version - int(versions.min()) for versions in rows]
+    spans = [len(np.unique(versions)) for versions in rows]
     return TokenAges(
-        total / max(tokens, 1), highest, sum(oldest) / rows, max(oldest), sum(spans) / rows, max(spans)
+        float(staleness.mean()) if len(staleness) else 0.0,
+        int(staleness.max(initial=0)),
+        float(np.mean(oldest)) if rows else 0.0,
+        max(oldest, default=0),
+        float(np.mean(spans)) if rows else 0.0,
+        max(spans, default=0),
     )
-
-
-def _trained_versions(rows: Iterable[Trajectory]) -> Iterator[VersionArray]:
-    """Yield the versions of the trained tokens of each row that has some."""
-    for row in rows:
-        if row.trained_tokens:
-            yield row.weight_versions[row.mask == 1]
 
 
 def oldest_version(calls: Iterable[Generation]) -> int | None:

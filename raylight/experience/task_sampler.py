@@ -1,44 +1,29 @@
-"""Order in which training steps consume the tasks."""
+"""Order in which the groups of rollouts consume the tasks."""
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 
-class TaskSampler(Iterator[list[Any]]):
-    """Endless iterator of task batches.
+class TaskSampler:
+    """Endless random order of the tasks: one task for each numbered group of rollouts.
 
-    Each pass over the tasks has another random order. A batch may span two passes.
-
-    Args:
-        size: tasks per batch.
-        seed: the order depends on the seed and the number of consumed tasks only.
+    Each pass over the tasks has another order, which depends on the seed only.
     """
 
-    def __init__(self, tasks: list[Any], size: int, seed: int) -> None:
-        self._tasks, self._size, self._seed = tasks, size, seed
-        self.seek(0)
+    def __init__(self, tasks: list[Any], seed: int) -> None:
+        self._tasks, self._seed = tasks, seed
+        self._order = functools.lru_cache(maxsize=16)(self._shuffled)
 
-    def seek(self, consumed: int) -> None:
-        """Continue after the first `consumed` tasks."""
-        self._shuffle = random.Random(self._seed).shuffle
-        self._waiting: list[Any] = []
-        self.consumed = consumed
-        """Number of tasks returned so far."""
-        for _ in range(consumed // len(self._tasks) + 1):
-            self._waiting = self._shuffled_pass()
-        del self._waiting[: consumed % len(self._tasks)]
+    def task(self, group: int) -> Any:
+        """Return the task of a group."""
+        number, position = divmod(group, len(self._tasks))
+        return self._tasks[self._order(number)[position]]
 
-    def __next__(self) -> list[Any]:
-        while len(self._waiting) < self._size:
-            self._waiting += self._shuffled_pass()
-        batch, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
-        self.consumed += len(batch)
-        return batch
-
-    def _shuffled_pass(self) -> list[Any]:
-        tasks = list(self._tasks)
-        self._shuffle(tasks)
-        return tasks
+    def _shuffled(self, number: int) -> list[int]:
+        """Return the indices of the tasks in the order of a pass."""
+        order = list(range(len(self._tasks)))
+        random.Random(f"{self._seed}-{number}").shuffle(order)
+        return order

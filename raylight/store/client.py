@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from raylight.store.rows import (
     span_row,
     state_from_row,
     stats_json,
+    step_groups_from_json,
     worker_from_row,
 )
 from raylight.types import (
@@ -40,6 +42,7 @@ from raylight.types import (
     RolloutState,
     RolloutStatus,
     Span,
+    StepGroups,
     Worker,
 )
 
@@ -289,6 +292,15 @@ class StoreClient(StoreReader, RecordWriter):
         return resources_from_row(
             await self._channel.call("update_resources", resources_id, encode_payload(resources, "resources"))
         )
+
+    async def record_step(self, lineage: str, step: int, groups: StepGroups) -> StepGroups:
+        """Record the groups that a training step takes; return those that were recorded first.
+
+        Args:
+            lineage: prefix of the names of the groups' rollouts.
+        """
+        stored = await self._channel.call("record_step", lineage, step, json.dumps(groups))
+        return step_groups_from_json(stored)
 
     async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:
         """Record a heartbeat of a worker, and renew the leases of all its attempts."""

@@ -326,6 +326,10 @@ class Queries:
         order = page.sql(RESOURCES_ORDER, "position")
         return self._fetch_page(RESOURCES, f"resources{conditions}", order, values, page)
 
+    def steps(self, lineage: str) -> list[Row]:
+        """Step and groups, as JSON, of a lineage's training steps."""
+        return self._fetch_all("SELECT step, groups FROM steps WHERE lineage = ? ORDER BY step", [lineage])
+
     def workers(
         self,
         statuses: list[str] | None,

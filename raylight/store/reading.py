@@ -32,6 +32,7 @@ from raylight.store.rows import (
     rollout_from_row,
     spans_from_rows,
     state_from_row,
+    step_groups_from_json,
     worker_from_row,
 )
 from raylight.synonyms import accept_synonyms
@@ -49,6 +50,7 @@ from raylight.types import (
     RolloutStatus,
     RolloutTokens,
     Span,
+    StepGroups,
     TokenTotals,
     Worker,
     WorkerStatus,
@@ -143,6 +145,11 @@ class StoreReader:
         """Return all attempts of a rollout, oldest first."""
         page = Page(sort_by, sort_order, limit, offset)
         return await self._query(attempt_from_row, page, "attempts", rollout_id, page)
+
+    async def query_steps(self, lineage: str) -> dict[int, StepGroups]:
+        """Return the groups that the training steps of a lineage took, by step."""
+        rows = await self._channel.send("query", "steps", lineage)
+        return {step: step_groups_from_json(groups) for step, groups in rows}
 
     async def query_spans(
         self,

@@ -26,6 +26,7 @@ from raylight.types import (
     RolloutConfig,
     RolloutState,
     Span,
+    StepGroups,
     Worker,
     span_json,
 )
@@ -110,6 +111,11 @@ def request_row(request: EnqueueRolloutRequest, place: str = "") -> Row:
 def state_from_row(row: Row) -> RolloutState:
     """Status of a rollout, from columns ROLLOUT_STATE."""
     return RolloutState(**_state_fields(row))
+
+
+def step_groups_from_json(text: str) -> StepGroups:
+    """Groups of a training step, from their JSON in the table."""
+    return StepGroups(*map(tuple, json.loads(text)))
 
 
 def rollout_from_row(row: Row) -> Rollout:

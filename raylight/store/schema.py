@@ -111,6 +111,13 @@ CREATE TABLE resources (
 );
 CREATE INDEX resources_updated ON resources(updated);
 
+CREATE TABLE steps (
+    lineage TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    groups TEXT NOT NULL,
+    PRIMARY KEY (lineage, step)
+) WITHOUT ROWID;
+
 CREATE TABLE workers (
     worker_id TEXT PRIMARY KEY,
     gone INTEGER NOT NULL DEFAULT 0,

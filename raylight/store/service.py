@@ -37,6 +37,7 @@ from raylight.store.records import CallIds, ClosedCall, OpenedCall, Records
 from raylight.store.resources import Resources
 from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
+from raylight.store.steps import Steps
 from raylight.store.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class StoreService(Mailbox):
         )
         self._records = Records(self._journal, self._rollouts, self._attempts)
         self._resources = Resources(self._journal, clock)
+        self._steps = Steps(self._journal)
         self._queries = Queries(self._journal.reader, clock)
         self._answered = AnsweredMessages(self._journal)
         self._methods = self._callable_methods()
@@ -114,6 +116,7 @@ class StoreService(Mailbox):
             "lose_recorder": self._records.lose_recorder,
             "add_resources": self._resources.add_resources,
             "update_resources": self._resources.update_resources,
+            "record_step": self._steps.record,
             "update_worker": self._update_worker,
             "report_outage": self._outages.report,
         }

@@ -27,22 +27,14 @@ class ModelSaver(Protocol):
         ...
 
 
-class TrainingRun(Protocol):
-    """The part of a Run that an Evaluator uses."""
-
-    @property
-    def learners(self) -> ModelSaver: ...
-
-
 class EvaluationRollouts(Protocol):
     """The part of PolicyRollouts that an Evaluator uses."""
 
-    @property
-    def run(self) -> TrainingRun: ...
-
-    async def rollout(
-        self, tasks: list[Any], mode: Any, samples: int, progress: Any
-    ) -> list[FinishedRollout]: ...
+    async def evaluate(
+        self, step: int, tasks: list[Any], samples: int, progress: Any
+    ) -> list[FinishedRollout]:
+        """Roll every task out `samples` times after a step."""
+        ...
 
 
 class Evaluator:
@@ -57,9 +49,14 @@ class Evaluator:
     """
 
     def __init__(
-        self, rollouts: EvaluationRollouts, algorithm: PolicyAlgorithm, tasks: list[Any], report: Report
+        self,
+        rollouts: EvaluationRollouts,
+        learners: ModelSaver,
+        algorithm: PolicyAlgorithm,
+        tasks: list[Any],
+        report: Report,
     ) -> None:
-        self._rollouts = rollouts
+        self._rollouts, self._learners = rollouts, learners
         self._algorithm = algorithm
         self._tasks = tasks
         self._report = report
@@ -70,21 +67,15 @@ class Evaluator:
         self._stale = 0
         """Number of evaluations since the last improvement."""
 
-    async def before_training(self) -> Metrics:
-        """Return the metrics of the initial model; empty if `val_before_train` is off."""
-        return await self._evaluate(0) if self._tasks and self._algorithm.val_before_train else {}
-
-    async def after(self, step: int, last: bool) -> Metrics:
-        """Return the metrics after a step; empty if no evaluation is due.
-
-        Raises:
-            ConfigError: the metric `algorithm.best` is not among them.
-            RaylightError: no rollout was scored (see `raise_if_hopeless`).
-        """
-        every = self._algorithm.val_every
-        if not self._tasks or every is None:
-            return {}
-        return await self._evaluate(step) if last or (every and step % every == 0) else {}
+    def is_due(self, step: int, is_last: bool) -> bool:
+        """Return True if the policy is to be evaluated after a step; step 0 is before the training."""
+        algorithm = self._algorithm
+        if not self._tasks:
+            return False
+        if step == 0:
+            return algorithm.val_before_train
+        every = algorithm.val_every
+        return every is not None and (is_last or (every > 0 and step % every == 0))
 
     @property
     def stop_reason(self) -> str | None:
@@ -128,11 +119,17 @@ class Evaluator:
         """Folder of the best model."""
         return self._report.folder / "best"
 
-    async def _evaluate(self, step: int) -> Metrics:
+    async def evaluate(self, step: int) -> Metrics:
+        """Evaluate the policy after a step; return the metrics.
+
+        Raises:
+            ConfigError: the metric `algorithm.best` is not among them.
+            RaylightError: no rollout was scored (see `raise_if_hopeless`).
+        """
         started = time.perf_counter()
         algorithm, report = self._algorithm, self._report
-        finished = await self._rollouts.rollout(
-            self._tasks, "val", algorithm.val_samples, report.rollout_progress("val")
+        finished = await self._rollouts.evaluate(
+            step, self._tasks, algorithm.val_samples, report.rollout_progress("val")
         )
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
@@ -187,7 +184,7 @@ class Evaluator:
     async def _save(self) -> None:
         """Replace `best/` by the current policy and its `best.json`, atomically."""
         new = self.folder.with_name(f"{self.folder.name}.new")
-        await self._rollouts.run.learners.save(str(new))
+        await self._learners.save(str(new))
         if not new.is_dir():
             self._report.note(
                 f"{new} is on the machine of the first learner; use an output_dir on shared storage"

@@ -1,26 +1,31 @@
-"""The synchronous training loop: roll out, update, publish weights, evaluate.
+"""The training loop, synchronous and asynchronous.
 
-A step can be replayed: the store has its rollouts by name, its tasks follow from their number, and its update
-follows from the training state before it. A run therefore resumes after its driver or its learners were lost.
+A step takes finished groups of rollouts, updates the weights with them, publishes these to the engines, and
+evaluates them. With `max_staleness=0` the next step samples after that. Otherwise its groups are sampled
+meanwhile, from weights that are at most so many steps older, and a publication runs beside the next update.
+
+Laws:
+- A step can be taken again: the store has its groups, and its update follows from the training state before
+  it. A run therefore resumes after its driver was lost, and goes back when its learners were.
+- Engines hold at most one version less than the learners when an update begins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.aio import cancel_all
 from raylight.errors import LearnerLostError
-from raylight.experience.batch import BatchReport, TrainBatch
-from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.evaluation import Evaluator
-from raylight.trainer.gather import gather
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.resume import state_metadata
+from raylight.trainer.run import Run
+from raylight.trainer.training_groups import TrainingGroups
 from raylight.types import FinishedRollout
 
 T = TypeVar("T")
@@ -34,86 +39,171 @@ class Training:
     """
 
     def __init__(
-        self,
-        rollouts: PolicyRollouts,
-        algorithm: PolicyAlgorithm,
-        train_tasks: list[Any],
-        val_tasks: list[Any],
-        report: Report,
-        config: dict[str, Any],
+        self, run: Run, train_tasks: list[Any], val_tasks: list[Any], report: Report, config: dict[str, Any]
     ) -> None:
-        self._run, self._rollouts = rollouts.run, rollouts
-        self._algorithm, self._report, self._config = algorithm, report, config
-        self._sampler = TaskSampler(train_tasks, algorithm.tasks_per_step, self._run.settings.seed)
-        self._evaluator = Evaluator(rollouts, algorithm, val_tasks, report)
-        self._steps_without_signal = 0
+        start = run.start
+        self._run, self._algorithm, self._learners = run, run.training.algorithm, run.learners
+        self._report, self._config = report, config
+        self._total = run.training.total_steps
+        self._next = start.step + 1 if start.step else 0
+        """The next step; 0 is the evaluation before training."""
+        self._reported = self._next - 1
+        """Last step whose metrics are logged."""
+        self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
+        self._rollouts = PolicyRollouts(run)
+        self._groups = TrainingGroups(
+            run, self._rollouts, train_tasks, self._check, report.rollout_progress("train")
+        )
+        self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)
+        self._evaluation = self._evaluator.state_dict()
+        """State of the evaluator after the last logged step."""
+        self._publication: asyncio.Task[Metrics] | None = None
+        """The last publication of weights, which may be in progress."""
+        self._published: int | None = None
+        """Step whose weights it publishes."""
+        self._is_fork = start.step > 0 and start.starts_new_lineage
+        """True if the state at the starting point must be saved, because it is of another lineage."""
+        self._is_over = False
 
     async def run(self) -> None:
         """Train and report each step."""
         start = self._run.start
-        self._sampler.seek(start.tasks_consumed)
-        self._steps_without_signal = start.steps_without_signal
+        fault: LearnerLostError | None = None
         if start.evaluation is not None:
             self._evaluator.load_state_dict(start.evaluation)
         for note in start.notes:
             self._report.note(note)
-        if start.step and start.starts_new_lineage:
-            await self._save_state(start.step)
-        if start.step == 0:
-            self._rollouts.set_step(0)
-            if metrics := await self._with_recovery(0, self._evaluator.before_training):
-                self._report.step(0, metrics)
-        last_step = await self._take_steps(start.step, self._run.training.total_steps)
-        await self._with_recovery(last_step + 1, self._finish)
+        await self._rollouts.add_resources()
+        await self._groups.load()
+        try:
+            async with self._groups.dispatching():
+                while not self._is_over:
+                    fault = await self._advance(fault)
+        finally:
+            await cancel_all([self._publication] if self._publication else [])
 
-    async def _finish(self) -> None:
-        await self._run.learners.save(str(self._report.checkpoint))
-        await self._run.learners.finish_saving()
+    async def _advance(self, fault: LearnerLostError | None) -> LearnerLostError | None:
+        """Take the next step, after a recovery from a loss of the learners; return a new loss."""
+        try:
+            if fault is not None:
+                await self._go_back(fault)
+            if self._is_fork:
+                await self._save_state(self._run.start.step)
+                self._is_fork = False
+            await self._take_step(self._next)
+        except LearnerLostError as error:
+            self._report.note(f"the learners were lost and are restarted: {error}")
+            return error
+        return None
 
-    async def _take_steps(self, done: int, total: int) -> int:
-        """Take the steps after `done`; return the last one that was taken."""
-        if done and (reason := self._stop_reason) is not None:  # the resumed run had ended early
-            self._report.note(reason)
-            return done
-        for step in range(done + 1, total + 1):
-            reason = await self._step(step, total)
-            done, last = step, reason is not None or step == total
-            every = self._run.training.checkpoint.every
-            if last or (every and step % every == 0):
-                await self._save_state(step)
-            if reason is not None:
-                self._report.note(reason)
-                break
-        return done
+    async def _take_step(self, step: int) -> None:
+        """Take a step, perhaps again after the learners went back to a training state before it."""
+        is_new, samples_next = step > self._reported, not self._groups.is_recorded(step + 1)
+        if step > self._total or (is_new and self._stop_reason is not None):
+            return await self._finish()
+        if not self._groups.is_recorded(step):
+            await self._let_sample(step - 1)
+        metrics, has_signal = await self._learn(step) if step else ({}, True)
+        without_signal = 0 if has_signal else self._steps_without_signal + 1
+        is_last = step == self._total or without_signal >= self._algorithm.max_steps_without_signal
+        evaluates = is_new and self._evaluator.is_due(step, is_last)
+        if evaluates or samples_next:
+            metrics |= await self._publish(step, waits=evaluates or not self._is_asynchronous)
+        if evaluates:
+            metrics |= await self._until_failure(self._evaluator.evaluate(step))
+        if is_new:
+            self._steps_without_signal = without_signal
+            self._log(step, metrics)
+        if step >= self._reported and self._is_saved(step):
+            await self._save_state(step)
+        self._next = step + 1
 
-    async def _step(self, step: int, total: int) -> str | None:
-        """Take a step and report it; return the reason to end training after it, or None."""
-        evaluation = self._evaluator.state_dict()
-        steps_without_signal, tasks_consumed = self._steps_without_signal, self._sampler.consumed
+    async def _learn(self, step: int) -> tuple[Metrics, bool]:
+        """Update the weights; return the metrics, and False if there was nothing to learn from."""
+        algorithm, report, training = self._algorithm, self._report, self._run.training
+        if step <= self._reported:
+            report.stage(f"replaying step {step}")
+        started = time.perf_counter()
+        rollouts = await self._until_failure(self._groups.take(step))
+        rollout_s = time.perf_counter() - started
+        batch, content = await asyncio.to_thread(  # long rollouts do not block the event loop
+            algorithm.build_train_batch,
+            rollouts,
+            training.learner,
+            training.trained_agents,
+            self._learners.version,
+        )
+        metrics = describe(rollouts, content, rollout_s, algorithm.failure_reward)
+        report.batch(content)
+        if not content.has_signal:
+            return metrics, False
+        started = time.perf_counter()
+        metrics |= await self._learners.update(batch)
+        report.mismatch(metrics)
+        metrics["weights/version"] = float(self._learners.version)
+        metrics["time/update_s"] = time.perf_counter() - started
+        return metrics, True
 
-        async def attempt() -> tuple[Metrics, str | None]:
-            self._evaluator.load_state_dict(evaluation)
-            self._sampler.seek(tasks_consumed)
-            self._rollouts.set_step(step)
-            metrics, has_signal = await self._learn(step)
-            self._steps_without_signal = 0 if has_signal else steps_without_signal + 1
-            metrics |= await self._evaluator.after(step, last=self._signal_lost or step == total)
-            return metrics, self._stop_reason if self._signal_lost or step < total else None
+    def _check(self, rollouts: list[FinishedRollout]) -> None:
+        """Report the failures of a step's rollouts.
 
-        metrics, reason = await self._with_recovery(step, attempt)
-        counters = {"learner/restarts": float(self._run.learners.restarts), **self._run.serving.metrics()}
+        Raises:
+            RaylightError: no rollout has a reward (see `raise_if_hopeless`).
+        """
+        self._report.failures(rollouts)
+        raise_if_hopeless(rollouts, self._algorithm.failure_reward)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
         self._report.step(step, metrics | counters)
-        return reason
+        self._reported, self._evaluation = step, self._evaluator.state_dict()
+
+    # publication of weights
 
     @property
-    def _signal_lost(self) -> bool:
-        return self._steps_without_signal >= self._algorithm.max_steps_without_signal
+    def _is_asynchronous(self) -> bool:
+        return self._algorithm.max_staleness > 0
+
+    async def _let_sample(self, step: int) -> None:
+        """Let groups be sampled from the weights after a step, now or when its publication has ended."""
+        await self._publish(step, waits=not self._is_asynchronous)
+        if not self._is_asynchronous:
+            self._groups.publish(step)
+
+    async def _publish(self, step: int, waits: bool) -> Metrics:
+        """Publish the weights after a step; return the metrics of the last publication that ended.
+
+        Args:
+            waits: wait until the publication has ended.
+        """
+        metrics: Metrics = {}
+        if self._published != step:
+            if self._publication is not None:
+                metrics = await self._until_failure(self._publication)
+            self._published, self._publication = step, asyncio.create_task(self._send(step))
+        assert self._publication is not None
+        return await self._until_failure(self._publication) if waits else metrics
+
+    async def _send(self, step: int) -> Metrics:
+        learners, started = self._learners, time.perf_counter()
+        if learners.version > learners.published or self._is_asynchronous:
+            parity = await learners.publish()
+        else:  # the engines have the weights, perhaps from learners that were lost since
+            parity = None
+            learners.notice_version()
+        if self._is_asynchronous and not self._groups.is_recorded(step + 1):
+            self._groups.publish(step)
+        if parity is None:
+            return {}
+        return {"mismatch/probe_abs_mean": parity.mean_abs, "time/sync_s": time.perf_counter() - started}
+
+    # end of the training, training states, and recovery of lost learners
 
     @property
     def _stop_reason(self) -> str | None:
         """Reason to end training early; None to continue."""
-        if not self._signal_lost:
+        if self._steps_without_signal < self._algorithm.max_steps_without_signal:
             return self._evaluator.stop_reason
         return (
             f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that "
@@ -122,80 +212,62 @@ class Training:
             "(constrained/forced_fraction in metrics.jsonl), or calls are masked (off_policy/fraction)"
         )
 
-    async def _learn(self, step: int) -> tuple[Metrics, bool]:
-        """Roll out and update; return the metrics, and True if there was anything to learn from."""
-        learners, algorithm, report = self._run.learners, self._algorithm, self._report
-        started = time.perf_counter()
-        finished = await gather(self._rollouts, algorithm, self._sampler, step, report)
-        rollout_s = time.perf_counter() - started
-        report.failures(finished)
-        raise_if_hopeless(finished, algorithm.failure_reward)
-        batch, content = await self._build_batch(finished)
-        metrics = describe(finished, content, rollout_s, algorithm.failure_reward)
-        report.batch(content)
-        if not content.has_signal:
-            return metrics, False
-        started = time.perf_counter()
-        metrics |= await learners.update(batch)
-        report.mismatch(metrics)
-        updated = time.perf_counter()
-        metrics["weights/version"] = float(learners.version)
-        metrics["time/update_s"] = updated - started
-        if not self._rollouts.replaying:  # a replay publishes before it samples
-            if (parity := await learners.publish()) is not None:
-                metrics["mismatch/probe_abs_mean"] = parity.mean_abs
-            metrics["time/sync_s"] = time.perf_counter() - updated
-        return metrics, True
+    async def _finish(self) -> None:
+        """Write the model to `checkpoint/`, when the engines have its weights too."""
+        if self._publication is not None:
+            await self._until_failure(self._publication)
+        if self._next <= self._total and (reason := self._stop_reason) is not None:
+            self._report.note(reason)
+        await self._learners.save(str(self._report.checkpoint))
+        await self._learners.finish_saving()
+        self._is_over = True
 
-    async def _build_batch(self, finished: list[FinishedRollout]) -> tuple[TrainBatch, BatchReport]:
-        """Build the learners' batch in a thread, so that long rollouts do not block the event loop."""
-        training = self._run.training
-        return await asyncio.to_thread(
-            self._algorithm.build_train_batch, finished, training.learner, training.trained_agents
-        )
-
-    # training states and recovery of lost learners
+    def _is_saved(self, step: int) -> bool:
+        """Return True if a training state is due after a step."""
+        every = self._run.training.checkpoint.every
+        is_last = step == self._total or self._stop_reason is not None
+        return step > 0 and (is_last or (every > 0 and step % every == 0))
 
     async def _save_state(self, step: int) -> None:
-        """Save the training state after a step."""
-        learners = self._run.learners
         metadata = state_metadata(
             self._run.start,
             self._config,
-            version=learners.version,
-            tasks_consumed=self._sampler.consumed,
+            version=self._learners.version,
+            groups=self._groups.taken_up_to(step),
             steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict(),
         )
-        await self._with_recovery(step + 1, lambda: learners.save_state(step, metadata))
+        await self._learners.save_state(step, metadata)
 
-    async def _with_recovery(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work that is part of a step. After a loss of learners, restore them to the state before the step
-        and retry.
+    async def _until_failure(self, work: Awaitable[T]) -> T:
+        """Await work that may never end if a publication, or the learners, have failed.
+
+        Raises:
+            LearnerError, WeightSyncError: the failure.
+        """
+        working: asyncio.Future[T] = asyncio.ensure_future(work)
+        failing = asyncio.ensure_future(self._learners.wait_for_failure())
+        pending: set[asyncio.Future[Any]] = {working, failing}
+        pending |= {self._publication} if self._publication else set()
+        try:
+            while not working.done():
+                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended - {working}:
+                    task.result()
+            return working.result()
+        finally:
+            await cancel_all([working, failing])
+
+    async def _go_back(self, fault: LearnerLostError) -> None:
+        """Restart lost learners with the last training state, after which the next step is taken.
 
         Raises:
             LearnerError: the learners were lost more often than allowed.
         """
-        fault: LearnerLostError | None = None
-        while True:
-            try:
-                if fault is not None:
-                    await self._replay_until(fault, step - 1)
-                return await work()
-            except LearnerLostError as error:
-                self._report.note(f"the learners were lost and are restarted: {error}")
-                fault = error
-
-    async def _replay_until(self, fault: LearnerLostError, last_step: int) -> None:
-        """Restart lost learners and replay the steps since the last training state, up to `last_step`."""
-        rollouts, algorithm = self._rollouts, self._algorithm
-        point = await rollouts.recover(fault)
-        self._sampler.seek(point.tasks_consumed)
-        for step in range(point.step + 1, last_step + 1):
-            self._report.stage(f"replaying step {step}")
-            rollouts.set_step(step)
-            finished = await gather(rollouts, algorithm, self._sampler, step, self._report)
-            batch, content = await self._build_batch(finished)
-            if content.has_signal:
-                await self._run.learners.update(batch)
-        rollouts.end_replay()
+        if self._publication is not None:
+            await cancel_all([self._publication])
+        self._publication = self._published = None
+        point = await self._learners.recover(fault)
+        self._evaluator.load_state_dict(self._evaluation)
+        # step 0 follows a restart with the initial weights, if it was not logged
+        self._next = point.step + 1 if point.step or self._reported >= 0 else 0

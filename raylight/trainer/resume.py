@@ -1,8 +1,8 @@
 """The point at which a run starts: fresh, or after a training state of an earlier run.
 
 The store is the log of a run and a training state is a position in it. Steps after the state are replayed
-with the rollouts that the store already has under their names, so that no rollout is trained twice and no
-finished one is lost.
+with the groups of rollouts that the store has recorded for them, and later steps take the finished groups
+that it has, so that no rollout is trained twice and no finished one is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAME_UPDATES = {
 """Settings of an algorithm that do not affect its updates."""
 NOT_COMPARED = {"name", "versions", "resources"}
 """Top-level keys of a run's configuration that may differ from those of the training state."""
-PROGRESS_KEYS = ("version", "tasks_consumed", "steps_without_signal", "evaluation")
+PROGRESS_KEYS = ("version", "groups", "steps_without_signal", "evaluation")
 """Fields of a ResumePoint that are stored with a training state."""
 STORE_TIMEOUT_S = 30.0
 
@@ -59,7 +59,7 @@ class ResumePoint:
         state_url: folder or URL of the training states that `step` is one of; "" for a fresh run.
         step: last completed step.
         version: weight version after that step.
-        tasks_consumed: training tasks used up to that step.
+        groups: groups of rollouts that were taken up to that step, as arguments of `TakenGroups`.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
         parent_lineage: the lineage that was abandoned if this point starts a new one in the same run
@@ -74,7 +74,7 @@ class ResumePoint:
     state_url: str = ""
     step: int = 0
     version: int = 0
-    tasks_consumed: int = 0
+    groups: dict[str, Any] = field(default_factory=dict)
     steps_without_signal: int = 0
     evaluation: dict[str, Any] | None = None
     parent_lineage: str | None = None

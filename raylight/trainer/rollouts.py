@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from raylight.aio import cancel_all
-from raylight.errors import StoreLostError
+from raylight.errors import StoreError
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.run import Run
 from raylight.types import EnqueueRolloutRequest
@@ -18,35 +16,33 @@ Progress = Callable[[int, int], None]
 """Receives the number of decided rollouts, and of all."""
 
 
-async def run_rollouts(
-    run: Run,
-    requests: list[EnqueueRolloutRequest],
-    progress: Progress,
-    wait_for_failure: Callable[[], Awaitable[Any]] | None = None,
-) -> list[str]:
-    """Enqueue rollouts, and wait until all are decided by a model that was in reach; return their ids.
+async def run_rollouts(run: Run, requests: list[EnqueueRolloutRequest], progress: Progress) -> list[str]:
+    """Enqueue rollouts, and wait until all are decided by a model that was in reach; return their ids."""
+    ids = [rollout.rollout_id for rollout in await run.store.enqueue_many_rollouts(requests)]
+    await wait_for_sound(run, ids, progress)
+    return ids
 
-    Args:
-        wait_for_failure: raises if the rollouts would wait forever.
+
+async def wait_for_sound(run: Run, ids: Sequence[str], progress: Progress) -> None:
+    """Wait until rollouts that were just enqueued are decided by a model that was in reach.
+
+    An outage returns rollouts to the queue that were decided while it was not yet known.
     """
     outages = run.serving.outages
-    ids = [rollout.rollout_id for rollout in await run.store.enqueue_many_rollouts(requests)]
     try:
         while True:
-            await _until(_wait(run, ids, progress), wait_for_failure)
+            await wait_for_rollouts(run, ids, progress)
             confirmed = await run.serving.confirm()
             if confirmed == outages:
-                return ids
+                return
             outages = confirmed
     except asyncio.CancelledError:
-        if is_cluster_lost():
-            raise
-        with contextlib.suppress(TimeoutError, StoreLostError):  # the run ends in any case
-            await asyncio.wait_for(run.store.cancel_rollouts(ids), CANCEL_TIMEOUT_S)
+        await cancel_rollouts(run, ids)
         raise
 
 
-async def _wait(run: Run, ids: list[str], progress: Progress) -> None:
+async def wait_for_rollouts(run: Run, ids: Sequence[str], progress: Progress) -> None:
+    """Wait until rollouts are decided."""
     done = 0
     while done < len(ids):
         at_least = min(done + max(len(ids) // 20, 1), len(ids))
@@ -54,13 +50,8 @@ async def _wait(run: Run, ids: list[str], progress: Progress) -> None:
         progress(done, len(ids))
 
 
-async def _until(work: Awaitable[None], wait_for_failure: Callable[[], Awaitable[Any]] | None) -> None:
-    """Await work, unless it fails before it ends."""
-    tasks = [asyncio.ensure_future(work)]
-    if wait_for_failure is not None:
-        tasks.append(asyncio.ensure_future(wait_for_failure()))
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        done.pop().result()
-    finally:
-        await cancel_all(tasks)
+async def cancel_rollouts(run: Run, ids: Sequence[str]) -> None:
+    """Cancel rollouts that nothing waits for any more, so that no runner goes on with them."""
+    if ids and not is_cluster_lost():
+        with contextlib.suppress(TimeoutError, StoreError):  # the run ends in any case
+            await asyncio.wait_for(run.store.cancel_rollouts(list(ids)), CANCEL_TIMEOUT_S)

@@ -14,8 +14,7 @@ from raylight.runner.threads import AgentThreads
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.fit import Fit
 from raylight.trainer.loop import Training
-from raylight.trainer.policy_rollouts import PolicyRollouts
-from raylight.trainer.repeated_rollouts import RepeatedRollouts
+from raylight.trainer.policy_rollouts import cancel_undecided
 from raylight.trainer.report import Report
 from raylight.trainer.run import Run
 from raylight.trainer.run_context import TrainerRunContext
@@ -23,13 +22,10 @@ from raylight.trainer.run_context import TrainerRunContext
 
 async def train_policy(fit: Fit, report: Report, owns_cluster: bool) -> dict[str, Any]:
     """Train a policy with the Trainer's loop; return the summary."""
-    repeated = RepeatedRollouts(fit.start, report.stage)
-    prepare = repeated.find if fit.start.same_run else None
-    async with Run(fit.settings, report.stage, owns_cluster, fit.start, prepare) as run:
-        rollouts = PolicyRollouts(run, repeated)
-        await rollouts.add_resources()
-        algorithm = run.training.algorithm
-        training = Training(rollouts, algorithm, fit.train, fit.val, report, fit.state_config)
+    start = fit.start
+    prepare = functools.partial(cancel_undecided, start=start) if start.same_run else None
+    async with Run(fit.settings, report.stage, owns_cluster, start, prepare) as run:
+        training = Training(run, fit.train, fit.val, report, fit.state_config)
         with _noted_interrupt(report):
             await run.watched(training.run())
         summary = report.finish(await run.counts())

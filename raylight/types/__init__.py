@@ -23,6 +23,7 @@ from raylight.types.rollouts import (
     RolloutConfig,
     RolloutState,
     RolloutTokens,
+    StepGroups,
     TokenTotals,
     Worker,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "Span",
     "SpanContext",
     "SpanCoreFields",
+    "StepGroups",
     "TokenTotals",
     "TraceStatus",
     "Trajectory",

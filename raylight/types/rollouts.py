@@ -202,3 +202,11 @@ class ResourcesUpdate(StrictModel):
     create_time: float
     update_time: float
     resources: dict[str, Any]
+
+
+class StepGroups(NamedTuple):
+    """Numbers of the groups of rollouts that a training step took."""
+
+    trained: tuple[int, ...]
+    dropped: tuple[int, ...] = ()
+    """Groups that were too old to be trained."""

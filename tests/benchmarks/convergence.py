@@ -8,7 +8,6 @@ advantages, losses and the optimizer are raylight's own.
 """
 
 import argparse
-import asyncio
 import contextlib
 import statistics
 import sys
@@ -24,11 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
+from raylight.experience.rewards import is_informative
 from raylight.experience.settings import PolicySettings
 from raylight.experience.task_sampler import TaskSampler
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
-from raylight.trainer.gather import gather
+from raylight.trainer.training_groups import choose_groups
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
 ALGORITHMS = sorted(
@@ -65,15 +65,8 @@ class Run:
         return self.after - self.before
 
 
-class NoProgress:
-    """Progress reporter without output."""
-
-    def rollout_progress(self, name: str) -> Any:
-        return lambda done, total: None
-
-
 class Sampler:
-    """Stand-in for the trainer's session: rolls out tasks with a copy of the policy's weights."""
+    """Rolls out tasks with a copy of the policy's weights."""
 
     def __init__(self) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
@@ -83,14 +76,6 @@ class Sampler:
     def load(self, weights: dict[str, Any], version: int) -> None:
         self._model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
         self._version = version
-
-    async def rollout(
-        self, tasks: list[Any], mode: str, samples: int, progress: Any, step: int = 0, part: int = 0
-    ) -> list[FinishedRollout]:
-        return self.answer(tasks, samples, f"{mode}-{step}-{part}")
-
-    async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
-        return self.answer(tasks, 1, f"train-{step}-{part}", greedy=True)
 
     def answer(
         self, tasks: list[Any], samples: int, name: str, greedy: bool = False
@@ -156,7 +141,7 @@ def build_algorithm(name: str, lr: float, mini_batches: int) -> algorithms.Polic
     return kind(model=STARTER_MODEL, **common | SETTINGS.get(name, {}))
 
 
-async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
+def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
     """Train for `steps` steps, and validate before and after."""
     from raylight.learner.policy import Policy
 
@@ -167,15 +152,38 @@ async def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) ->
         settings = settings.model_copy(update={"max_logprob_mismatch": 1e-3})
     sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
-    batches = TaskSampler(tasks, algorithm.tasks_per_step, seed)
+    rounds = algorithm.max_rounds
+    order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step, 0
+
+    def gather() -> list[FinishedRollout]:
+        """Answer tasks until there are the groups of a step, as the Trainer's loop chooses them."""
+        nonlocal taken
+        groups: list[list[FinishedRollout]] = []
+        informative: list[bool] = []
+        while choose_groups(range(len(groups)), informative.__getitem__, size, size * rounds) is None:
+            numbers = range(taken, taken + size - (sum(informative) if rounds > 1 else 0))
+            new = [order.task(number) for number in numbers]
+            answers = sampler.answer(new, algorithm.group_size, f"train-{taken}")
+            if algorithm.needs_greedy_rollouts:
+                answers += sampler.answer(new, 1, f"train-{taken}", greedy=True)
+            added = [
+                [item for item in answers if item.rollout.group_id == f"train-{taken}-{index}"]
+                for index in range(len(new))
+            ]
+            groups += added
+            informative += [
+                is_informative(group, algorithm.reward_of, algorithm.turn_rewards) for group in added
+            ]
+            taken += len(new)
+        return [item for group in groups for item in group]
 
     def validate() -> float:
         return statistics.fmean(item.reward or 0.0 for item in sampler.answer(val, VALIDATION_SAMPLES, "val"))
 
     before, started = validate(), time.perf_counter()
     curve = []
-    for step in range(1, steps + 1):
-        finished = await gather(sampler, algorithm, batches, step, NoProgress())  # type: ignore[arg-type]
+    for _ in range(steps):
+        finished = gather()
         curve.append(
             statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY))
         )
@@ -252,7 +260,7 @@ def main() -> None:
         for name in args.algorithms.split(","):
             algorithm = build_algorithm(name, args.lr, args.mini_batches)
             with contextlib.redirect_stdout(sys.stderr):  # verl prints
-                runs = [asyncio.run(train(algorithm, args.steps, seed)) for seed in range(args.seeds)]
+                runs = [train(algorithm, args.steps, seed) for seed in range(args.seeds)]
             results[name] = runs
             columns = [
                 spread([run.before for run in runs]),

@@ -26,8 +26,8 @@ from raylight.trainer.components.learners import Learners
 class LoggedGRPO(rl.GRPO):
     """GRPO that logs each batch."""
 
-    def build_train_batch(self, finished: Any, *args: Any, **options: Any) -> Any:
-        batch, report = super().build_train_batch(finished, *args, **options)
+    def build_train_batch(self, finished: Any, *args: Any) -> Any:
+        batch, report = super().build_train_batch(finished, *args)
         rewards = {item.rollout.rollout_id: self.reward_of(item) for item in finished}
         append_line(BATCHES, rewards=rewards, driver=os.getpid())
         return batch, report

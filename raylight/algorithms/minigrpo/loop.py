@@ -76,12 +76,13 @@ class TrainingLoop:
         """Train, with validations and saved adapters in between, and save the last adapter."""
         settings, context = self._settings, self._context
         total = settings.steps(len(tasks))
-        batches = TaskSampler(tasks, settings.tasks_per_step, settings.seed)
+        sampler, size = TaskSampler(tasks, settings.seed), settings.tasks_per_step
         if val_tasks and settings.val_before_train:
             context.step(0, await self._validate(val_tasks))
         without_signal = 0
         for step in range(1, total + 1):
-            metrics, trained = await self._step(next(batches))
+            groups = range((step - 1) * size, step * size)
+            metrics, trained = await self._step([sampler.task(group) for group in groups])
             without_signal = 0 if trained else without_signal + 1
             stop = without_signal >= settings.max_steps_without_signal
             due = settings.val_every and step % settings.val_every == 0

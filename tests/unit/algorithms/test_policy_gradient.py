@@ -1,10 +1,8 @@
-"""Policy-gradient algorithms: their settings, rewards and batches, and the rollouts that a step gathers."""
+"""Policy-gradient algorithms: their settings, rewards and batches, and batches."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +11,8 @@ from unit_helpers import make_finished, make_generation
 import raylight as rl
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.errors import ConfigError, RolloutsFailedError
-from raylight.trainer.gather import count_informative_groups, gather
-from raylight.types import GREEDY, Failure, FinishedRollout
+from raylight.errors import ConfigError
+from raylight.types import GREEDY, FinishedRollout
 
 FAMILY = sorted(
     name
@@ -247,89 +244,3 @@ def test_the_greedy_rollouts_of_remax_are_baselines_and_not_trained() -> None:
         2,
         2,
     )
-
-
-# gathering
-
-
-class Session:
-    """Session whose tasks are lists of rewards, which it records and returns as rollouts."""
-
-    def __init__(self) -> None:
-        self.rolled: list[tuple[Any, ...]] = []
-
-    async def rollout(
-        self,
-        tasks: list[Any],
-        mode: str,
-        samples: int,
-        progress: Callable[[int, int], None],
-        step: int,
-        part: int,
-    ) -> list[FinishedRollout]:
-        self.rolled.append(("sampled", mode, samples, step, part))
-        return [
-            make_finished(
-                None if reward is None else float(reward),
-                group=f"{part}-{i}",
-                failure=Failure(kind="agent", error="E: e") if reward is None else None,
-            )
-            for i, task in enumerate(tasks)
-            for reward in task
-        ]
-
-    async def rollout_greedily(self, tasks: list[Any], step: int, part: int) -> list[FinishedRollout]:
-        self.rolled.append(("greedy", len(tasks), step, part))
-        return [greedy(0.5, f"{part}-{i}") for i in range(len(tasks))]
-
-
-class Silent:
-    def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
-        return lambda done, total: None
-
-
-def gathered(algorithm: Any, *batches: list[Any]) -> tuple[list[FinishedRollout], list[tuple[Any, ...]], int]:
-    """Return the gathered rollouts, the recorded calls, and the number of task batches left."""
-    session, tasks = Session(), iter(batches)
-    finished = asyncio.run(gather(session, algorithm, tasks, 3, Silent()))  # type: ignore[arg-type]
-    return finished, session.rolled, len(list(tasks))
-
-
-EQUAL, MIXED = [1, 1], [0, 1]
-
-
-def test_a_step_rolls_out_one_batch_of_tasks() -> None:
-    finished, rolled, left = gathered(rl.GRPO(model="m", group_size=2), [EQUAL, EQUAL], [MIXED])
-    assert (len(finished), rolled, left) == (4, [("sampled", "train", 2, 3, 0)], 1)
-
-
-def test_groups_without_reward_variance_are_replaced_by_new_tasks() -> None:
-    dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2)
-    finished, rolled, left = gathered(dapo, [EQUAL, MIXED], [EQUAL, EQUAL], [MIXED, MIXED], [MIXED, MIXED])
-    assert [part for *_, part in rolled] == [0, 1, 2]
-    assert (len(finished), left, count_informative_groups(finished, dapo)) == (12, 1, 3)
-    batch, report = dapo.build_train_batch(finished, LearnerConfig())
-    assert (len(batch.rewards), report.groups, report.groups_without_signal, report.zero_variance) == (
-        6,
-        6,
-        3,
-        6,
-    )
-
-
-def test_the_rounds_of_new_tasks_are_limited() -> None:
-    dapo = rl.DAPO(model="m", group_size=2, tasks_per_step=2, max_rounds=2)
-    finished, _, left = gathered(dapo, [EQUAL, EQUAL], [EQUAL, EQUAL], [MIXED, MIXED])
-    assert (len(finished), left, count_informative_groups(finished, dapo)) == (8, 1, 0)
-
-
-def test_an_agent_that_always_fails_ends_the_step() -> None:
-    with pytest.raises(RolloutsFailedError, match="E: e"):
-        gathered(rl.DAPO(model="m", group_size=2), [[None, None]], [MIXED])
-
-
-def test_remax_rolls_each_task_out_once_more() -> None:
-    finished, rolled, _ = gathered(rl.ReMax(model="m"), [[1], [0]])
-    assert sorted(rolled) == [("greedy", 2, 3, 0), ("sampled", "train", 1, 3, 0)]
-    batch, report = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
-    assert (batch.rewards, batch.baselines, report.without_baseline) == ([1.0, 0.0], [0.5, 0.5], 0)

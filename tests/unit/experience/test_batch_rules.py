@@ -12,9 +12,8 @@ from unit_helpers import make_finished, make_generation, make_key
 from raylight.algorithms import DAPO
 from raylight.errors import GreedyError, RowTooLongError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.rewards import TurnReward, greedy_baselines
+from raylight.experience.rewards import TurnReward, greedy_baselines, is_informative
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.trainer.gather import count_informative_groups
 from raylight.trainer.outcome import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Span
 
@@ -195,12 +194,12 @@ def test_turn_rewards_count_in_dynamic_sampling_if_trained() -> None:
 
     one, other, same = emitted(0.1, 0.2, 0.7), emitted(0.3, 0.7), emitted(0.2, 0.1, 0.7)
     for trained, pair, differ in (
-        (True, [one, emitted(0.7)], 1),
-        (True, [one, other], 0),
-        (True, [one, same], 0),
+        (True, [one, emitted(0.7)], True),
+        (True, [one, other], False),
+        (True, [one, same], False),
+        (False, [one, emitted(0.7)], False),
     ):
-        assert count_informative_groups(pair, DAPO(model="m", turn_rewards=trained)) == differ
-    assert count_informative_groups([one, emitted(0.7)], DAPO(model="m")) == 0
+        assert is_informative(pair, DAPO(model="m").reward_of, trained) == differ
 
 
 # baselines

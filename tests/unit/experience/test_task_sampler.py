@@ -1,40 +1,32 @@
-"""Batches of tasks: full, shuffled in each pass, and repeatable by seed and position."""
+"""Tasks of numbered groups: shuffled in each pass, and repeatable by seed and number."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raylight.experience.task_sampler import TaskSampler
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3))
-def test_batches_are_full_and_every_pass_has_every_task_once(count: int, size: int, seed: int) -> None:
+@given(st.integers(1, 9), st.integers(0, 3))
+def test_every_pass_has_every_task_once(count: int, seed: int) -> None:
     tasks = list(range(count))
-    batches = list(itertools.islice(TaskSampler(tasks, size, seed), 6))
-    assert {len(batch) for batch in batches} == {size}
-    stream = [task for batch in batches for task in batch]
-    for start in range(0, len(stream) - count + 1, count):
+    sampler = TaskSampler(tasks, seed)
+    stream = [sampler.task(group) for group in range(6 * count)]
+    for start in range(0, len(stream), count):
         assert sorted(stream[start : start + count]) == tasks
-    assert batches == list(itertools.islice(TaskSampler(tasks, size, seed), 6))
     assert tasks == list(range(count))
 
 
-def test_each_pass_has_another_order() -> None:
-    passes = list(itertools.islice(TaskSampler(list(range(20)), 20, 0), 3))
-    assert passes[0] != passes[1] != passes[2]
+def test_each_pass_and_each_seed_has_another_order() -> None:
+    samplers = [TaskSampler(list(range(20)), seed) for seed in (0, 1)]
+    orders = {tuple(sampler.task(start + i) for i in range(20)) for sampler in samplers for start in (0, 20)}
+    assert len(orders) == 4
 
 
-@pytest.mark.parametrize("consumed", [0, 3, 6, 7, 14, 21, 40])
-def test_seek_continues_the_same_order(consumed: int) -> None:
-    sampler, resumed = TaskSampler(list(range(7)), 3, seed=5), TaskSampler(list(range(7)), 3, seed=5)
-    drawn = [task for _ in range(20) for task in next(sampler)]
-    next(resumed)
-    resumed.seek(consumed)
-    assert [task for _ in range(6) for task in next(resumed)] == drawn[consumed : consumed + 18]
-    assert resumed.consumed == consumed + 18
-    assert sorted(drawn[:7]) == list(range(7))
-    assert drawn[:7] != drawn[7:14]
+@given(st.lists(st.integers(0, 200), max_size=30))
+def test_the_task_of_a_group_does_not_depend_on_what_was_asked_before(groups: list[int]) -> None:
+    sampler = TaskSampler(list(range(3)), seed=5)
+    assert [sampler.task(group) for group in groups] == [
+        TaskSampler(list(range(3)), seed=5).task(group) for group in groups
+    ]

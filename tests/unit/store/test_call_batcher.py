@@ -130,6 +130,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         ["start_attempt", (await box.store.start_rollout(1)).rollout_id, new_id("at"), "w"],
         ["add_resources", resources_id, encode_payload({"a": 1})],
         ["update_resources", resources_id, encode_payload({"a": 2})],
+        ["record_step", "lineage", 1, "[[0], []]"],
         ["capture", [opened], [closed]],
         ["lose_recorder", "another"],
         ["add_spans", [span_row(span_of(rollout))]],

@@ -138,22 +138,17 @@ class FakeLearners:
 
 
 @dataclass
-class FakeSession:
+class FakeRollouts:
     """Gives each evaluation the next reward."""
 
     rewards: list[Any]
     learners: FakeLearners = field(default_factory=FakeLearners)
-    asked: list[tuple[int, str, int]] = field(default_factory=list)
+    asked: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
-    def run(self) -> FakeSession:
-        """Rollouts know their run, which has the learners."""
-        return self
-
-    async def rollout(
-        self, tasks: list[Any], mode: Any, samples: int, progress: Any
+    async def evaluate(
+        self, step: int, tasks: list[Any], samples: int, progress: Any
     ) -> list[FinishedRollout]:
-        self.asked.append((len(tasks), mode, samples))
+        self.asked.append((len(tasks), samples))
         reward = self.rewards.pop(0)
         return [
             rolled(task, reward, BROKEN if reward is None else None)
@@ -181,10 +176,15 @@ def report(tmp_path: Path) -> Report:
     return Report(tmp_path / "run", Shown(), {})
 
 
-def evaluator_of(report: Report, rewards: list[Any], **settings: Any) -> tuple[Evaluator, FakeSession]:
-    session = FakeSession(rewards)
+def evaluator_of(report: Report, rewards: list[Any], **settings: Any) -> tuple[Evaluator, FakeRollouts]:
+    rollouts = FakeRollouts(rewards)
     algorithm = GRPO(model="m", **{"val_every": 1, "val_samples": 2, **settings})
-    return Evaluator(session, algorithm, ["task"] * 3, report), session
+    return Evaluator(rollouts, rollouts.learners, algorithm, ["task"] * 3, report), rollouts
+
+
+async def after(evaluator: Evaluator, step: int, is_last: bool = False) -> dict[str, float]:
+    """Return the metrics of the evaluation after a step, if one is due."""
+    return await evaluator.evaluate(step) if evaluator.is_due(step, is_last) else {}
 
 
 def best_json(report: Report) -> dict[str, Any]:
@@ -192,40 +192,40 @@ def best_json(report: Report) -> dict[str, Any]:
 
 
 async def test_it_evaluates_before_training_when_due_and_at_the_end(report: Report) -> None:
-    evaluator, session = evaluator_of(report, [0.1, 0.2, 0.3], val_every=4)
-    assert (await evaluator.before_training())["val/reward"] == pytest.approx(0.1)
-    evaluated = [step for step in range(1, 7) if await evaluator.after(step, last=step == 6)]
+    evaluator, rollouts = evaluator_of(report, [0.1, 0.2, 0.3], val_every=4)
+    assert (await after(evaluator, 0))["val/reward"] == pytest.approx(0.1)
+    evaluated = [step for step in range(1, 7) if await after(evaluator, step, step == 6)]
     assert evaluated == [4, 6]
-    assert session.asked == [(3, "val", 2)] * 3
+    assert rollouts.asked == [(3, 2)] * 3
 
 
 async def test_it_does_nothing_without_tasks_and_not_before_training_unless_wanted(report: Report) -> None:
-    session = FakeSession([0.5])
-    idle = Evaluator(session, GRPO(model="m", val_every=1), [], report)
-    assert await idle.before_training() == await idle.after(1, last=True) == {}
-    late, session = evaluator_of(report, [0.5], val_before_train=False, val_every=0)
-    assert await late.before_training() == await late.after(10, last=False) == {}
-    assert (await late.after(10, last=True))["val/reward"] == 0.5
+    rollouts = FakeRollouts([0.5])
+    idle = Evaluator(rollouts, rollouts.learners, GRPO(model="m", val_every=1), [], report)
+    assert await after(idle, 0) == await after(idle, 1, True) == {}
+    late, rollouts = evaluator_of(report, [0.5], val_before_train=False, val_every=0)
+    assert await after(late, 0) == await after(late, 10) == {}
+    assert (await after(late, 10, True))["val/reward"] == 0.5
 
 
 async def test_without_evaluations_of_what_is_trained_none_is_the_best(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [0.5], val_every=None)
-    assert (await evaluator.before_training())["val/reward"] == 0.5
-    assert await evaluator.after(10, last=True) == {}
+    assert (await after(evaluator, 0))["val/reward"] == 0.5
+    assert await after(evaluator, 10, True) == {}
     assert not (report.folder / "best").exists()
 
 
 async def test_the_best_model_is_kept_with_its_metrics(report: Report) -> None:
-    evaluator, session = evaluator_of(report, [0.1, 0.6, 0.4, 0.6, 0.7])
+    evaluator, rollouts = evaluator_of(report, [0.1, 0.6, 0.4, 0.6, 0.7])
     kept = []
     for step in range(5):
-        await evaluator.after(step, last=False)
+        await after(evaluator, step)
         kept.append((best_json(report)["step"], (report.folder / "best" / "weights").read_text()))
     assert kept == [(0, "1"), (1, "2"), (1, "2"), (1, "2"), (4, "3")]
     found = best_json(report)
     assert (found["metric"], found["mode"]) == ("val/reward", "max")
     assert found["value"] == found["metrics"]["val/reward"] == pytest.approx(0.7)
-    assert len(session.learners.saved) == 3
+    assert len(rollouts.learners.saved) == 3
     assert sorted(p.name for p in report.folder.iterdir() if p.is_dir()) == ["best"]
     report.step(4, {"val/reward": 0.7})
     assert report.finish({})["best"] == {"metric": "val/reward", "step": 4, "value": pytest.approx(0.7)}
@@ -234,22 +234,22 @@ async def test_the_best_model_is_kept_with_its_metrics(report: Report) -> None:
 async def test_a_save_that_is_killed_leaves_the_former_best(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluator, session = evaluator_of(report, [0.1, 0.9, 0.3])
-    await evaluator.after(1, last=False)
+    evaluator, rollouts = evaluator_of(report, [0.1, 0.9, 0.3])
+    await after(evaluator, 1)
 
     async def killed(folder: str) -> None:
         write_model(Path(folder), 2)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session.learners, "save", killed)
+    monkeypatch.setattr(rollouts.learners, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        await evaluator.after(2, last=False)
+        await after(evaluator, 2)
     assert best_json(report)["value"] == pytest.approx(0.1)
 
 
 async def test_a_kill_between_the_renames_is_mended_on_resuming(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [0.5])
-    await evaluator.after(1, last=False)
+    await after(evaluator, 1)
     (report.folder / "best").rename(report.folder / "best.old")
     again, _ = evaluator_of(report, [])
     again.load_state_dict(evaluator.state_dict())
@@ -260,28 +260,28 @@ async def test_any_metric_may_tell_the_best_and_lower_may_be_better(report: Repo
     rewards = [{"right": 0.9, "cost": 5.0}, {"right": 0.1, "cost": 3.0}, {"right": 1.0, "cost": 4.0}]
     evaluator, _ = evaluator_of(report, rewards, best="val/reward/cost", best_mode="min")
     for step in range(3):
-        await evaluator.after(step, last=False)
+        await after(evaluator, step)
     assert (best_json(report)["step"], best_json(report)["value"]) == (1, 3.0)
 
 
 async def test_a_metric_that_there_is_not_is_an_error_that_names_those_there_are(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [0.5], best="val/accuracy")
     with pytest.raises(ConfigError, match=r"best='val/accuracy' is not a metric .*val/reward,"):
-        await evaluator.after(1, last=False)
+        await after(evaluator, 1)
 
 
 async def test_without_best_nothing_is_saved(report: Report) -> None:
-    evaluator, session = evaluator_of(report, [0.1, 0.9], best=None)
+    evaluator, rollouts = evaluator_of(report, [0.1, 0.9], best=None)
     for step in range(2):
-        await evaluator.after(step, last=False)
-    assert session.learners.saved == []
+        await after(evaluator, step)
+    assert rollouts.learners.saved == []
     assert report.finish({})["best"] is None
 
 
 async def test_a_disk_that_is_not_ours_is_told(report: Report) -> None:
-    evaluator, session = evaluator_of(report, [0.1])
-    session.learners.elsewhere = True
-    await evaluator.after(1, last=False)
+    evaluator, rollouts = evaluator_of(report, [0.1])
+    rollouts.learners.elsewhere = True
+    await after(evaluator, 1)
     assert "shared storage" in report._display.notes[0]  # type: ignore[attr-defined]
 
 
@@ -307,7 +307,7 @@ async def test_patience_ends_training(
     evaluator, _ = evaluator_of(report, list(rewards), **settings)
     stopped = None
     for step in range(len(rewards)):
-        await evaluator.after(step, last=False)
+        await after(evaluator, step)
         if evaluator.stop_reason and stopped is None:
             stopped = step
             assert "patience" in evaluator.stop_reason
@@ -319,14 +319,14 @@ async def test_a_resumed_evaluator_decides_as_one_that_was_never_stopped(report:
     rewards = [0.5, 0.6, 0.4, 0.55, 0.5]
     first, _ = evaluator_of(report, rewards[:cut], patience=3)
     for step in range(cut):
-        await first.after(step, last=False)
+        await after(first, step)
     state = json.loads(json.dumps(first.state_dict()))
     second, _ = evaluator_of(report, rewards[cut:], patience=3)
     second.load_state_dict(state)
     assert report.best is not None
     reasons = []
     for step in range(cut, 5):
-        await second.after(step, last=False)
+        await after(second, step)
         reasons.append((step, bool(second.stop_reason)))
     assert reasons == [(step, step == 4) for step in range(cut, 5)]
     assert (best_json(report)["step"], best_json(report)["value"]) == (1, 0.6)
@@ -335,13 +335,13 @@ async def test_a_resumed_evaluator_decides_as_one_that_was_never_stopped(report:
 @pytest.mark.parametrize("now", [{"best": "val/reward_std"}, {"best_mode": "min"}])
 async def test_the_best_by_another_metric_is_not_compared_with(report: Report, now: dict[str, Any]) -> None:
     first, _ = evaluator_of(report, [0.9, 0.8], patience=2)
-    await first.after(1, last=False)
-    await first.after(2, last=False)
-    second, session = evaluator_of(report, [0.95, 0.5], patience=2, **now)
+    await after(first, 1)
+    await after(first, 2)
+    second, rollouts = evaluator_of(report, [0.95, 0.5], patience=2, **now)
     second.load_state_dict(first.state_dict())
     assert (report.best, second.stop_reason) == (None, None)
-    metrics = await second.after(3, last=False)
-    assert len(session.learners.saved) == 1
+    metrics = await after(second, 3)
+    assert len(rollouts.learners.saved) == 1
     found = best_json(report)
     assert (found["step"], found["value"]) == (3, metrics[found["metric"]])
     second.load_state_dict(second.state_dict())
@@ -350,13 +350,13 @@ async def test_the_best_by_another_metric_is_not_compared_with(report: Report, n
 
 async def test_a_better_model_saved_after_the_checkpoint_stays_the_best(report: Report) -> None:
     first, _ = evaluator_of(report, [0.5, 0.9])
-    await first.after(1, last=False)
+    await after(first, 1)
     state = first.state_dict()
-    await first.after(2, last=False)
-    second, session = evaluator_of(report, [0.8])
+    await after(first, 2)
+    second, rollouts = evaluator_of(report, [0.8])
     second.load_state_dict(state)
-    await second.after(2, last=False)
-    assert session.learners.saved == []
+    await after(second, 2)
+    assert rollouts.learners.saved == []
     assert report.best == best_json(report)
     assert best_json(report)["value"] == 0.9
 
@@ -364,7 +364,7 @@ async def test_a_better_model_saved_after_the_checkpoint_stays_the_best(report: 
 async def test_an_evaluation_without_any_reward_is_an_error(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [None])
     with pytest.raises(RolloutsFailedError, match="no tool"):
-        await evaluator.after(1, last=False)
+        await after(evaluator, 1)
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,15 @@ def test_another_model_algorithm_or_adapter_raises(values: dict):
         changed_settings(CONFIG, changed(**values))
 
 
-def metadata(start, version: int = 5, taken: int = 30) -> dict:
+TAKEN = {"next_group": 30, "open_groups": [28]}
+
+
+def metadata(start, version: int = 5) -> dict:
     return state_metadata(
         start,
         CONFIG,
         version=version,
-        tasks_consumed=taken,
+        groups=TAKEN,
         steps_without_signal=1,
         evaluation={"best": None},
     )
@@ -117,7 +120,7 @@ def test_the_resume_point_of_each_option(tmp_path: Path):
     TrainingStates(url).complete(10, metadata(new))
     for resume in (True, "auto", str(tmp_path), url, f"{url}/step-10"):
         start = find_resume_point(resume, url, CONFIG, 8)
-        assert (start.step, start.version, start.tasks_consumed, start.steps_without_signal) == (10, 5, 30, 1)
+        assert (start.step, start.version, start.groups, start.steps_without_signal) == (10, 5, TAKEN, 1)
         assert (start.lineage, start.same_run, start.starts_new_lineage) == (new.lineage, True, False)
     assert resume_point_of(TrainingStates(url), 10).evaluation == {"best": None}
     with pytest.raises(ConfigError, match="only those of steps"):
@@ -137,8 +140,8 @@ def test_another_learning_rate_starts_a_lineage_with_new_versions():
 
 def test_a_state_of_another_version_raises():
     old = metadata(fresh_start())
-    old["taken"] = old.pop("tasks_consumed")
-    with pytest.raises(ConfigError, match="another version of raylight: it has no tasks_consumed"):
+    old["tasks_consumed"] = old.pop("groups")
+    with pytest.raises(ConfigError, match="another version of raylight: it has no groups"):
         resume_after("u", 10, old, CONFIG, highest_version=0)
 
 

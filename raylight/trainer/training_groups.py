@@ -1,0 +1,277 @@
+"""The groups of training rollouts of a run: dispatched as the pacer allows, and taken by the training steps.
+
+Groups are numbered from 0 over the whole run. Group g is the g-th task of the TaskSampler.
+
+Laws:
+- The groups of a step are recorded in the store before the step trains on them, and a recorded step takes the
+  same groups whenever it is taken again. Each group is taken by one step.
+- Nothing is in memory that the store lacks: what was finished before a run was killed is not sampled again,
+  and what was not is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from raylight.aio import BroadcastCondition, cancel_all, task_group
+from raylight.experience.rewards import is_informative
+from raylight.experience.task_sampler import TaskSampler
+from raylight.trainer.pacer import Pacer
+from raylight.trainer.policy_rollouts import PolicyRollouts
+from raylight.trainer.rollouts import Progress, cancel_rollouts, wait_for_rollouts
+from raylight.trainer.run import Run
+from raylight.types import FinishedRollout, StepGroups
+
+
+class TakenGroups:
+    """Numbers of the groups that steps took: all below `next` but for the open ones."""
+
+    def __init__(self, next_group: int = 0, open_groups: Iterable[int] = ()) -> None:
+        self.next, self.open = next_group, set(open_groups)
+
+    def add(self, step: StepGroups) -> None:
+        """Mark the groups of a step as taken."""
+        groups = {*step.trained, *step.dropped}
+        end = max(self.next, *(group + 1 for group in groups))
+        self.open = (self.open | set(range(self.next, end))) - groups
+        self.next = end
+
+    def rest(self) -> Iterator[int]:
+        """Yield the groups that no step took, in order, without an end."""
+        yield from sorted(self.open)
+        yield from itertools.count(self.next)
+
+    def __len__(self) -> int:
+        return self.next - len(self.open)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the arguments of an equal object."""
+        return {"next_group": self.next, "open_groups": sorted(self.open)}
+
+
+def choose_groups(
+    finished: Iterable[int], is_informative: Callable[[int], bool], per_step: int, most: int
+) -> list[int] | None:
+    """Return the groups of the next step, or None if more must finish first.
+
+    A step ends with the group that makes `per_step` informative ones, or with the `most`-th group (dynamic
+    sampling, https://arxiv.org/abs/2503.14476).
+
+    Args:
+        finished: finished groups, in the order in which steps take them.
+    """
+    chosen: list[int] = []
+    informative = 0
+    for group in finished:
+        chosen.append(group)
+        informative += is_informative(group)
+        if len(chosen) == most or informative == per_step:
+            return chosen
+    return None
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group whose rollouts are all decided."""
+
+    rollouts: list[FinishedRollout]
+    is_informative: bool
+    """True if its rewards are not all equal."""
+
+
+class TrainingGroups:
+    """Dispatches groups, and hands them to the training steps.
+
+    Args:
+        check: raises an error if the rollouts of a step cannot be trained on; called before the step is
+            recorded.
+        progress: receives the number of decided rollouts that no step took, and of all that no step took.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        rollouts: PolicyRollouts,
+        tasks: list[Any],
+        check: Callable[[list[FinishedRollout]], None],
+        progress: Progress,
+    ) -> None:
+        self._run, self._rollouts = run, rollouts
+        self._check, self._progress = check, progress
+        algorithm = self._algorithm = run.training.algorithm
+        self._sampler = TaskSampler(tasks, run.settings.seed)
+        self._pacer = Pacer(algorithm.tasks_per_step, algorithm.max_staleness, run.training.total_steps)
+        self._taken = TakenGroups()
+        self._saved, self._saved_step = TakenGroups(), 0
+        """Groups that were taken up to the step of the last training state."""
+        self._records: dict[int, StepGroups] = {}
+        """Groups of each step since the starting point."""
+        self._waiting: dict[int, asyncio.Task[None]] = {}
+        """Tasks that wait for the groups in progress."""
+        self._decided: dict[int, int] = {}
+        """Number of decided rollouts of each group that no step took."""
+        self._finished: dict[int, FinishedGroup] = {}
+        """Finished groups that no step took, in the order in which they finished."""
+        self._dropped: list[int] = []
+        """Groups that the next step drops."""
+        self._outages = run.serving.outages
+        self._changed = BroadcastCondition()
+
+    async def load(self) -> None:
+        """Continue from the starting point, with the steps that the store has recorded since."""
+        step, taken = self._run.start.step, self._run.start.groups
+        self._taken, self._saved, self._saved_step = TakenGroups(**taken), TakenGroups(**taken), step
+        self._pacer.dispatched = len(self._taken)
+        self._pacer.replaced = len(self._taken) - step * self._pacer.groups_per_step
+        for recorded, groups in sorted((await self._run.store.query_steps(self._run.start.lineage)).items()):
+            if recorded > step:
+                self._pacer.dispatched += len(groups.trained) + len(groups.dropped)
+                self._record(recorded, groups)
+
+    def taken_up_to(self, step: int) -> dict[str, Any]:
+        """Return the groups that were taken up to a step whose training state is saved, as plain JSON."""
+        for later in range(self._saved_step + 1, step + 1):
+            self._saved.add(self._records[later])
+        self._saved_step = step
+        return self._saved.to_json()
+
+    def is_recorded(self, step: int) -> bool:
+        """Return True if a step was taken before, so that it samples nothing."""
+        return step in self._records
+
+    def publish(self, step: int) -> None:
+        """Let groups be sampled from the weights after a step, which the engines hold now."""
+        self._pacer.published = step
+        self._changed.notify_all()
+
+    # dispatch
+
+    @contextlib.asynccontextmanager
+    async def dispatching(self) -> AsyncIterator[None]:
+        """Dispatch groups during the block. What is in progress at its end is cancelled."""
+        async with task_group() as self._tasks:
+            dispatching = self._tasks.create_task(self._dispatch())
+            try:
+                yield
+            finally:
+                left = [name for group in self._waiting for name in self._rollouts.group_ids(group)]
+                await cancel_all([dispatching, *self._waiting.values()])
+                await cancel_rollouts(self._run, left)
+
+    async def _dispatch(self) -> NoReturn:
+        """Dispatch groups whenever the pacer allows."""
+        while True:
+            await self._changed.wait_for(lambda: self._room() > 0)
+            unknown = (group for group in self._taken.rest() if group not in self._decided)
+            groups = list(itertools.islice(unknown, self._room()))
+            requests = [self._rollouts.group_requests(group, self._sampler.task(group)) for group in groups]
+            self._decided |= dict.fromkeys(groups, 0)
+            self._pacer.dispatched += len(groups)
+            await self._rollouts.enqueue(list(itertools.chain.from_iterable(requests)))
+            for group in groups:
+                self._waiting[group] = self._tasks.create_task(self._wait(group))
+
+    def _room(self) -> int:
+        algorithm, finished = self._algorithm, self._finished.values()
+        without_signal = sum(not group.is_informative for group in finished)
+        most = (algorithm.max_rounds - 1) * algorithm.tasks_per_step
+        return self._pacer.room(len(self._dropped) + min(without_signal, most))
+
+    async def _wait(self, group: int) -> None:
+        """Wait until all rollouts of a group are decided, and read them."""
+        ids = self._rollouts.group_ids(group)
+
+        def show(done: int, _: int) -> None:
+            self._decided[group] = done
+            self._progress(sum(self._decided.values()), len(self._decided) * len(ids))
+
+        await wait_for_rollouts(self._run, ids, show)
+        rollouts = await self._rollouts.collect(ids)
+        algorithm = self._algorithm
+        informative = is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards)
+        self._finished[group] = FinishedGroup(rollouts, informative)
+        del self._waiting[group]
+        self._changed.notify_all()
+
+    # training steps
+
+    async def take(self, step: int) -> list[FinishedRollout]:
+        """Return the rollouts that a step trains on, once they are finished and recorded."""
+        if step not in self._records:
+            chosen = await self._choose_sound()
+            self._check([item for group in chosen for item in self._finished[group].rollouts])
+            groups = StepGroups(tuple(chosen), tuple(self._dropped))
+            self._record(step, await self._run.store.record_step(self._run.start.lineage, step, groups))
+        taken = self._records[step]
+        found = {group: self._finished.pop(group, None) for group in (*taken.trained, *taken.dropped)}
+        rollouts: list[FinishedRollout] = []
+        for group in taken.trained:
+            known = found[group]
+            rollouts += known.rollouts if known else await self._collect(group)
+        return rollouts
+
+    async def _collect(self, group: int) -> list[FinishedRollout]:
+        return await self._rollouts.collect(self._rollouts.group_ids(group))
+
+    async def _choose_sound(self) -> list[int]:
+        """Wait for the groups of the next step; return them when it is known that no outage affected them."""
+        while True:
+            chosen: list[int] | None = None
+
+            def has_chosen() -> bool:
+                nonlocal chosen
+                self._drop_stale()
+                chosen = self._choose()
+                return chosen is not None
+
+            await self._changed.wait_for(has_chosen)
+            assert chosen is not None
+            outages = await self._run.serving.confirm()
+            if outages == self._outages:
+                return chosen
+            self._outages = outages  # it returned rollouts to the queue that were decided before it was known
+            for group in self._finished:
+                self._waiting[group] = self._tasks.create_task(self._wait(group))
+            self._finished.clear()
+
+    def _choose(self) -> list[int] | None:
+        """Return the groups of the next step, or None if more must finish first."""
+        per_step = self._algorithm.tasks_per_step
+        return choose_groups(
+            self._in_order(),
+            lambda group: self._finished[group].is_informative,
+            per_step,
+            per_step * self._algorithm.max_rounds,
+        )
+
+    def _in_order(self) -> Iterator[int]:
+        """Yield finished groups in the order in which steps take them."""
+        if self._algorithm.stale != "wait":
+            return iter(self._finished)
+        return itertools.takewhile(self._finished.__contains__, self._taken.rest())
+
+    def _drop_stale(self) -> None:
+        """Drop groups with tokens that are too old, if the algorithm drops them."""
+        if self._algorithm.stale != "drop":
+            return
+        oldest_allowed = self._run.learners.version - self._algorithm.max_staleness
+        for group, finished in list(self._finished.items()):
+            version = self._algorithm.oldest_version(finished.rollouts, self._run.training.trained_agents)
+            if version is not None and version < oldest_allowed:
+                self._dropped.append(group)
+                del self._finished[group]
+                self._changed.notify_all()
+
+    def _record(self, step: int, groups: StepGroups) -> None:
+        """Note the groups that a step took."""
+        self._records[step] = groups
+        self._taken.add(groups)
+        self._pacer.replaced += len(groups.trained) + len(groups.dropped) - self._pacer.groups_per_step
+        self._dropped.clear()
+        for group in (*groups.trained, *groups.dropped):
+            self._decided.pop(group, None)

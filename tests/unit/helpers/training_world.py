@@ -1,0 +1,376 @@
+"""A run on a real store, with fake learners, engines and runners in one process, which can be killed at any
+moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from unit_helpers import within
+
+import raylight as rl
+from raylight.aio import task_group
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.errors import LearnerLostError, StoreError
+from raylight.experience.checkpoints import TrainingStates
+from raylight.quickstart import STARTER_MODEL
+from raylight.semconv import reward_attributes
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.trainer.components.learners import Learners
+from raylight.trainer.loop import Training
+from raylight.trainer.parity import Parity
+from raylight.trainer.policy_rollouts import cancel_undecided
+from raylight.trainer.report import Report
+from raylight.trainer.resume import (
+    find_resume_point,
+    fingerprint_tasks,
+    highest_logged_step,
+    highest_logged_version,
+    prepare_states,
+)
+from raylight.trainer.run import Run
+from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
+
+STEPS, TASKS, GROUP = 9, 4, 2
+START = "start"
+ONCE = RolloutConfig(infrastructure_retries=0)
+
+
+def mixed(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+class World:
+    """State that outlives a driver, and a record of what happened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.trained: list[tuple[str, tuple[str, ...]]] = []
+        """Weights and the rollouts that they were trained on, of each update."""
+        self.sampled: Counter[str] = Counter()
+        """Number of times that each rollout finished."""
+        self.published: dict[int, str] = {}
+        self.faults: dict[int, int] = {}
+        """Updates, counted from 0, that fail so often."""
+        self.faulty_saves: set[int] = set()
+        """Versions of weights of which a state is lost once while it is saved, with the learners."""
+        self.stranded_at: set[int] = set()
+        """Numbers of finished rollouts at which the learners and the only replica are lost together."""
+        self.lives = 0
+        self.lost: Callable[[str], bool] = lambda rollout_id: False
+        """Tells if the infrastructure fails a rollout."""
+        self.outages_at: set[int] = set()
+        """Numbers of the confirmations that find an outage."""
+        self.reward_of: Callable[[str], float | None] = lambda rollout_id: None
+        """Returns the reward of a rollout; None draws it at random."""
+        self.staleness = 0
+        """Allowed age of a token at its update."""
+        self.delays: random.Random | None = None
+        """Draws how long everything takes; None: nothing takes any time."""
+
+    async def delay(self, turns: int) -> None:
+        """Let others run for up to so many turns of the event loop."""
+        if self.delays is not None:
+            for _ in range(self.delays.choice([0, 1, self.delays.randrange(turns)])):
+                await asyncio.sleep(0)
+
+
+def write_weights(content: str, weights: Any) -> None:
+    Path(content).mkdir(parents=True)
+    Path(content, "weights.json").write_text(json.dumps(weights))
+
+
+def read_weights(content: str) -> Any:
+    return json.loads(Path(content, "weights.json").read_text())
+
+
+class Ranks:
+    """Weights are a digest of all that they were trained on."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.weights, self.version, self.lost = world, START, 0, False
+
+    async def update(self, batch: Any) -> dict[str, float]:
+        assert not self.lost
+        world = self.world
+        versions = {v for row in batch.rows for v in row.weight_versions.tolist()} - {-1}
+        assert self.version - world.staleness <= min(versions) <= max(versions) <= self.version
+        await world.delay(200)
+        if world.faults.get(self.version, 0):
+            world.faults[self.version] -= 1
+            self.lost = True
+            raise LearnerLostError("a rank died")
+        names = tuple(sorted({row.rollout_id for row in batch.rows}))
+        world.trained.append((self.weights, names))
+        parts = [
+            (row.rollout_id.partition("-")[2], batch.rewards[owner])
+            for row, owner in zip(batch.rows, batch.owners, strict=True)
+        ]
+        self.weights, self.version = mixed(self.weights, sorted(parts)), self.version + 1
+        return {"learner/pg_loss": 0.0}
+
+    async def restart(self) -> None:
+        self.weights, self.version, self.lost = START, 0, False
+
+    async def save(self, folder: str) -> None:
+        TrainingStates(folder).complete(0, {"weights": self.weights})
+
+    async def save_state(self, url: str, step: int, about: dict, keep: int, timeout_s: float) -> None:
+        if self.version in self.world.faulty_saves:
+            self.world.faulty_saves.remove(self.version)
+            raise LearnerLostError("a rank died while it saved")
+        states = TrainingStates(url)
+        content = states.new_content(step)
+        write_weights(content, [self.weights, self.version])
+        states.complete(step, about, content)
+        states.prune(keep)
+
+    async def finish_saving(self, timeout_s: float) -> None: ...
+
+    async def load_state(self, url: str, step: int, version: int) -> None:
+        if step:
+            with TrainingStates(url).reading(step) as content:
+                self.weights, self.version = read_weights(content)
+        self.version = version
+
+
+class Engines:
+    """The fleet: what agents sample from."""
+
+    def __init__(self) -> None:
+        self.weights, self.version = START, 0
+
+
+class Publications:
+    """Publishes the learners' weights to the engines."""
+
+    def __init__(self, world: World, learners: Ranks, engines: Engines) -> None:
+        self.world, self.learners, self.engines = world, learners, engines
+        self.published = 0
+        self.learners_busy = asyncio.Lock()
+        self.stranded, self.served = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_failure(self) -> None:
+        await self.stranded.wait()
+        raise LearnerLostError("a rank died, and a replica has joined")
+
+    async def publish(self, version: int) -> Parity:
+        async with self.learners_busy:
+            assert version == self.learners.version
+            weights = self.learners.weights
+        await self.world.delay(400)  # beside updates, if there are delays
+        known = self.world.published.setdefault(version, weights)
+        assert known == weights, "a version means the same weights for ever"
+        if version > self.published:
+            self.engines.weights, self.engines.version = weights, version
+            self.published = version
+        assert (self.engines.version, self.engines.weights) == (version, weights)
+        self.notice_version()
+        return Parity(0.0, 0.0, 1)
+
+    def notice_version(self) -> None:
+        self.stranded.clear()
+        if self.learners.version == self.published:
+            self.served.set()
+
+
+class Serving:
+    """Finds an outage at some confirmations: since the last one, what ended is lost."""
+
+    def __init__(self, world: World, store: StoreClient) -> None:
+        self.world, self.store = world, store
+        self.confirmations, self.outages, self.confirmed = 0, 0, time.time()
+
+    def watches(self) -> list[Any]:
+        return [self.run()]
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def confirm(self) -> int:
+        self.confirmations += 1
+        if self.confirmations in self.world.outages_at:
+            self.outages += 1
+            await self.store.report_outage("policy", self.confirmed, "refused")
+            await self.store.report_outage("policy", None)
+        self.confirmed = time.time()
+        return self.outages
+
+    def metrics(self) -> dict[str, float]:
+        return {"serving/outages": float(self.outages)}
+
+
+class FakeRun(Run):
+    """Learners, engines and a runner in this process."""
+
+    def __init__(self, settings: ResolvedSettings, start: Any, world: World, die_after: int | None) -> None:
+        super().__init__(settings, lambda text: None, True, start)
+        self.world, self.die_after = world, die_after
+
+    async def _open(self) -> None:
+        self.service = StoreService(self.settings.store_path, StoreConfig())
+        self._stack.push_async_callback(self.service.close)
+        self.store = StoreClient(self.service)
+        if self.start.same_run:
+            await cancel_undecided(self.store, self.start)
+        await self.store.add_resources({"engine": self.world.lives})
+        serving: Any = self.settings.serving
+        self.engines = Engines()
+        self.learners = Learners(self.settings, self.training, serving, self.start, lambda text: None)
+        ranks: Any = Ranks(self.world)
+        self.learners.group = ranks
+        self.learners.publications = Publications(self.world, ranks, self.engines)  # type: ignore[assignment]
+        if not self.start.is_fresh:
+            await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
+        self.serving: Any = Serving(self.world, self.store)
+        self._components: list[Any] = [self, self.serving]
+
+    def watches(self) -> list[Any]:
+        """As runners."""
+        return [self._run_agents()]
+
+    async def _run_agents(self) -> None:
+        async with task_group() as agents:
+            while True:
+                for rollout in await self.store.dequeue_many_rollouts(
+                    limit=3, timeout=5, worker_id=f"w{self.world.lives}"
+                ):
+                    if self.world.delays is None:
+                        await self._run_agent(rollout)
+                    else:
+                        agents.create_task(self._run_agent(rollout))
+
+    async def _run_agent(self, rollout: Any) -> None:
+        if self.die_after is not None and sum(self.world.sampled.values()) >= self.die_after:
+            await self.service.close()  # the driver is gone, with what it was doing
+            raise StoreError("killed")
+        resources = await self.store.get_resources_by_id(rollout.resources_id)
+        assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
+        if (finished := sum(self.world.sampled.values())) in self.world.stranded_at:
+            self.world.stranded_at.remove(finished)
+            self.learners.group.lost = True
+            self.learners.publications.stranded.set()
+            await self.learners.publications.served.wait()
+        if self.world.lost(rollout.rollout_id):
+            failure = Failure(kind="infrastructure", error="APIConnectionError: refused")
+            await self.store.finish_attempt(rollout, "failed", failure)
+            return
+        luck = int(mixed(self.engines.weights, rollout.rollout_id.partition("-")[2]), 16)
+        fixed = self.world.reward_of(rollout.rollout_id)
+        worth = luck % 997 / 997 if fixed is None else fixed
+        for turn in range(3 if self.world.delays else 1):
+            await self._call(rollout, turn, luck % 50)
+            await self.world.delay(300)
+        key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, "")
+        reward = Span(
+            rollout_id=key.rollout_id,
+            attempt_id=key.attempt_id,
+            sequence_id=0,
+            trace_id="t",
+            span_id="s",
+            name="reward",
+            start_time=0.0,
+            end_time=1.0,
+            attributes=reward_attributes({"primary": worth}),
+        )
+        await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
+        self.world.sampled[rollout.rollout_id] += 1
+
+    async def _call(self, rollout: Any, turn: int, token: int) -> None:
+        """Sample a token with the engine's weights."""
+        attempt_id = rollout.attempt.attempt_id
+        key = CallKey(rollout.rollout_id, attempt_id, mixed(attempt_id, turn))
+        call = Generation(
+            key, "policy", [turn, 2], [token], [-1.0], [self.engines.version], "stop", turn, turn + 1.0
+        )
+        await self.store.capture([(key, float(turn))], [(key, call, None)])
+
+
+class Quiet:
+    def progress(self, text: str) -> None: ...
+
+    def stage(self, text: str) -> None: ...
+    def step(self, step: int, metrics: dict) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+async def live(
+    world: World,
+    resume: Any = "auto",
+    die_after: int | None = None,
+    loggers: Any = ("jsonl",),
+    **settings: Any,
+) -> list[dict]:
+    """Run a driver until its end or death; return the rows of its metrics."""
+    world.lives += 1
+    folder, tasks = world.folder, list(range(10))
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL,
+        group_size=GROUP,
+        tasks_per_step=TASKS,
+        n_steps=STEPS,
+        val_every=2,
+        max_logprob_mismatch=1,
+        **{"best": None, **settings},
+    )
+    training = TrainingSettings(
+        algorithm, LearnerConfig(max_restarts=2), CheckpointConfig(every=3), str(folder / "state"), STEPS
+    )
+    chosen = ResolvedSettings(
+        name=f"life-{world.lives}",
+        folder=str(folder),
+        seed=0,
+        payload=None,  # type: ignore[arg-type]
+        runner=RunnerConfig(),
+        store=StoreConfig(),
+        store_path=str(folder / "store.db"),
+        resources={},
+        rollout=algorithm.rollout,
+        serving=ServingSettings(str(STARTER_MODEL), EngineConfig()),
+        training=training,
+    )
+    config = chosen.resolved() | {"tasks": fingerprint_tasks(tasks)}
+    highest = highest_logged_version(folder / "metrics.jsonl")
+    start = find_resume_point(resume, training.state_url, config, highest)
+    start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
+    report = Report(folder, Quiet(), config, None, start.last_logged_step, loggers)
+    prepare_states(start, training.state_url, config)
+    async with within(30), FakeRun(chosen, start, world, die_after) as run:
+        run._stack.callback(report.close)
+        work = Training(run, tasks, [100, 101], report, config).run()
+        with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
+            await run.watched(work)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def recorded_steps(world: World) -> dict[int, StepGroups]:
+    """Return the groups that the store has for each step."""
+    service = StoreService(world.folder / "store.db", read_only=True)
+    try:
+        lineage = next(iter(world.sampled)).partition("-")[0]
+        return await StoreClient(service).query_steps(lineage)
+    finally:
+        await service.close()
+
+
+def told(rows: list[dict]) -> list[tuple]:
+    return [
+        tuple(row.get(name) for name in ("step", "train/reward", "val/reward", "weights/version"))
+        for row in rows
+    ]
+
+
+def weights_of(world: World) -> str:
+    """Return the weights of the model that a run saved."""
+    return TrainingStates(str(world.folder / "checkpoint")).metadata(0)["weights"]

@@ -1,0 +1,92 @@
+"""The training loop while rollouts, updates and publications overlap, killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_world import GROUP, STEPS, TASKS, World, live, recorded_steps, weights_of
+
+SAMPLED = STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
+"""Rollouts of a run that drops none: those of training, and two in each evaluation."""
+
+
+def world_of(folder: Path, staleness: int, seed: int) -> World:
+    folder.mkdir()
+    world = World(folder)
+    world.staleness, world.delays = staleness, random.Random(seed)
+    return world
+
+
+def settings_of(world: World, stale: str) -> dict[str, Any]:
+    return {"max_staleness": world.staleness} | ({"stale": stale} if stale != "wait" else {})
+
+
+def check(world: World, rows: list[dict]) -> None:
+    """Assert that every step was taken once, and every group by one step."""
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert [row["weights/version"] for row in rows[1:]] == list(range(1, STEPS + 1))
+    steps = asyncio.run(recorded_steps(world))
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert {len(step.trained) for step in steps.values()} == {TASKS}
+    taken = [group for step in steps.values() for group in (*step.trained, *step.dropped)]
+    assert max(Counter(taken).values()) == 1
+    lineage = dict(world.trained)
+    assert set(world.trained) == set(lineage.items()), "a step that is taken again has the same rollouts"
+    trained = Counter(name for names in lineage.values() for name in names)
+    assert set(trained.values()) == {1}
+    assert len(trained) <= STEPS * TASKS * GROUP
+    assert weights_of(world) not in lineage, "the model is the last one"
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@pytest.mark.parametrize("staleness", [1, 2, 8])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_group_is_trained_once(staleness: int, stale: str, seed: int, tmp_path: Path) -> None:
+    world = world_of(tmp_path / "a", staleness, seed)
+    check(world, asyncio.run(live(world, **settings_of(world, stale))))
+    assert max(world.sampled.values()) == 1
+    if stale != "drop":
+        assert sum(world.sampled.values()) == SAMPLED
+    if stale == "wait":
+        steps = asyncio.run(recorded_steps(world))
+        taken = list(itertools.chain.from_iterable(steps[step].trained for step in sorted(steps)))
+        assert taken == list(range(STEPS * TASKS))
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@pytest.mark.parametrize("deaths", [[3], [30], [50, 51], [20, 47, 60], [85]])
+def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
+    deaths: list[int], stale: str, tmp_path: Path
+) -> None:
+    """What was finished is trained and not sampled again, and what was not is sampled."""
+    world = world_of(tmp_path / "a", 2, seed=len(deaths))
+    for death in deaths:
+        asyncio.run(live(world, die_after=death, **settings_of(world, stale)))
+    check(world, asyncio.run(live(world, **settings_of(world, stale))))
+    assert max(world.sampled.values()) == 1
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@pytest.mark.parametrize("faults", [{0: 1}, {4: 1}, {6: 2}, {2: 1, 7: 1}])
+def test_learners_that_are_lost_come_to_where_they_were(
+    faults: dict[int, int], stale: str, tmp_path: Path
+) -> None:
+    world = world_of(tmp_path / "a", 2, seed=sum(faults))
+    world.faults = dict(faults)
+    rows = asyncio.run(live(world, **settings_of(world, stale)))
+    check(world, rows)
+    assert max(world.sampled.values()) == 1
+    assert rows[-1]["learner/restarts"] == sum(faults.values())
+
+
+def test_rollouts_are_in_progress_while_the_learners_update(tmp_path: Path) -> None:
+    """Tokens of several versions are in one step, which a synchronous run never has."""
+    world = world_of(tmp_path / "a", 2, seed=3)
+    rows = asyncio.run(live(world, max_staleness=2))
+    assert max(row.get("async/staleness_max", 0) for row in rows) >= 1
