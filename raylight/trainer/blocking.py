@@ -31,16 +31,26 @@ INTERRUPT_AGAIN_S = 10.0
 is raised in a destructor."""
 
 
-def run_blocking(
-    work: Coroutine[Any, Any, T], watch: Callable[[Callable[[BaseException], None]], object] | None = None
-) -> T:
-    """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up,
-    then raise.
+class Guard:
+    """Ends work of `run_blocking` for a reason of its own; this one never does."""
 
-    Args:
-        watch: receives a function that raises an error here at once, from any thread, even if the event loop
-            is blocked.
-    """
+    def watch(self, cancel: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        """Begin to watch, in the thread that waits for the work.
+
+        Args:
+            cancel: cancels the work; may be called from any thread.
+            fail: raises an error in the waiting thread at once, from any thread, even if the event loop is
+                blocked.
+        """
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error to raise for an error of the work."""
+        return error
+
+
+def run_blocking(work: Coroutine[Any, Any, T], guard: Guard | None = None) -> T:
+    """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up,
+    then raise."""
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
         concurrent.futures.Future()
@@ -68,11 +78,11 @@ def run_blocking(
             loop.call_soon_threadsafe(task.cancel)
 
     with single_interrupt():
-        thread = threading.Thread(target=lambda: asyncio.run(main()), name="raylight", daemon=True)
+        thread = threading.Thread(target=asyncio.run, args=(main(),), name="raylight", daemon=True)
         try:
             thread.start()
-            if watch is not None:
-                watch(fail)
+            if guard is not None:
+                guard.watch(cancel, fail)
             value = result.result()
             thread.join(LOOP_CLOSE_TIMEOUT_S)
             return value
@@ -87,8 +97,13 @@ def run_blocking(
                     CLEAN_UP_TIMEOUT_S,
                 )
             raise
-        except asyncio.CancelledError as error:
-            raise KeyboardInterrupt from error
+        except (Exception, asyncio.CancelledError) as error:
+            explained = error if guard is None else guard.explain(error)
+            if explained is not error:
+                raise explained from None
+            if isinstance(error, asyncio.CancelledError):
+                raise KeyboardInterrupt from error
+            raise
 
 
 @contextlib.contextmanager

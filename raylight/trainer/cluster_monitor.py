@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import select
@@ -25,7 +24,7 @@ import ray._private.worker as ray_worker
 
 from raylight.aio import cancel_all
 from raylight.errors import ClusterLostError
-from raylight.trainer.blocking import run_blocking
+from raylight.trainer.blocking import Guard
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -285,30 +284,36 @@ async def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
     raise ClusterLostError(f"{monitor.error}. {remedy}")
 
 
-def run_until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
-    """Run the work of a run from synchronous code, as `run_blocking` does, until the cluster is lost.
+class LossGuard(Guard):
+    """Ends work of `run_blocking` with a ClusterLostError if the cluster is lost, as `until_lost` does.
 
     Args:
         remedy: as for `until_lost`.
-
-    Raises:
-        ClusterLostError: the cluster is lost.
     """
-    return run_blocking(until_lost(work, remedy), functools.partial(_fail_if_blocked, remedy))
 
+    def __init__(self, remedy: str) -> None:
+        self._remedy, self._monitor = remedy, _current
 
-def _fail_if_blocked(remedy: str, fail: Callable[[BaseException], None]) -> None:
-    """After a loss, raise with `fail` if the work does not end: a call of Ray may block its event loop, and
-    ends the whole process after a minute."""
-    monitor = _current
-    if monitor is None:
-        return
+    def watch(self, cancel: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+        if self._monitor is None:
+            return
 
-    def start_timer() -> None:
-        timer = threading.Timer(
-            CLEAN_UP_TIMEOUT_S + EXIT_TIMEOUT_S, lambda: fail(ClusterLostError(f"{monitor.error}. {remedy}"))
-        )
-        timer.daemon = True
-        timer.start()
+        def end() -> None:
+            # a call of Ray may block the event loop, and ends the whole process after a minute
+            timer = threading.Timer(CLEAN_UP_TIMEOUT_S + EXIT_TIMEOUT_S, lambda: fail(self._loss()))
+            timer.daemon = True
+            timer.start()
+            cancel()
 
-    monitor.on_loss(start_timer)
+        self._monitor.on_loss(end)
+
+    def explain(self, error: BaseException) -> BaseException:
+        if self._monitor is None:
+            return error
+        if not isinstance(error, asyncio.CancelledError):
+            self._monitor.check()
+        return error if self._monitor.error is None else self._loss()
+
+    def _loss(self) -> ClusterLostError:
+        assert self._monitor is not None
+        return ClusterLostError(f"{self._monitor.error}. {self._remedy}")

@@ -110,7 +110,8 @@ async def evaluate(
     ]
     async with Run(settings, progress.stage, owns_cluster) as run:
         started = time.perf_counter()
-        ids = await run.watched(run_rollouts(run, requests, progress.rollout_progress("val")))
+        async with run.watched():
+            ids = await run_rollouts(run, requests, progress.rollout_progress("val"))
         seconds = time.perf_counter() - started
         finished = await _collect(run.store, ids, chosen.samples, folder / "eval.jsonl")
         progress.failures(finished)

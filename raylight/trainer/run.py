@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Protocol, Self
 
 from raylight.aio import cancel_all, task_group
 from raylight.store.client import StoreClient
@@ -20,7 +20,6 @@ from raylight.trainer.settings import ResolvedSettings, TrainingSettings
 from raylight.weight_sync.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 PrepareStore = Callable[[StoreClient], Awaitable[None]]
 
 
@@ -144,21 +143,33 @@ class Run:
         attempts = (await self.store.statistics())["total_attempts"]
         return derive_seed(self.settings.seed, "resumed", self.start.step, attempts)
 
-    async def watched(self, work: Awaitable[T]) -> T:
-        """Await the run's work; if a component fails for good meanwhile, cancel the work and raise its
-        error."""
-        working: asyncio.Task[Any] = asyncio.ensure_future(work)
-        watches = [watch for component in self._components for watch in component.watches()]
-        watching = [asyncio.ensure_future(watch) for watch in watches]
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Watch the components during a block, which is the run's work. If a component fails for good, cancel
+        the block, and raise the component's error."""
+        task, failures = asyncio.current_task(), []
+        assert task is not None, "only a task can be watched"
+
+        def end(watch: asyncio.Task[object]) -> None:
+            if not watch.cancelled() and (error := watch.exception()) is not None:
+                failures.append(error)
+                if len(failures) == 1:
+                    task.cancel()
+
+        watching = [asyncio.create_task(w) for component in self._components for w in component.watches()]
+        for watch in watching:
+            watch.add_done_callback(end)
         try:
-            pending = {working, *watching}
-            while not working.done():
-                ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for watch in ended - {working}:
-                    watch.result()
-            return await working
+            yield
+        except BaseException:
+            if not failures:
+                raise
+            task.uncancel()
+            raise failures[0] from None
         finally:
-            await cancel_all([working, *watching])
+            for watch in watching:
+                watch.remove_done_callback(end)
+            await cancel_all(watching)
 
     async def counts(self) -> dict[str, int]:
         """Return the counters of all components."""

@@ -10,8 +10,9 @@ from dataclasses import replace
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
 from raylight.serving.deploy.ingress import LOOPBACK
+from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import component_stack, run_until_lost
+from raylight.trainer.cluster_monitor import LossGuard, component_stack
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.engine_nodes import engine_on_nodes
 from raylight.trainer.fit import fixed_model
@@ -56,7 +57,7 @@ def serve_model(
         engine = engine_on_nodes(config, engine)
         serving = replace(serving, engine=engine, name=name or default_name, route="/")
         work = _serve(serving, api_key, seed, connection.owns_cluster, show)
-        run_until_lost(work, "Start the command again")
+        run_blocking(work, LossGuard("Start the command again"))
 
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:

@@ -40,7 +40,7 @@ from raylight.trainer.arguments import (
     parse_store,
 )
 from raylight.trainer.blocking import run_blocking
-from raylight.trainer.cluster_monitor import run_until_lost, until_lost
+from raylight.trainer.cluster_monitor import LossGuard, until_lost
 from raylight.trainer.display import print_scores
 from raylight.trainer.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
 from raylight.trainer.fit import Fit, plan_algorithm, plan_policy
@@ -232,7 +232,7 @@ class Trainer:
             algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
             fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
             with self._launched(fit) as work:
-                return self._show_summary(fit, run_until_lost(work, fit.remedy))
+                return self._show_summary(fit, run_blocking(work, LossGuard(fit.remedy)))
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
@@ -259,7 +259,7 @@ class Trainer:
         with short_errors():
             fit = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
             with self._launched(fit) as work:
-                return self._show_summary(fit, run_until_lost(work, fit.remedy))
+                return self._show_summary(fit, run_blocking(work, LossGuard(fit.remedy)))
 
     def evaluate(
         self,
@@ -303,7 +303,7 @@ class Trainer:
             clear_results(folder)
             with connected(self.arguments, folder, self.runner.start_timeout_s) as (connection, display):
                 work = start_evaluation(plan, chosen, tasks, self.run_settings, connection, display)
-                figures = run_until_lost(work, "Start the evaluation again")
+                figures = run_blocking(work, LossGuard("Start the evaluation again"))
         if self.arguments.progress:
             print_scores(figures, str(folder))
         return figures

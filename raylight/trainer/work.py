@@ -27,7 +27,8 @@ async def train_policy(fit: Fit, report: Report, owns_cluster: bool) -> dict[str
     async with Run(fit.settings, report.stage, owns_cluster, start, prepare) as run:
         training = Training(run, fit.train, fit.val, report, fit.state_config)
         with _noted_interrupt(report):
-            await run.watched(training.run())
+            async with run.watched():
+                await training.run()
         summary = report.finish(await run.counts())
         report.stage("stopping")
     return summary
@@ -37,7 +38,8 @@ async def run_algorithm(fit: Fit, report: Report, owns_cluster: bool) -> dict[st
     """Run the loop of an algorithm of its own; return the summary."""
     async with Run(fit.settings, report.stage, owns_cluster) as run:
         with _noted_interrupt(report):
-            await run.watched(call_algorithm(fit, run, report))
+            async with run.watched():
+                await call_algorithm(fit, run, report)
         counts = await run.counts()
         summary = report.finish(counts) if fit.reports_training else report.finish_plain(counts)
         report.stage("stopping")

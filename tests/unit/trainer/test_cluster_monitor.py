@@ -13,14 +13,15 @@ import pytest
 
 from raylight.errors import ClusterLostError, RunnerLostError
 from raylight.trainer import cluster_monitor
+from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster_monitor import (
     ClusterMonitor,
+    LossGuard,
     RayProcess,
     component_stack,
     is_cluster_lost,
     monitored_cluster,
     reconnect_timeout_s,
-    run_until_lost,
     until_lost,
 )
 
@@ -256,6 +257,44 @@ def test_a_call_of_ray_that_blocks_the_event_loop_does_not_keep_a_lost_run(
         assert listener.connected.wait(WAIT_S)
         try:
             with pytest.raises(ClusterLostError, match=r"has ended .* Start again"):
-                run_until_lost(work(), "Start again")
+                run_blocking(work(), LossGuard("Start again"))
         finally:
             blocked.set()
+
+
+def test_blocking_work_ends_with_the_loss_that_cancels_it_or_that_its_error_comes_from(
+    listener: Listener,
+) -> None:
+    cleaned = []
+
+    async def wait() -> None:
+        listener.end()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(is_cluster_lost())
+
+    async def fail() -> None:
+        raise RunnerLostError("runner-0 died")
+
+    with monitored_cluster(watch(listener)):
+        assert listener.connected.wait(WAIT_S)
+        with pytest.raises(ClusterLostError, match=r"has ended .* Start again"):
+            run_blocking(wait(), LossGuard("Start again"))
+        with pytest.raises(ClusterLostError):
+            run_blocking(fail(), LossGuard("Start again"))
+    assert cleaned == [True]
+
+
+def test_results_and_errors_of_blocking_work_pass_through_without_a_loss(listener: Listener) -> None:
+    async def answer() -> int:
+        return 3
+
+    async def fail() -> None:
+        raise RunnerLostError("no")
+
+    assert run_blocking(answer(), LossGuard("without a monitor")) == 3
+    with monitored_cluster(watch(listener)):
+        assert run_blocking(answer(), LossGuard("")) == 3
+        with pytest.raises(RunnerLostError, match="no"):
+            run_blocking(fail(), LossGuard(""))

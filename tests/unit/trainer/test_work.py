@@ -1,19 +1,29 @@
-"""How a Trainer runs an algorithm that brings its own loop: a coroutine, a function that blocks, and what
-lies between."""
+"""The work of runs: how an algorithm with its own loop is called, and the way of an update to the learners."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import sys
 import threading
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from unit_helpers import ReachedRay, within
 
+import raylight
 import raylight as rl
+from raylight.quickstart import STARTER_MODEL
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.trainer import launch, work
+from raylight.trainer.cluster import Connection
+from raylight.trainer.cluster_settings import finalize_settings
+from raylight.trainer.run import Run
 from raylight.trainer.work import call_algorithm
 
 
@@ -86,3 +96,58 @@ async def test_tasks_that_can_be_read_only_once_become_a_list(
     algorithm = Awaited()
     await carry_out(algorithm, planned_runs, tmp_path, (n for n in range(3)))
     assert algorithm.seen == [([0, 1, 2], True)]
+
+
+class Step:
+    """A loop of one frame, which trains on one batch."""
+
+    def __init__(self, rollouts: Any, *_: Any) -> None:
+        self._learners = rollouts.run.learners
+
+    async def run(self) -> None:
+        await self._learners.update(None)
+
+
+class Rank:
+    """A LearnerGroup that records the functions of raylight between the user's call and its own."""
+
+    def __init__(self) -> None:
+        self.callers: list[str] = []
+
+    async def update(self, batch: Any) -> dict[str, float]:
+        user = threading.main_thread().ident
+        assert user is not None
+        stacks = (sys._current_frames()[user], sys._getframe())
+        frames = [frame for stack in stacks for frame in traceback.extract_stack(stack)]
+        self.callers = [
+            frame.name for frame in frames if Path(raylight.__file__).parent in Path(frame.filename).parents
+        ]
+        return {}
+
+
+class LocalRun(Run):
+    """A run whose learners are in this process."""
+
+    rank = Rank()
+
+    async def _open(self) -> None:
+        learners = self._make_learners()
+        assert learners is not None
+        fakes: Any = SimpleNamespace(learners_busy=asyncio.Lock())
+        learners.group, learners.publications, self.learners = cast(Any, self.rank), fakes, learners
+
+
+def test_few_functions_are_between_the_users_call_and_the_learners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @contextlib.contextmanager
+    def session(*arguments: Any) -> Iterator[Connection]:
+        yield Connection(False, "no cluster")
+
+    monkeypatch.setattr(launch, "ray_session", session)
+    monkeypatch.setattr(launch, "settings_for_cluster", lambda s, _: (finalize_settings(s), ()))
+    monkeypatch.setattr(work, "Training", Step)
+    monkeypatch.setattr(work, "Run", LocalRun)
+    trainer = rl.Trainer(algorithm=rl.GRPO(model=str(STARTER_MODEL)), output_dir=tmp_path, progress=False)
+    trainer.fit(lambda task, llm: 1.0, [1])
+    assert LocalRun.rank.callers == ["call", "fit", "run_blocking", "main", "train_policy", "update"]
