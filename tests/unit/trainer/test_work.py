@@ -1,4 +1,4 @@
-"""The work of runs: how an algorithm with its own loop is called, and the way of an update to the learners."""
+"""The work of runs: calls of an algorithm with its own loop, and the way of an update to the learners."""
 
 from __future__ import annotations
 
