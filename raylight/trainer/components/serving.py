@@ -43,6 +43,8 @@ class Serving:
     coordinator: RunningCoordinator
     resources: NamedResources
     """Resources of the run, with the addresses of the models that it serves."""
+    _llm: LLM
+    """The run's model, once it is up."""
 
     def __init__(
         self,
@@ -56,7 +58,6 @@ class Serving:
         self.model = model
         self._app_name, self._secret, self._store = app_name, secret, store
         self._show_stage, self._owns_cluster = show_stage, owns_cluster
-        self._llm: LLM | None = None
         self.monitors: list[ServingMonitor] = []
         """A monitor of each served model."""
 
@@ -122,20 +123,19 @@ class Serving:
         """Serve the traced upstream models among the run's resources, have `watches` probe all served models,
         and store the resources with their addresses, for agents to use."""
         assert self._store is not None, "a run with resources has a store"
-        self.resources = resources
+        self.resources, stack = resources, self._stack
         if any(map(is_traced_upstream, resources.values())):  # after the deployment: two must not start Serve
             self.resources = await serve_traced_upstreams(
-                resources, self._app_name, self._secret or "", self._store, self._owns_cluster, self._stack
+                resources, self._app_name, self._secret or "", self._store, self._owns_cluster, stack
             )
-        if self._llm is not None and self.model is not None:
-            keeper = self.coordinator.keeper
-            self._monitor(self._app_name, self._llm.endpoint, self.model.engine, lambda: keeper.live_replicas)
         for name, resource in self.resources.items():
             if resource is not resources[name]:
                 self._monitor(f"{self._app_name}-{name}", resource.endpoint, EngineConfig())
-        if self._llm is not None and self.model is not None:
+        if self.model is not None:
+            keeper, url = self.coordinator.keeper, self._llm.endpoint
+            self._monitor(self._app_name, url, self.model.engine, lambda: keeper.live_replicas)
             self.resources = fill_resources(self.resources, self._llm, self.model.sampling_overrides)
-            self._show_stage(f"the model is served at {self._llm.endpoint}")
+            self._show_stage(f"the model is served at {url}")
         if self.resources:
             await self._store.add_resources(self.resources)
 
