@@ -350,7 +350,8 @@ async def live(
         run._stack.callback(report.close)
         work = Training(run, tasks, [100, 101], report, config).run()
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
-            await run.watched(work)
+            async with run.watched():
+                await work
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

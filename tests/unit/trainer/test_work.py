@@ -101,8 +101,8 @@ async def test_tasks_that_can_be_read_only_once_become_a_list(
 class Step:
     """A loop of one frame, which trains on one batch."""
 
-    def __init__(self, rollouts: Any, *_: Any) -> None:
-        self._learners = rollouts.run.learners
+    def __init__(self, run: Any, *_: Any) -> None:
+        self._learners = run.learners
 
     async def run(self) -> None:
         await self._learners.update(None)
