@@ -127,8 +127,6 @@ def plan_policy(
     Raises:
         ConfigError, DatasetError, ModelNotFoundError: the run could not work.
     """
-    if getattr(algorithm, "max_staleness", 0):
-        raise ConfigError("max_staleness above 0: rollouts and updates do not overlap yet; set it to 0")
     engine, learner, checkpoint = requested.engine, requested.learner, requested.checkpoint
     tasks = as_tasks(inputs.train, "train_dataset", required=True)
     val_tasks = as_tasks(inputs.val, "val_dataset", required=False)

@@ -149,9 +149,10 @@ class Report(ProgressReporter):
         once that all tokens of a batch are of older weights.
 
         Args:
-            metrics: of an update.
+            metrics: of a step with an update.
         """
-        if metrics.get("mismatch/stale_fraction") == 1 and not self._reported_stale:
+        is_synchronous = "async/staleness_max" not in metrics
+        if is_synchronous and metrics.get("mismatch/stale_fraction") == 1 and not self._reported_stale:
             self._reported_stale = True
             self.note(
                 "no token of the batch was sampled with the current weights (mismatch/stale_fraction in "
