@@ -122,9 +122,8 @@ def main() -> None:
     slowest = model("wait", 0, *settings, baseline)
     per_step = GROUPS * SAMPLES
     print(f"{'':8}{'rollouts/s':>12}{'ratio':>8}{'bound':>8}{'of it':>8}{'oldest':>8}{'reward':>8}")
-    print(
-        f"{'sync':8}{baseline.steps_per_s * per_step:12.1f}{1:8.2f}{1:8.2f}{1:8.2f}{0:8}{baseline.reward:8.2f}"
-    )
+    rate = baseline.steps_per_s * per_step
+    print(f"{'sync':8}{rate:12.1f}{1:8.2f}{1:8.2f}{1:8.2f}{0:8}{baseline.reward:8.2f}")
     for name in args.runs.split(","):
         stale, staleness = name.split()
         run = train(stale, int(staleness), *settings)
