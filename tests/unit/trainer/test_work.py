@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 import threading
@@ -10,9 +9,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from training_world import FakeRun, Ranks, World
 from unit_helpers import ReachedRay, within
 
 import raylight
@@ -23,7 +23,6 @@ from raylight.store.service import StoreService
 from raylight.trainer import launch, work
 from raylight.trainer.cluster import Connection
 from raylight.trainer.cluster_settings import finalize_settings
-from raylight.trainer.run import Run
 from raylight.trainer.work import call_algorithm
 
 
@@ -98,56 +97,44 @@ async def test_tasks_that_can_be_read_only_once_become_a_list(
     assert algorithm.seen == [([0, 1, 2], True)]
 
 
-class Step:
-    """A loop of one frame, which trains on one batch."""
+class LocalRun(FakeRun):
+    """A run whose learners and engines are in this process."""
 
-    def __init__(self, run: Any, *_: Any) -> None:
-        self._learners = run.learners
+    def __init__(self, settings: Any, show_stage: Any, owns_cluster: bool, start: Any, prepare: Any) -> None:
+        super().__init__(settings, start, World(Path(settings.folder)), None)
 
-    async def run(self) -> None:
-        await self._learners.update(None)
-
-
-class Rank:
-    """A LearnerGroup that records the functions of raylight between the user's call and its own."""
-
-    def __init__(self) -> None:
-        self.callers: list[str] = []
-
-    async def update(self, batch: Any) -> dict[str, float]:
-        user = threading.main_thread().ident
-        assert user is not None
-        stacks = (sys._current_frames()[user], sys._getframe())
-        frames = [frame for stack in stacks for frame in traceback.extract_stack(stack)]
-        self.callers = [
-            frame.name for frame in frames if Path(raylight.__file__).parent in Path(frame.filename).parents
-        ]
+    async def counts(self) -> dict[str, int]:
         return {}
 
 
-class LocalRun(Run):
-    """A run whose learners are in this process."""
-
-    rank = Rank()
-
-    async def _open(self) -> None:
-        learners = self._make_learners()
-        assert learners is not None
-        fakes: Any = SimpleNamespace(learners_busy=asyncio.Lock())
-        learners.group, learners.publications, self.learners = cast(Any, self.rank), fakes, learners
+MAX_FUNCTIONS = 10
+"""From `Trainer.fit` to `LearnerGroup.update`, both included."""
 
 
 def test_few_functions_are_between_the_users_call_and_the_learners(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Those of the thread that waits, and those of the thread that works."""
+    callers, package = [], Path(raylight.__file__).parent
+
     @contextlib.contextmanager
     def session(*arguments: Any) -> Iterator[Connection]:
         yield Connection(False, "no cluster")
 
+    async def update(self: Any, batch: Any, original: Any = Ranks.update) -> dict[str, float]:
+        waiting = threading.main_thread().ident
+        assert waiting is not None
+        stacks = (sys._current_frames()[waiting], sys._getframe())
+        frames = [frame for stack in stacks for frame in traceback.extract_stack(stack)]
+        callers[:] = [frame.name for frame in frames if package in Path(frame.filename).parents]
+        return await original(self, batch)
+
     monkeypatch.setattr(launch, "ray_session", session)
     monkeypatch.setattr(launch, "settings_for_cluster", lambda s, _: (finalize_settings(s), ()))
-    monkeypatch.setattr(work, "Training", Step)
     monkeypatch.setattr(work, "Run", LocalRun)
-    trainer = rl.Trainer(algorithm=rl.GRPO(model=str(STARTER_MODEL)), output_dir=tmp_path, progress=False)
-    trainer.fit(lambda task, llm: 1.0, [1])
-    assert LocalRun.rank.callers == ["call", "fit", "run_blocking", "main", "train_policy", "update"]
+    monkeypatch.setattr(Ranks, "update", update)
+    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=2, group_size=2)
+    trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path, progress=False)
+    trainer.fit(lambda task, llm: 1.0, [1, 2])
+    assert callers[:4] == ["call", "fit", "run_blocking", "main"]
+    assert len(callers[1:]) + 1 <= MAX_FUNCTIONS, callers
