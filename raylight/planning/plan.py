@@ -75,7 +75,7 @@ def make_plan(run: PlannedRun, cluster: ClusterShape, *, at_peak: bool = True) -
 
 def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[RoleMemory]:
     return [
-        learner_memory(run.model_path, shape, run.learner, run.settings),
+        learner_memory(run.model_path, shape, run.learner, run.settings, run.engine.dtype),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
         *other_memory(run.runner),
     ]

@@ -54,11 +54,14 @@ def _with_gaps(items: Iterable[Item], on_gpu: bool) -> Iterator[Item]:
 
 
 def learner_memory(
-    path: str, shape: ModelShape, config: LearnerConfig, settings: PolicySettings
+    path: str, shape: ModelShape, config: LearnerConfig, settings: PolicySettings, sent: str = "bfloat16"
 ) -> RoleMemory:
     """Return the memory of one learner rank at the peak of an update.
 
     The peak is in a backward pass, when gradients and optimizer states of earlier updates exist.
+
+    Args:
+        sent: the engines' data type.
     """
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
@@ -73,8 +76,24 @@ def learner_memory(
     items.append(
         Item("copy of the training state", models * 3 * trained * FLOAT32 // shards_of(config), "host")
     )
+    if settings.max_staleness:
+        items.append(Item("snapshot of the weights", _snapshot(shape, config, trained, sent), "host"))
     items += _with_gaps(_pass(path, shape, config, trained), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
+
+
+def _snapshot(shape: ModelShape, config: LearnerConfig, trained: int, sent: str) -> int:
+    """Return the bytes of a rank's copy of the weights, from which they are sent beside updates.
+
+    Engines that serve the adapter receive nothing else. An adapter is merged in the model's own type; what it
+    does not change is copied from a GPU only.
+    """
+    if config.lora is None:
+        return trained * DTYPES[sent].itemsize // shards_of(config)
+    if config.lora.serve == "adapter":
+        return 0
+    frozen = shape.parameters * DTYPES[config.dtype].itemsize if config.num_gpus else 0
+    return (frozen + trained * FLOAT32) // shards_of(config)
 
 
 def _states(

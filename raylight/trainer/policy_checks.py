@@ -61,12 +61,20 @@ def with_transport(settings: ResolvedSettings) -> ResolvedSettings:
     """Return a run's settings with the transport of weights, which depends on the engine and on who has GPUs.
 
     Raises:
-        ConfigError: the transport does not fit engine or learners.
+        ConfigError: the transport does not fit engine or learners, or the engines sleep when they should
+            receive weights.
     """
     serving, training = settings.serving, settings.training
     if serving is None or training is None:
         return settings
-    transport = choose_transport(serving.engine, training.learner, most_workers(serving.engine))
+    overlaps = training.algorithm.max_staleness > 0
+    if overlaps and serving.engine.sleep_while_learning:
+        raise ConfigError(
+            "max_staleness above 0 has engines sample while the learners update, and "
+            "engine.sleep_while_learning lends their GPUs to the learners; set max_staleness=0, or give both "
+            "GPUs of their own"
+        )
+    transport = choose_transport(serving.engine, training.learner, most_workers(serving.engine), overlaps)
     return settings.with_engine(serving.engine.model_copy(update={"weight_transfer": transport}))
 
 

@@ -8,15 +8,19 @@
 Each line is a run of its own, with learners, served replicas, store and coordinator as a training run has
 them, in which `Learners.publish` sends versions and nothing is trained. `full` sends the model,
 `lora` what the checkout sends for an adapter of rank 8. Seconds exclude the comparison of log-probs after a
-publication: `first` opens connections, `next` is the fastest of the later ones. Memory is the increase of a
-process's resident memory (VmHWM over VmRSS before) in the first publication, of the process in which it is
-largest; learners return their unused memory to the system before. `store` is Ray's object store. Shared
-memory counts in each process that maps it. With `--against`, the checkouts take turns.
+publication: `first` opens connections, `next` is the fastest of the later ones. `blocked` is the shortest
+time from the end of an update until the next one may begin, with the comparison; with `--beside`, the lines
+`beside` send a snapshot while the next update could run, as runs with `max_staleness` do. Memory is the
+increase of a process's resident memory (VmHWM over VmRSS before) in the first publication, of the process in
+which it is largest; learners return their unused memory to the system before. `store` is Ray's object store.
+Shared memory counts in each process that maps it. With `--against`, the checkouts take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
 import itertools
 import json
 import os
@@ -86,13 +90,15 @@ def role(process: psutil.Process) -> str:
     return "engine" if any(name in one for one in titles for name in ENGINES) else "other"
 
 
-async def publish(fit: Any, report: Any, publications: int) -> list[dict[str, Any]]:
+async def publish(fit: Any, report: Any, publications: int, beside: bool) -> list[dict[str, Any]]:
     """Publish versions in a run; return the seconds and memory of each."""
     from raylight.trainer.run import Run
 
     rows: list[dict[str, Any]] = []
     async with Run(fit.settings, report.stage, True, fit.start) as run:
         learners = run.learners
+        settings = dataclasses.replace(learners.publications._settings, beside_updates=beside)
+        learners.publications._settings = settings
         compare = learners.publications.check_parity
 
         async def compare_later(*args: Any) -> Any:
@@ -107,7 +113,12 @@ async def publish(fit: Any, report: Any, publications: int) -> list[dict[str, An
             memory = Memory(ranks)
             memory.start()
             began = time.perf_counter()
-            await learners.publish()
+            publishing = asyncio.create_task(learners.publish())
+            await asyncio.sleep(0)
+            async with learners.publications.learners_busy:  # as an update
+                blocked = time.perf_counter() - began
+            await publishing
+            rows[-1]["blocked"] = blocked
     return rows
 
 
@@ -135,7 +146,7 @@ def run_cell(cell: dict[str, Any]) -> None:
         return 0.0
 
     async def work(fit: Any, report: Any, owns_cluster: bool) -> dict[str, Any]:
-        rows = await publish(fit, report, cell["publications"])
+        rows = await publish(fit, report, cell["publications"], cell["beside"])
         print(RESULT + json.dumps(rows), flush=True)
         return {}
 
@@ -208,6 +219,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--sends", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--publications", type=int, default=4)
+    parser.add_argument("--beside", action="store_true", help="measure publications beside updates too")
     parser.add_argument("--against", metavar="CHECKOUT", help="worktree of another commit")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -222,11 +234,15 @@ def main() -> None:
         run_cell(json.loads(options.cell))
         return
     checkouts = {"now": str(Path(__file__).resolve().parents[2])}
+    if options.beside:
+        checkouts["beside"] = checkouts["now"]
     if options.against:
         checkouts["before"] = options.against
-    print(f"{'':44} {'seconds':>14}  {'increase of memory, MiB':>24}")
+    print(f"{'':48} {'seconds':>20}  {'increase of memory, MiB':>24}")
     columns = ("millions", "sends", "ranks", "replicas", "parallel", "path")
-    print(*(f"{name:>8}" for name in (*columns, "first", "next")), *(f"{name:>9}" for name in ROLES))
+    print(
+        *(f"{name:>8}" for name in (*columns, "first", "next", "blocked")), *(f"{name:>9}" for name in ROLES)
+    )
     dimensions = (options.millions, options.sends, options.ranks, options.replicas, options.parallel)
     with tempfile.TemporaryDirectory() as folder:
         for values in itertools.product(*dimensions):
@@ -234,7 +250,7 @@ def main() -> None:
             cell |= {"engine": options.engine, "publications": options.publications}
             cell["model"] = find_model(Path(folder), cell["millions"])
             for name, checkout in checkouts.items():
-                show([*values, name], run_process(cell, checkout))
+                show([*values, name], run_process(cell | {"beside": name == "beside"}, checkout))
 
 
 def find_model(folder: Path, millions: float) -> str:
@@ -256,7 +272,8 @@ def show(values: list[Any], rows: list[dict[str, Any]] | str) -> None:
         return
     first, fastest = rows[0], min(row["seconds"] for row in rows[1:])
     memory = " ".join(f"{first[name] / 1024:9.1f}" for name in ROLES)
-    print(key, f"{first['seconds']:8.2f} {fastest:8.2f}", memory, flush=True)
+    blocked = min(row["blocked"] for row in rows[1:])
+    print(key, f"{first['seconds']:8.2f} {fastest:8.2f} {blocked:8.3f}", memory, flush=True)
 
 
 if __name__ == "__main__":

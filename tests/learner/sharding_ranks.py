@@ -1,13 +1,16 @@
 """One rank that updates with several ways of sharding: python sharding_ranks.py RANK RANKS FOLDER.
 
 The model's output layer is a unit of FSDP, and its logits are computed in many chunks. Rank 0 prints, for
-each way of sharding, the metrics, and the weights after two updates as sums by name.
+each way of sharding, the metrics, and the weights after two updates as sums by name. During the second
+update, a thread reads a snapshot of the weights before it.
 """
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from ranks import PROBE, make_batch
@@ -16,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
 from raylight.learner import token_logprobs
+from raylight.learner.weight_source import WeightSource
 from raylight.quickstart import STARTER_MODEL
 
 VARIANTS = {
@@ -46,9 +50,18 @@ def run(model: str, config: dict) -> dict[str, float]:
     known = LearnerConfig(n=dist.get_world_size(), **config)
     policy = Policy(model, known, PolicySettings(**SETTINGS), 4)
     answers = [[-1.0] * (3 + i % 4) for i in range(8)]
-    for version in range(2):
-        metrics = policy.update(make_batch(answers, version=version))
+    policy.update(make_batch(answers, version=0))
+    before = policy.export() or {}
+    source = WeightSource(policy.engine.module, torch.float32)
+    source.take_snapshot()
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(lambda: {name: tensor.numpy() for name, tensor in source})
+        metrics = policy.update(make_batch(answers, version=1))
+        snapshot = reading.result()
+    assert all(np.array_equal(snapshot[name], array) for name, array in before.items())
     weights = policy.export() or {}
+    changed = {name for name, array in weights.items() if not np.array_equal(snapshot[name], array)}
+    assert changed or dist.get_rank()
     sums = {f"weight/{name}": float(abs(array).sum()) for name, array in weights.items()}
     probe = {f"probe/{i}": logprob for i, logprob in enumerate(policy.logprobs(PROBE))}
     return {"learner/grad_norm": metrics["learner/grad_norm"]} | sums | probe

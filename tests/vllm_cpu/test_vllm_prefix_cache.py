@@ -10,6 +10,8 @@ import pytest
 from vllm_helpers import change, difference, until, within
 from weight_loading import load_weights
 
+from raylight.errors import EngineStartError
+
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 TOLERANCE = 1e-5
@@ -76,3 +78,36 @@ async def test_a_shared_prefix_is_recomputed_while_a_request_in_flight_holds_it(
     assert in_flight.weight_versions == [old] * boundary + [new] * (160 - boundary)
     assert difference(bench.reference(), in_flight)[:boundary].max() < TOLERANCE
     assert difference(learner, in_flight)[boundary:].max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("connectors", "refused"),
+    [
+        (None, None),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, None),
+        ({"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, "ExampleConnector"),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "connectors": [
+                        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+                        {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+                    ]
+                },
+            },
+            "ExampleConnector",
+        ),
+    ],
+)
+async def test_connectors_that_keep_old_keys_and_values_are_refused(
+    connectors: dict[str, Any] | None, refused: str | None
+) -> None:
+    from raylight.engines.vllm.cache_connectors import check_connectors
+
+    if refused is None:
+        check_connectors(connectors)
+    else:
+        with pytest.raises(EngineStartError, match=f"{refused} of kv_transfer_config cannot be emptied"):
+            check_connectors(connectors)

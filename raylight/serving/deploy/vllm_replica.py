@@ -9,6 +9,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from raylight.engines.vllm.args import chat_template
+from raylight.engines.vllm.cache_connectors import check_connectors
 from raylight.engines.vllm.engine import VllmEngine
 from raylight.engines.vllm.server import VllmServer
 from raylight.serving.deploy.replica import ReplicaRuntime, ReplicaSettings
@@ -22,6 +23,8 @@ class VllmReplica(VllmServer):
         self._settings = settings
         self._runtime = ReplicaRuntime(settings)
         try:
+            if settings.config.weight_transfer != "auto":  # there are learners
+                check_connectors(settings.config.args.get("kv_transfer_config"))
             llm_config.update_engine_kwargs(seed=await self._runtime.seed())
             await super().__init__(llm_config)
         except Exception as error:

@@ -158,6 +158,21 @@ def test_learners_keep_copies_of_their_training_state(dense):
     assert learner_items(planned(dense, critic))["copy of the training state"] == 24 * 7_615_616_512 // 4
 
 
+@pytest.mark.parametrize(
+    ("learner", "size"),
+    [
+        ({}, 2 * 7_615_616_512 // 4),
+        ({"lora": {"rank": 16}}, 0),
+        ({"lora": {"rank": 16, "serve": "merged"}}, 2 * 7_615_616_512 // 4),
+    ],
+)
+def test_learners_keep_a_snapshot_of_what_they_send_beside_updates(dense, learner, size):
+    overlapping = PolicySettings(max_staleness=1)
+    items = learner_items(planned(dense, overlapping, **learner))
+    assert items["snapshot of the weights"] == pytest.approx(size, rel=0.03)
+    assert "snapshot of the weights" not in learner_items(planned(dense, **learner))
+
+
 def test_offloaded_weights_are_on_the_gpu_while_they_compute(dense):
     kept, offloaded = (
         make_plan(planned(dense, param_offload=value, optimizer_offload=value), H100S).roles[0]
