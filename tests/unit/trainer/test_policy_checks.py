@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_settings import policy_settings
 from unit_helpers import ReachedRay
 
 from raylight.agent.decorators import rollout
@@ -16,7 +17,12 @@ from raylight.errors import AgentSignatureError, ConfigError
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_settings import finalize_settings
 from raylight.trainer.hardware import Hardware, choose
-from raylight.trainer.policy_checks import idle_hardware, mismatch_limit, trained_agents_pattern
+from raylight.trainer.policy_checks import (
+    idle_hardware,
+    mismatch_limit,
+    trained_agents_pattern,
+    with_transport,
+)
 from raylight.trainer.trainer import Trainer
 
 
@@ -84,6 +90,14 @@ def test_a_warning_above_the_default_limit_is_refused_unless_the_run_corrects(
             planned(planned_runs[0], 0)
     else:
         planned(planned_runs[0], 0)
+
+
+def test_engines_that_sleep_during_updates_cannot_sample_beside_them() -> None:
+    engine, algorithm = EngineConfig(kind="vllm", sleep_while_learning=True), GRPO(model="m", max_staleness=1)
+    with pytest.raises(ConfigError, match=r"max_staleness above 0 .*sleep_while_learning"):
+        with_transport(policy_settings("m", engine, algorithm=algorithm))
+    awake = engine.model_copy(update={"sleep_while_learning": False})
+    assert with_transport(policy_settings("m", awake, algorithm=algorithm)).serving is not None
 
 
 def trained(of_agent: str | None, adapter: Any) -> str | None:
