@@ -13,7 +13,11 @@ from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-CASES = {"PPO": {"kl_reward_coef": 0.1, "kl_target": 0.5}, "GMPO": {"mini_batches": 2}}
+CASES = {
+    "PPO": {"kl_reward_coef": 0.1, "kl_target": 0.5},
+    "GMPO": {"mini_batches": 2},
+    "DrGRPO": {"mini_batches": 2, "max_staleness": 1, "proximal": "loglinear", "rollout_is": "sequence"},
+}
 
 
 def main(rank: int, ranks: int, file: str) -> None:
@@ -37,7 +41,7 @@ def main(rank: int, ranks: int, file: str) -> None:
             STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2
         )
         first = policy.update(make_batch(exact))
-        moved = policy.update(make_batch(exact, version=1))  # the policy now differs from the reference
+        moved = policy.update(make_batch(exact))  # the policy now differs from reference and engine
         found[name] = [first, moved]
     if rank == 0:
         print(json.dumps(found))

@@ -381,6 +381,36 @@ def test_an_interpolated_policy_in_sequences_and_mini_batches(plain):
     assert tokens["mismatch/stale_fraction"] == 1.0
 
 
+@pytest.mark.parametrize("learner", [{"max_tokens_per_micro_batch": 20}, {"packed": False}])
+def test_an_interpolated_policy_does_not_depend_on_micro_batches(plain, learner):
+    from raylight.learner.policy import Policy
+
+    batch = shifted(plain)
+    settings = PolicySettings(lr=1e-3, grad_clip=1e6, max_staleness=3, proximal="loglinear", kl_coef=0.1)
+    norms = []
+    for config in (LearnerConfig(), LearnerConfig(**learner)):
+        policy = Policy(STARTER_MODEL, config, settings, total_steps=4)
+        policy.version = 3
+        norms.append(policy.update(batch)["learner/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["dropout", "warm-up"])
+def test_an_interpolated_policy_where_a_pass_comes_before(plain, case):
+    """With dropout or during the critic's warm-up, the log-probs are of a pass of their own."""
+    from raylight.learner.policy import Policy
+
+    lora = {"rank": 4, "alpha": 8, "dropout": 0.5, "target_modules": ["q_proj"]}
+    critic = {"adv_estimator": "gae", "critic": {"warmup_steps": 1, "lr": 1e-3}}
+    learner, more = ({"lora": lora}, {}) if case == "dropout" else ({}, critic)
+    settings = PolicySettings(max_staleness=3, proximal="loglinear", max_logprob_mismatch=3.0, **more)
+    policy = Policy(STARTER_MODEL, LearnerConfig(**learner), settings, total_steps=4)
+    policy.version = 3
+    metrics = policy.update(shifted(plain))
+    assert metrics["mismatch/stale_kl"] == pytest.approx(-_token_mean(shifted(plain), SHIFT), abs=1e-4)
+    assert metrics["mismatch/weight_max"] == pytest.approx(math.exp(0.75 * max(SHIFT)), rel=1e-4)
+
+
 def test_the_default_with_staleness_equals_token_weights(plain):
     batch = shifted(plain)
     norms = [
