@@ -7,9 +7,9 @@ import hmac
 from typing import Literal, get_args
 from urllib.parse import quote
 
-KeyUse = Literal["model", "train", "traces"]
+KeyUse = Literal["model", "train", "traces", "model-budgets", "train-budgets"]
 """Use of a key: "model" calls models, "train" calls them in a rollout whose calls are trained, "traces" sends
-spans and rewards."""
+spans and rewards. With "-budgets", the store is asked before each call what the attempt may still use."""
 
 
 def attempt_path(rollout_id: str, attempt_id: str, agent_id: str | None = None) -> str:

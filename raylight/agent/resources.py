@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from raylight.agent.attempt_keys import attempt_key, attempt_path
+from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path
 from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.config import Config, validation_message
 from raylight.errors import ConfigError
@@ -128,18 +128,30 @@ class LLM(Resource):
         """True if each attempt has a URL of its own."""
         return self.traced
 
-    def for_attempt(self, rollout_id: str, attempt_id: str, secret: str, *, trains: bool = False) -> Self:
+    def for_attempt(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        secret: str,
+        *,
+        trains: bool = False,
+        has_budgets: bool = False,
+    ) -> Self:
         """Return the model with the URL and the keys of one attempt, or itself if attempts share its URL.
 
         Args:
             trains: True if the rollout's calls are trained.
+            has_budgets: True if the rollout has a budget.
         """
         if not self.routed:
             return self
         update: dict[str, Any] = {"endpoint": self._route(attempt_path(rollout_id, attempt_id))}
         if self.traced:
             ids = (secret, rollout_id, attempt_id)
-            update["api_key"] = attempt_key(*ids, "train" if trains else "model")
+            use: KeyUse = "train" if trains else "model"
+            if has_budgets:
+                use = "train-budgets" if trains else "model-budgets"
+            update["api_key"] = attempt_key(*ids, use)
             update["traces_key"] = attempt_key(*ids, "traces")
         return self.model_copy(update=update)
 

@@ -33,6 +33,8 @@ class AttemptScope:
     """Name of the calling agent, if its URL has one."""
     trains: bool = field(default=False, compare=False)
     """True if the calls of its rollout are trained."""
+    has_budgets: bool = field(default=False, compare=False)
+    """True if its rollout has a budget."""
 
 
 @dataclass
@@ -88,6 +90,8 @@ class CaptureContext:
     """Relation of the request to the attempt's conversations; None if nothing compared them."""
     overridden: Mapping[str, Any] = field(default_factory=dict)
     """Requested sampling parameters that were replaced before the request reached the engine."""
+    max_tokens: int | None = None
+    """Most tokens of a choice, in addition to the request's own limit; None for no further limit."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Choice index -> sample."""
 

@@ -9,6 +9,8 @@ Laws:
 - While it samples for an agent, an engine records each token in the current `CaptureContext`
   (`capture_context.py`). An engine that does not is served, but its calls have no tokens and cannot be
   trained on.
+- An engine samples at most `CaptureContext.max_tokens` tokens for a choice of the current context, if that is
+  set, and ends it with the finish reason "length".
 - Every sampled token is produced by exactly one weight version.
 - A version of weights or of an adapter is loaded at most once.
 - An update of the weights has the phases of vLLM's weight transfer. Between `start_weight_update` and

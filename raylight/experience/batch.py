@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
@@ -192,6 +192,8 @@ def build_batch(
         trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
         turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
         baseline = (baselines or {}).get(group)
+        if _is_masked(item):
+            sampled = trajectories = replace(sampled, rows=[])
         scored.append(_ScoredRollout(group, reward, sampled, trajectories, turns, baseline, tokens))
     if not scored and empty:
         raise EmptyTraceError(_empty_reason(empty, aborted, other_agents, rules.trained_agents))
@@ -237,6 +239,12 @@ def build_batch(
 
 def _count_trained(rows: list[Trajectory]) -> int:
     return sum(row.trained_tokens for row in rows)
+
+
+def _is_masked(item: FinishedRollout) -> bool:
+    """True for a truncated rollout whose reward counts and whose tokens are not trained."""
+    attempt = item.rollout.attempt
+    return item.rollout.config.truncated == "mask" and attempt is not None and attempt.truncated is not None
 
 
 def _drop_without_baseline(

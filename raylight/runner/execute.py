@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.agent.rollout_scope import RolloutScope, TrainerView, rollout_scope
 from raylight.errors import HookError
-from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result
+from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result, truncate
 from raylight.runner.threads import AgentThreads
 from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
-from raylight.types import GREEDY, Failure, Rollout, Span
+from raylight.types import GREEDY, Budget, Failure, Rollout, Span
 
 logger = logging.getLogger(__name__)
 
+FindTruncation: TypeAlias = Callable[[Rollout], Awaitable[Budget | None]]
 CANCEL_GRACE_S = 5.0
 """Time that a cancelled agent has to clean up; after it the agent is abandoned."""
 
@@ -46,12 +47,18 @@ class RolloutContext:
 
 
 async def execute(
-    context: RolloutContext, rollout: Rollout, resources: NamedResources, trace: AttemptTrace
+    context: RolloutContext,
+    rollout: Rollout,
+    resources: NamedResources,
+    trace: AttemptTrace,
+    find_truncation: FindTruncation | None = None,
 ) -> Outcome:
     """Execute one attempt to its end; every error of the agent or of a hook becomes an Outcome.
 
     Args:
         trace: the current trace, which collects the attempt's spans.
+        find_truncation: returns the budget that truncated the attempt; normally
+            `StoreClient.find_truncation`. None: nothing truncates it.
     """
     hook_args = {
         "agent": context.agent,
@@ -60,7 +67,7 @@ async def execute(
         "rollout": rollout,
     }
     with rollout_scope(RolloutScope(context.runner, context.trainer)):
-        return await _execute(context, rollout, resources, trace, hook_args)
+        return await _execute(context, rollout, resources, trace, hook_args, find_truncation)
 
 
 async def _execute(
@@ -69,12 +76,16 @@ async def _execute(
     resources: NamedResources,
     trace: AttemptTrace,
     hook_args: dict[str, Any],
+    find_truncation: FindTruncation | None,
 ) -> Outcome:
     reward_spans: list[Span] = []
     try:
         await context.hooks.call("on_rollout_start", **hook_args)
         await context.hooks.call("on_trace_start", **hook_args)
         outcome, reward_spans = await _run_agent(context, rollout, resources)
+        if find_truncation and rollout.config.has_budgets and (budget := await find_truncation(rollout)):
+            outcome, rewards = truncate(outcome, budget, rollout.config, context.clock)
+            reward_spans += rewards
     except HookError as error:
         outcome = _hook_failure(error)
     except asyncio.CancelledError:  # hooks that opened something must close it
@@ -107,15 +118,15 @@ async def _call_end_hooks(
         try:
             await hooks.call(event, **hook_args, spans=trace.spans)
         except HookError as error:
-            outcome = outcome if outcome.failure else _hook_failure(error)
+            outcome = outcome if outcome.failure else _hook_failure(error, outcome.truncated)
         for span in reward_spans:
             trace.add(span)
         reward_spans = []
     return outcome
 
 
-def _hook_failure(error: HookError) -> Outcome:
-    return Outcome("failed", Failure(kind="hook", error=one_line(f"HookError: {error}")))
+def _hook_failure(error: HookError, truncated: Budget | None = None) -> Outcome:
+    return Outcome("failed", Failure(kind="hook", error=one_line(f"HookError: {error}")), truncated)
 
 
 async def _run_agent(
@@ -125,8 +136,10 @@ async def _run_agent(
     attempt, limit = rollout.attempt, rollout.config.timeout_seconds
     assert attempt is not None, "only a dequeued rollout is executed"
     trains = rollout.mode == "train" and not rollout.metadata.get(GREEDY)
+    ids = (attempt.rollout_id, attempt.attempt_id, context.secret)
+    has_budgets = rollout.config.has_budgets
     scoped = {
-        name: resource.for_attempt(attempt.rollout_id, attempt.attempt_id, context.secret, trains=trains)
+        name: resource.for_attempt(*ids, trains=trains, has_budgets=has_budgets)
         if isinstance(resource, LLM)
         else resource
         for name, resource in resources.items()

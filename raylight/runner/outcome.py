@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,17 @@ from raylight.runner.service_errors import classify
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.rows import span_row
 from raylight.traces.rewards import named_rewards
-from raylight.types import MAX_REWARD_SPANS, MAX_SPANS, AttemptStatus, Failure, Rollout, Span, SpanCoreFields
+from raylight.types import (
+    MAX_REWARD_SPANS,
+    MAX_SPANS,
+    AttemptStatus,
+    Budget,
+    Failure,
+    Rollout,
+    RolloutConfig,
+    Span,
+    SpanCoreFields,
+)
 
 PACKAGE = Path(__file__).absolute().parents[1]
 HIDDEN_FRAMES = (f"{PACKAGE / 'runner'}/", f"{PACKAGE / 'agent'}/")
@@ -24,10 +34,12 @@ HIDDEN_FRAMES = (f"{PACKAGE / 'runner'}/", f"{PACKAGE / 'agent'}/")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Final status of an attempt, and its failure."""
+    """Final status of an attempt, its failure, and its truncation."""
 
     status: AttemptStatus
     failure: Failure | None = None
+    truncated: Budget | None = None
+    """Budget that truncated the attempt."""
 
 
 CANCELLED = Outcome("failed", Failure(kind="cancelled", error="Cancelled: the attempt is obsolete"))
@@ -55,13 +67,41 @@ def read_result(returned: Any, clock: Callable[[], float]) -> list[Span]:
                 f"{MAX_REWARD_SPANS} with a reward"
             )
         return [_as_span(item) for item in returned]
-    rewards = named_rewards(returned)
-    now = clock()
-    return [
-        Span.from_attributes(
-            name=ANNOTATION, attributes=dict(reward_attributes(rewards)), start_time=now, end_time=now
-        )
-    ]
+    return [_reward_span(named_rewards(returned), clock())]
+
+
+def _reward_span(rewards: dict[str, float], now: float) -> Span:
+    return Span.from_attributes(
+        name=ANNOTATION, attributes=dict(reward_attributes(rewards)), start_time=now, end_time=now
+    )
+
+
+def truncate(
+    outcome: Outcome, budget: Budget, config: RolloutConfig, clock: Callable[[], float]
+) -> tuple[Outcome, list[Span]]:
+    """Return the outcome of a truncated attempt, and its reward if that follows from the truncation.
+
+    | agent            | "score"                       | "mask"                    | "fail" |
+    |------------------|-------------------------------|---------------------------|--------|
+    | returned         | succeeded                     | succeeded                 | failed |
+    | raised an error  | succeeded, `truncated_reward` | succeeded, without reward | failed |
+
+    An error of the agent is taken for a consequence of the truncation. A failure of another kind stays.
+    """
+    outcome = replace(outcome, truncated=budget)
+    if outcome.failure is not None and outcome.failure.kind != "agent":
+        return outcome, []
+    if config.truncated == "fail":
+        limit = getattr(config, budget)
+        cause = f"; the agent raised {outcome.failure.error}" if outcome.failure else ""
+        error = f"RolloutTruncated: the attempt spent its budget {budget}={limit:g}{cause}"
+        trace = outcome.failure.trace if outcome.failure else ""
+        return Outcome("failed", Failure(kind="truncated", error=error, trace=trace), budget), []
+    if outcome.failure is None:
+        return outcome, []
+    scored = config.truncated == "score"
+    rewards = [_reward_span({"reward": config.truncated_reward}, clock())] if scored else []
+    return Outcome("succeeded", truncated=budget), rewards
 
 
 def _as_span(item: Any) -> Span:

@@ -193,7 +193,8 @@ class Runner:
         with self._context.tracer.attempt(rollout) as trace:
             self._traces[attempt_id] = trace
             try:
-                outcome = await execute(self._context, rollout, resources, trace)
+                find_truncation = self._store.find_truncation
+                outcome = await execute(self._context, rollout, resources, trace, find_truncation)
             except asyncio.CancelledError:
                 if attempt_id not in self._obsolete:
                     raise  # the runner itself is stopped
@@ -225,9 +226,14 @@ class Runner:
         self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace, spans: list[Span]
     ) -> RolloutState:
         if outcome.status == "succeeded" and (lost := trace.reward_error):
-            outcome = Outcome("failed", describe(lost))
+            outcome = Outcome("failed", describe(lost), outcome.truncated)
         return await self._store.finish_attempt(
-            rollout, outcome.status, outcome.failure, spans, losses=trace.losses
+            rollout,
+            outcome.status,
+            outcome.failure,
+            spans,
+            losses=trace.losses,
+            truncated=outcome.truncated,
         )
 
     async def _resources_of(self, rollout: Rollout) -> NamedResources:

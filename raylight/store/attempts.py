@@ -33,6 +33,7 @@ from raylight.types import (
     WAITING,
     AttemptStatus,
     Failure,
+    FailureKind,
 )
 
 
@@ -344,19 +345,19 @@ class Attempts:
             self._drop_open_calls(attempt.attempt_id)
         if failure:
             self._journal.increment(f"attempts_failed_{failure.kind}")
-        infrastructure = failure is not None and failure.kind == "infrastructure"
+        kind = failure.kind if failure else None
         if attempt.suspect and status not in LIVE:
             self._rollouts.events.queued = True  # its worker may lease another suspect
-            if not infrastructure and attempt.latest:
+            if kind != "infrastructure" and attempt.latest:
                 self._rollouts.set_suspect(attempt.rollout_id, False)
         if attempt.latest:
-            self._update_rollout(attempt, status, infrastructure, charged, reported)
+            self._update_rollout(attempt, status, kind, charged, reported)
 
     def _update_rollout(
         self,
         attempt: AttemptState,
         status: AttemptStatus,
-        infrastructure: bool,
+        failure: FailureKind | None,
         charged: bool,
         reported: bool,
     ) -> None:
@@ -370,12 +371,13 @@ class Attempts:
         revived = attempt.status == "unresponsive" and status in ("running", "succeeded")
         if given_up and not revived and not (before in WAITING and status == "succeeded"):
             return
+        infrastructure = failure == "infrastructure"
         change = infrastructure - (revived and attempt.lost)  # a revived attempt was not lost
         if change:
             losses = InfrastructureLosses(
                 max(losses.lost + change, 0), max(losses.charged + change * charged, 0)
             )
-        after = decide(status, attempt.sequence_id, infrastructure, losses, config)
+        after = decide(status, attempt.sequence_id, failure, losses, config)
         if after in ROLLOUT_TRANSITIONS[before]:
             if change:
                 self._rollouts.set_losses(attempt.rollout_id, losses)

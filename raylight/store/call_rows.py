@@ -16,7 +16,7 @@ import numpy as np
 from raylight.errors import StoreError
 from raylight.store.payloads import decode_payload, pack
 from raylight.store.rows import Row
-from raylight.types import CallKey, Generation, HistoryNote, IntArray
+from raylight.types import CallKey, FinishReason, Generation, HistoryNote, IntArray
 
 CALL = "call_id, rollout_id, attempt_id, base, shared, generation"
 """Columns of a recorded call. `base` is the id of a call of the same attempt, or NULL; `shared` is the number
@@ -50,6 +50,12 @@ def generation_bytes(call: Generation, shared: int = 0) -> bytes:
             call.allowed.tobytes(),
         ]
     )
+
+
+def sampled_tokens(generation: bytes) -> tuple[int, FinishReason]:
+    """Return the number of tokens that a stored generation has sampled, and its finish reason."""
+    fields = decode_payload(generation)
+    return len(fields[2]) // np.dtype(np.int32).itemsize, fields[5]
 
 
 def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:

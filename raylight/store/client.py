@@ -30,9 +30,11 @@ from raylight.store.rows import (
     worker_from_row,
 )
 from raylight.types import (
+    TRUNCATED,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
+    Budget,
     EnqueueRolloutRequest,
     Failure,
     ResourcesUpdate,
@@ -243,6 +245,7 @@ class StoreClient(StoreReader, RecordWriter):
         spans: Sequence[Span] = (),
         losses: dict[str, int] | None = None,
         timeout: float = RECORDS_TIMEOUT_S,
+        truncated: Budget | None = None,
     ) -> RolloutState:
         """Store an attempt's last spans and decide it, in one transaction, once all its calls to the engine
         are recorded.
@@ -254,13 +257,14 @@ class StoreClient(StoreReader, RecordWriter):
             rollout: the dequeued rollout with the attempt to finish.
             losses: counts of what the attempt recorded and the runner could not keep (`spans_dropped`,
                 `rewards_lost`), for the attempt's metadata and the store's counters.
+            truncated: budget that truncated the attempt, for its metadata.
         """
         attempt = rollout.attempt
         assert attempt is not None, "only a dequeued rollout has an attempt to finish"
         ids, rows = (attempt.rollout_id, attempt.attempt_id), [span_row(span) for span in spans]
         values: dict[str, Any] = {"status": status, "failure": failure_json(failure) if failure else None}
-        if losses:
-            values["metadata"] = encode_payload(losses, "metadata")
+        if metadata := (losses or {}) | ({TRUNCATED: truncated} if truncated else {}):
+            values["metadata"] = encode_payload(metadata, "metadata")
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout
         row = await self._channel.call("finish_attempt", *ids, values, rows, False, losses)
@@ -274,6 +278,16 @@ class StoreClient(StoreReader, RecordWriter):
                 values |= {"status": "failed", "failure": failure_json(lost)}
             row = await self._channel.call("finish_attempt", *ids, values, rows, not recorded, losses)
         return state_from_row(row)
+
+    async def find_truncation(
+        self, rollout: RolloutState, timeout: float = RECORDS_TIMEOUT_S
+    ) -> Budget | None:
+        """Return the budget that truncated an attempt whose agent has ended, once all its calls are recorded,
+        or after `timeout` seconds; None if none did."""
+        attempt = rollout.attempt
+        assert attempt is not None, "only a dequeued rollout has an attempt"
+        await self._channel.send("wait_for_records", attempt.attempt_id, timeout)
+        return await self._channel.call("truncation", attempt.rollout_id, attempt.attempt_id)
 
     async def report_outage(self, source: str, since: float | None, reason: str = "") -> int:
         """Report that a served model is away since a time, or back (None); see `Outages.report`."""

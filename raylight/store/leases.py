@@ -99,6 +99,13 @@ class Leases:
 
     # heartbeats
 
+    def record_heartbeat(
+        self, worker_id: str, stats: str | None, attempt_ids: list[str] | None
+    ) -> tuple[Row, list[str]]:
+        """Record a heartbeat; returns the worker and its obsolete attempts."""
+        obsolete = self.renew_leases(worker_id, attempt_ids)
+        return self._workers.record_heartbeat(worker_id, stats), obsolete
+
     def renew_leases(self, worker_id: str, attempt_ids: list[str] | None) -> list[str]:
         """Renew the leases of the attempts that a worker executes (None: of all that it holds).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from raylight.store.call_batcher import Channel
@@ -12,6 +12,8 @@ from raylight.types import CallKey, Generation, Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
+
+    from raylight.store.budgets import Allowance
 
 
 class RecordWriter:
@@ -88,6 +90,13 @@ class RecordWriter:
             self._deltas.forget(key.attempt_id for key, *_ in closed)
             raise
         return [CallKey(*ids) for ids in rejected]
+
+    async def check_budgets(
+        self, rollout_id: str, attempt_id: str, unrecorded: Mapping[str, int]
+    ) -> Allowance:
+        """Return the budget that an attempt has spent, the tokens that are left, and those of the given calls
+        that are recorded; see `Budgets.check`."""
+        return await self._announcements.call("check_budgets", rollout_id, attempt_id, dict(unrecorded))
 
     async def lose_recorder(self, recorder: str) -> None:
         """Stop waiting for the records of a recorder that is gone.

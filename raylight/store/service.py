@@ -27,6 +27,7 @@ from raylight.config import StoreConfig
 from raylight.errors import DiskError, QueryError, RaylightError, StoreError
 from raylight.store.answered_messages import AnsweredMessages, CallResult
 from raylight.store.attempts import Attempts
+from raylight.store.budgets import Budgets
 from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
@@ -76,11 +77,11 @@ class StoreService(Mailbox):
         self._rollouts = Rollouts(self._journal, clock)
         self._workers = Workers(self._journal, clock)
         self._attempts = Attempts(self._journal, self._rollouts, self._workers, clock, config.lease_seconds)
-        self._outages = Outages(self._journal, self._rollouts, self._attempts, clock)
-        self._leases = Leases(
-            self._journal, self._rollouts, self._attempts, self._workers, self._outages, clock
-        )
-        self._records = Records(self._journal, self._rollouts, self._attempts)
+        tables = (self._journal, self._rollouts, self._attempts)
+        self._outages = Outages(*tables, clock)
+        self._leases = Leases(*tables, self._workers, self._outages, clock)
+        self._records = Records(*tables)
+        self._budgets = Budgets(*tables, clock)
         self._resources = Resources(self._journal, clock)
         self._steps = Steps(self._journal)
         self._queries = Queries(self._journal.reader, clock)
@@ -114,10 +115,12 @@ class StoreService(Mailbox):
             "next_sequence_ids": self._records.next_sequence_ids,
             "capture": self._capture,
             "lose_recorder": self._records.lose_recorder,
+            "check_budgets": self._budgets.check,
+            "truncation": self._budgets.truncation,
             "add_resources": self._resources.add_resources,
             "update_resources": self._resources.update_resources,
             "record_step": self._steps.record,
-            "update_worker": self._update_worker,
+            "update_worker": self._leases.record_heartbeat,
             "report_outage": self._outages.report,
         }
 
@@ -195,13 +198,6 @@ class StoreService(Mailbox):
         if "config" in values:
             self._attempts.apply_config(rollout_id)
         return self._rollouts.state(rollout_id)
-
-    def _update_worker(
-        self, worker_id: str, stats: str | None, attempt_ids: list[str] | None
-    ) -> tuple[Row, list[str]]:
-        """Record a heartbeat; returns the worker and its obsolete attempts."""
-        obsolete = self._leases.renew_leases(worker_id, attempt_ids)
-        return self._workers.record_heartbeat(worker_id, stats), obsolete
 
     def _finish_attempt(
         self,

@@ -14,6 +14,7 @@ from raylight.types import (
     FINISHED,
     ROLLOUT_TRANSITIONS,
     AttemptStatus,
+    FailureKind,
     RolloutConfig,
     RolloutStatus,
 )
@@ -56,7 +57,7 @@ class InfrastructureLosses(NamedTuple):
 def decide(
     status: AttemptStatus,
     sequence_id: int,
-    infrastructure: bool,
+    failure: FailureKind | None,
     losses: InfrastructureLosses,
     config: RolloutConfig,
 ) -> RolloutStatus:
@@ -64,17 +65,18 @@ def decide(
 
     Args:
         sequence_id: number of that attempt, from 1.
-        infrastructure: the attempt was lost to the infrastructure.
+        failure: kind of its failure. An attempt that was lost to the infrastructure is retried within limits
+            of its own, a truncated one never.
         losses: losses of the rollout, including this attempt.
     """
     if status in STATUS_FROM_ATTEMPT:
         return STATUS_FROM_ATTEMPT[status]
     beyond_limit = max(losses.charged - config.infrastructure_retries, 0)  # count like other failed attempts
-    if infrastructure and not beyond_limit:
+    if failure == "infrastructure" and not beyond_limit:
         return "requeuing"
     own_attempts = sequence_id - (losses.lost - beyond_limit)
     retried = status in config.retry_condition and own_attempts < config.max_attempts
-    return "requeuing" if retried else "failed"
+    return "requeuing" if retried and failure != "truncated" else "failed"
 
 
 def backoff_seconds(charged: int, attempt_id: str) -> float:

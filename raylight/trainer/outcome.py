@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from typing import get_args
 
 from raylight.engines.capture_context import OVERRIDDEN
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
@@ -11,7 +12,7 @@ from raylight.experience.batch import BatchReport
 from raylight.experience.call_relations import COUNTED
 from raylight.experience.rewards import effective_reward
 from raylight.trainer.report import Metrics
-from raylight.types import GREEDY, FinishedRollout
+from raylight.types import GREEDY, Budget, FinishedRollout
 
 
 def describe(
@@ -59,6 +60,8 @@ def describe(
         "time/rollout_s": seconds,
         "train/tokens_per_s": tokens / seconds,
     }
+    if any(item.rollout.config.has_budgets for item in sampled):
+        metrics |= _truncation_metrics(sampled)
     if rewards:
         metrics |= {"train/reward": statistics.fmean(rewards), "train/reward_std": statistics.pstdev(rewards)}
     if lengths:
@@ -74,6 +77,13 @@ def _spans_dropped(item: FinishedRollout) -> int:
     metadata = (item.rollout.attempt.metadata if item.rollout.attempt else None) or {}
     count = metadata.get("spans_dropped", 0)
     return count if isinstance(count, int) else 0
+
+
+def _truncation_metrics(sampled: list[FinishedRollout]) -> Metrics:
+    """Return the numbers of rollouts that a budget truncated, in all and by budget."""
+    spent = Counter(item.rollout.attempt.truncated for item in sampled if item.rollout.attempt)
+    by_budget = {f"train/truncated_{budget}": float(spent[budget]) for budget in get_args(Budget)}
+    return {"train/truncated": sum(by_budget.values()), **by_budget}
 
 
 def _constraint_metrics(content: BatchReport) -> Metrics:

@@ -7,11 +7,17 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from raylight.bounds import MAX_COUNT, MAX_SECONDS
+from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SECONDS
 from raylight.config import Config
 from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
 
-FailureKind = Literal["agent", "reward", "hook", "timeout", "unresponsive", "cancelled", "infrastructure"]
+FailureKind = Literal[
+    "agent", "reward", "hook", "truncated", "timeout", "unresponsive", "cancelled", "infrastructure"
+]
+Budget = Literal["max_turns", "max_tokens", "max_seconds"]
+"""Budget that a truncated attempt has spent."""
+TRUNCATED = "truncated"
+"""Metadata key of an attempt: the budget that truncated it."""
 TRAINABLE_AGENTS = "trainable_agents"
 """Metadata key of a rollout: ids of the agents that the rollout marked as trainable."""
 GREEDY = "greedy"
@@ -38,7 +44,13 @@ class Failure(StrictModel):
 
 
 class RolloutConfig(Config):
-    """Time limits and retries of one rollout."""
+    """Limits, retries and budgets of one rollout.
+
+    A budget is of one attempt, and of its calls of models whose tokens raylight records. Once it is spent,
+    further calls are answered with status 400 and the code `rollout_truncated`, which SDKs do not retry.
+    Calls that began before go on. So concurrent calls may exceed a budget, and so may a call that goes to
+    another replica while the tokens of the last one are on their way to the store.
+    """
 
     timeout_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     """Wall-clock limit of an attempt. None: no limit."""
@@ -51,8 +63,23 @@ class RolloutConfig(Config):
     infrastructure_retries: int = Field(default=2, ge=0, le=MAX_COUNT)
     """Maximum number of retries, regardless of `retry_condition`, after failures of the infrastructure: the
     runner died or stopped sending heartbeats, or the engine was down."""
+    max_turns: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Maximum number of answered model calls. None: no limit."""
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """Maximum number of sampled tokens of all calls. A call samples at most the rest, so that its answer may
+    end with the finish reason "length". None: no limit."""
+    max_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
+    """Seconds from the start of an attempt after which no further call begins. Unlike `timeout_seconds`, it
+    leaves the agent time to end. None: no limit."""
+    truncated: Literal["score", "mask", "fail"] = "score"
+    """Treatment of an attempt that spent a budget. "score": the reward that the agent returns, or
+    `truncated_reward` if it raises an error. "mask": the reward counts in the statistics of its group, and
+    its tokens are not trained; without a reward the rollout is left out. "fail": the attempt has failed, and
+    is not retried."""
+    truncated_reward: float = Field(default=0.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
+    """Reward of an attempt whose agent raised an error after it spent a budget, for `truncated="score"`."""
 
-    @field_validator("timeout_seconds", "unresponsive_seconds", mode="before")
+    @field_validator("timeout_seconds", "unresponsive_seconds", "max_seconds", mode="before")
     @classmethod
     def _read_infinity(cls, seconds: Any) -> Any:
         """Return None for infinity, which means no limit too."""
@@ -62,6 +89,11 @@ class RolloutConfig(Config):
     @classmethod
     def _sort_set(cls, condition: Any) -> Any:
         return sorted(condition, key=str) if isinstance(condition, set | frozenset) else condition
+
+    @property
+    def has_budgets(self) -> bool:
+        """True if a budget is set."""
+        return not (self.max_turns is self.max_tokens is self.max_seconds is None)
 
     def __hash__(self) -> int:
         return hash(tuple(map(str, self.__dict__.values())))
@@ -82,6 +114,11 @@ class Attempt(StrictModel):
     """Time of its last span, or of the last heartbeat of its worker for it."""
     failure: Failure | None = None
     metadata: dict[str, Any] | None = None
+
+    @property
+    def truncated(self) -> Budget | None:
+        """Budget that truncated the attempt; None if none did."""
+        return (self.metadata or {}).get(TRUNCATED)
 
 
 class EnqueueRolloutRequest(StrictModel):

@@ -6,15 +6,22 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import anthropic
 import openai
 import pytest
 import ray
 from ray_cluster import Cluster
-from served_replicas import replica_pid, served
+from served_replicas import SECRET, replica_pid, served
 
+from raylight.agent.decorators import rollout as decorate
+from raylight.agent.hooks import HookDispatcher
+from raylight.agent.resources import LLM
+from raylight.runner.runner import Runner
 from raylight.semconv import PROMPT_SOURCE
+from raylight.traces.tracer import DummyTracer
+from raylight.types import Budget, EnqueueRolloutRequest, RolloutConfig
 
 HI = [{"role": "user", "content": "12+30="}]
 DEADLINE_S = 150
@@ -93,6 +100,58 @@ async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> N
         after = next(call for call in kept if call.key.call_id == spliced[0].trace_id)
         assert after.prompt_ids.tolist()[: len(before.token_ids)] == before.token_ids.tolist()
         assert (await model.store.statistics())["calls_repeated"] == 1
+
+
+async def loop_forever(task: str, llm: LLM) -> float:
+    """Call the model until it refuses, with the SDK that the task names."""
+    client: Any
+    if task == "anthropic":
+        base = llm.endpoint.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base, api_key=llm.api_key) as client:
+            while True:
+                await client.messages.create(model="policy", max_tokens=8, messages=HI)
+    async with openai.AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
+        while True:
+            await client.chat.completions.create(model="policy", messages=HI, max_tokens=8)
+
+
+@pytest.mark.usefixtures("connected")
+async def test_an_agent_that_loops_forever_ends_by_each_budget(tmp_path: Path) -> None:
+    budgets: list[dict[str, Any]] = [{"max_turns": 3}, {"max_tokens": 20}, {"max_seconds": 0.5}]
+    async with asyncio.timeout(DEADLINE_S), served(tmp_path) as model:
+        llm = LLM(endpoint=f"{model.url}/v1", model="policy", traced=True)
+        resources = await model.store.add_resources({"llm": llm})
+        requests = [
+            EnqueueRolloutRequest(
+                input=sdk,
+                mode="train",
+                resources_id=resources.resources_id,
+                config=RolloutConfig(**budget, truncated=treatment, truncated_reward=-1.0),
+            )
+            for sdk in ("openai", "anthropic")
+            for budget in budgets
+            for treatment in ("score", "fail")
+        ]
+        ids = [rollout.rollout_id for rollout in await model.store.enqueue_many_rollouts(requests)]
+        runner = Runner(
+            "w", model.store, decorate(loop_forever), DummyTracer(), HookDispatcher([]), SECRET, 12, 12, 60.0
+        )
+        await runner.serve()
+        finished = await model.store.collect(ids)
+    for request, item in zip(requests, finished, strict=True):
+        assert item.rollout.attempt is not None
+        (budget,) = request.config.model_dump(exclude_defaults=True).keys() & {*get_args(Budget)}
+        assert item.rollout.attempt.truncated == budget
+        if request.config.truncated == "fail":
+            assert item.rollout.attempt.failure is not None
+            assert item.rollout.attempt.failure.kind == "truncated"
+        else:
+            assert (item.rollout.status, item.reward) == ("succeeded", -1.0)
+        lengths = [len(call.output_ids) for call in item.generations]
+        if budget == "max_turns":
+            assert len(lengths) == 3
+        if budget == "max_tokens":
+            assert sum(lengths) == 20
 
 
 @pytest.mark.usefixtures("connected")

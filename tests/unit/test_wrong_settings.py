@@ -65,7 +65,7 @@ WRONG: dict[Any, list[Any]] = {
 PARSED = {"rollout_is_threshold", "rollout_rs_threshold"}
 """Texts with numbers, which a parser of their own checks."""
 FREE = {"resource_type"}
-INFINITE = {"timeout_seconds", "unresponsive_seconds"}
+INFINITE = {"timeout_seconds", "unresponsive_seconds", "max_seconds"}
 """Time limits of which infinity means none."""
 
 

@@ -97,6 +97,8 @@ class Bench:
         self.contexts: list[CaptureContext] = []
         self._app = app
         self.versions = itertools.count(1)
+        self.max_tokens: int | None = None
+        """Further limit of the tokens of a choice."""
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.captured), base_url="http://engine", timeout=60
         )
@@ -108,7 +110,8 @@ class Bench:
         """Call the application, with a new capture context for each request."""
         attempt = AttemptScope("ro-1", "at-1")
         dialect = "completions" if scope["path"] == "/v1/completions" else "chat"
-        context = CaptureContext(attempt, dialect, {}, 0.0, new_keys(attempt, 1))
+        keys = new_keys(attempt, 1)
+        context = CaptureContext(attempt, dialect, {}, 0.0, keys, max_tokens=self.max_tokens)
         self.contexts.append(context)
         CURRENT.set(context)
         await self._app(scope, receive, send)

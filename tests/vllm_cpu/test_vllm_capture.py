@@ -55,6 +55,21 @@ async def test_logprobs_that_the_agent_asked_for_are_answered_as_captured(bench:
     assert {len(entry.top_logprobs) for entry in expected} == {3}
 
 
+@pytest.mark.parametrize("requested", [None, 2, 24])
+async def test_a_budget_limits_the_tokens_of_each_choice(bench: Any, requested: int | None) -> None:
+    bench.max_tokens = 3
+    try:
+        limit = {} if requested is None else {"max_tokens": requested}
+        answer = await bench.openai.chat.completions.create(
+            model="policy", messages=HI, n=2, extra_body={"ignore_eos": True}, **limit
+        )
+    finally:
+        bench.max_tokens = None
+    samples = bench.context.samples.values()
+    assert [len(sample.output_ids) for sample in samples] == [min(requested or 3, 3)] * 2
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+
+
 async def test_a_stream_is_captured(bench: Any) -> None:
     stream = await bench.openai.chat.completions.create(
         model="policy", messages=HI, max_tokens=24, stream=True, seed=3, extra_body=TOKENS

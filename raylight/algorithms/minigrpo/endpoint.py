@@ -76,6 +76,7 @@ class Endpoint:
             self._add_spans,
             history=self._store.chat_history,
             is_finished=self._store.is_attempt_finished,
+            check_budgets=self._store.check_budgets,
             training_temperature=self._training_temperature,
         )
         self._server = _Server(

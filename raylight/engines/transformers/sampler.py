@@ -120,6 +120,8 @@ class Sampler:
         sequences = []
         for index, (prompt, requested) in enumerate(zip(prompts, params, strict=True)):
             limit = min(requested.max_tokens, self.max_model_len - len(prompt))
+            if capture is not None and capture.max_tokens is not None:
+                limit = min(limit, capture.max_tokens)
             capped = replace(requested, max_tokens=limit)
             sample = new_sample(index, np.asarray(prompt, np.int32), capped.as_record())
             sequences.append(self._sequence(sample, capped, progressed, adapter, streams))

@@ -114,6 +114,8 @@ class Capture:
                 "an answer under a constraint (schema, required tool, bias, penalty) cannot be recorded for "
                 f"training: {self.constraint_problem}"
             )
+        if capture.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens or capture.max_tokens, capture.max_tokens)
         # the choices of a request share its parameters
         requested = (parent.sampling_params if parent else params).num_logprobs is not None
         if not requested:

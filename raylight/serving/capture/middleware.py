@@ -22,6 +22,7 @@ from raylight.engines.protocol import PROMPT_IDS, Engine
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
+from raylight.serving.capture.call_budgets import CallBudgets
 from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
@@ -49,6 +50,7 @@ class CaptureMiddleware:
         history: loads conversations of an attempt that another replica served before.
         clock: seconds since the epoch.
         finished: finished attempts, shared with the gateway.
+        budgets: limits the calls of attempts with budgets; None limits none.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class CaptureMiddleware:
         history: History | None = None,
         clock: Callable[[], float] = time.time,
         finished: FinishedAttempts | None = None,
+        budgets: CallBudgets | None = None,
     ) -> None:
         self._app = app
         self._engine = engine
@@ -68,6 +71,7 @@ class CaptureMiddleware:
         self._loader = ConversationLoader(conversations, history) if conversations and history else None
         self._clock = clock
         self._finished = finished or FinishedAttempts()
+        self._budgets = budgets
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         attempt = SCOPE.get()
@@ -98,6 +102,8 @@ class CaptureMiddleware:
         headers = dict(scope["headers"])
         context = self._context(attempt, scope, request.fields)
         is_chat = scope["path"] == ChatDialect.path
+        if attempt.has_budgets and self._budgets is not None:
+            await self._budgets.limit(context)
         sent = self._conversations.read(attempt, context.body) if self._conversations and is_chat else None
         known = await self._recorder.open(context.keys, context.start_time)
         captured = CapturedRequest(context, known, send, self._clock, self._conversations, sent)

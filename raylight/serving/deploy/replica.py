@@ -150,6 +150,8 @@ class ReplicaRuntime:
             history=store.chat_history if store is not None else None,
             metrics=metrics,
             is_finished=store.is_attempt_finished if store is not None else None,
+            # the tokens of an upstream model are not known
+            check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
         )
         return add_replica_header(gateway, self._replica)
 

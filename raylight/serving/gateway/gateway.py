@@ -18,6 +18,7 @@ from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.request import MAX_BODY, read_request
+from raylight.serving.capture.call_budgets import CallBudgets, CheckBudgets
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
 from raylight.serving.capture.middleware import CaptureMiddleware
@@ -101,7 +102,8 @@ class Gateway:
             timer.route = route.name
             if attempt is not None:
                 _check_use(use, route)
-                attempt = replace(attempt, trains=use == "train")
+                trains, has_budgets = use in ("train", "train-budgets"), (use or "").endswith("-budgets")
+                attempt = replace(attempt, trains=trains, has_budgets=has_budgets)
             if attempt is not None:
                 await self._check_running(attempt, route, headers)
             await self._serve(route, attempt, scope, receive, answer)
@@ -242,6 +244,7 @@ def build_gateway(
     tolerate_rewrites: bool = True,
     history: History | None = None,
     is_finished: IsFinished | None = None,
+    check_budgets: CheckBudgets | None = None,
     ignore_fields: Sequence[str] = (),
     training_temperature: float | None = None,
 ) -> ASGIApp:
@@ -259,6 +262,8 @@ def build_gateway(
             `StoreClient.chat_history`.
         is_finished: returns True if an attempt has finished, for requests that open no call; normally
             `StoreClient.is_attempt_finished`.
+        check_budgets: returns what an attempt with budgets may still use; normally
+            `StoreClient.check_budgets`. None: no call is limited.
         ignore_fields: request fields to drop, as `EngineConfig.ignore_fields` names them.
         training_temperature: temperature of all calls of training rollouts, which then sample from the whole
             distribution; None leaves the sampling to the agents.
@@ -272,7 +277,10 @@ def build_gateway(
         if token_in and engine.tokenizer is not None:
             conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
         _add_gauges(metrics, recorder, conversations)
-        app = CaptureMiddleware(app, engine, recorder, conversations, history, finished=finished)
+        budgets = None if check_budgets is None else CallBudgets(check_budgets)
+        app = CaptureMiddleware(
+            app, engine, recorder, conversations, history, finished=finished, budgets=budgets
+        )
         if training_temperature is not None:
             app = SamplingOverride(app, training_temperature, metrics.overridden.inc)
     app = TranslationMiddleware(app, template_of(engine.tokenizer))

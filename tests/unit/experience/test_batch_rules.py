@@ -15,7 +15,7 @@ from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build
 from raylight.experience.rewards import TurnReward, greedy_baselines, is_informative
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.trainer.outcome import describe
-from raylight.types import GREEDY, Failure, FinishedRollout, Span
+from raylight.types import GREEDY, Failure, FinishedRollout, RolloutConfig, Span
 
 
 def build(finished: list[FinishedRollout], **rules: Any) -> tuple[TrainBatch, BatchReport]:
@@ -106,6 +106,46 @@ def long_and_short() -> list[FinishedRollout]:
     """The first has a row of six tokens, and one of three; the second one of three."""
     long = with_calls(1.0, [([1, 2], [3, 4, 5, 6], 0.0), ([7, 8], [9], 2.0)])
     return [long, with_calls(0.0, [([1, 2], [3], 0.0)])]
+
+
+def truncated(item: FinishedRollout, treatment: str, budget: str | None = "max_turns") -> FinishedRollout:
+    """Mark a rollout as truncated."""
+    attempt = item.rollout.attempt.model_copy(update={"metadata": {"truncated": budget}})
+    config = RolloutConfig(max_turns=1, truncated=treatment)
+    return dataclasses.replace(
+        item, rollout=item.rollout.model_copy(update={"attempt": attempt, "config": config})
+    )
+
+
+def test_a_masked_truncation_counts_in_its_group_and_trains_no_token() -> None:
+    first, second, third = rewards(1.0, 0.0, 0.5)
+    whole = build([first, second, third])[0]
+    batch, report = build([first, truncated(second, "mask"), truncated(third, "mask", None)])
+    assert (batch.rewards, batch.groups) == (whole.rewards, whole.groups)
+    assert batch.owners == [0, 2]
+    assert (report.trained, report.rows_forced, report.stale_tokens, report.has_signal) == (3, 0, 0, True)
+    assert build([first, truncated(second, "score"), third])[0].owners == [0, 1, 2]
+    unscored = truncated(dataclasses.replace(second, reward=None), "mask")
+    assert build([first, unscored, third])[1].unscored == 1
+
+
+def test_truncated_rollouts_are_counted_by_budget() -> None:
+    items = rewards(1.0, 0.0, 0.5, 0.25)
+    finished = [
+        truncated(items[0], "score"),
+        truncated(items[1], "score"),
+        truncated(items[2], "score", "max_seconds"),
+        truncated(items[3], "score", None),
+    ]
+    metrics = describe(finished, build(finished)[1], seconds=1.0)
+    assert {name: n for name, n in metrics.items() if name.startswith("train/truncated")} == {
+        "train/truncated": 3,
+        "train/truncated_max_turns": 2,
+        "train/truncated_max_tokens": 0,
+        "train/truncated_max_seconds": 1,
+    }
+    plain = rewards(1.0, 0.0)
+    assert "train/truncated" not in describe(plain, build(plain)[1], seconds=1.0)
 
 
 def test_a_long_row_raises_and_names_the_settings() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from raylight.agent.decorators import rollout as decorate
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
-from raylight.runner.execute import RolloutContext, execute
+from raylight.runner.execute import FindTruncation, RolloutContext, execute
 from raylight.runner.outcome import Outcome
 from raylight.runner.runner import Runner
 from raylight.runner.threads import AgentThreads
@@ -143,6 +143,7 @@ async def run_attempt(
     hooks: Iterable[Any] = (),
     threads: AgentThreads | None = None,
     timeout: float | None = 5.0,
+    find_truncation: FindTruncation | None = None,
     **resources: Any,
 ) -> tuple[Outcome, list[Span]]:
     """Execute one attempt without runner and store. Return its outcome and its spans."""
@@ -150,7 +151,7 @@ async def run_attempt(
     given = rollout or make_rollout(task=3, timeout=timeout)
     with context.tracer.attempt(given) as trace:
         async with within():
-            return await execute(context, given, resources, trace), trace.spans
+            return await execute(context, given, resources, trace, find_truncation), trace.spans
 
 
 async def enqueue(store: StoreClient, tasks: Iterable[Any], **config: Any) -> list[str]:

@@ -132,6 +132,8 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         ["update_resources", resources_id, encode_payload({"a": 2})],
         ["record_step", "lineage", 1, "[[0], []]"],
         ["capture", [opened], [closed]],
+        ["check_budgets", *ids_of(rollout), {}],
+        ["truncation", *ids_of(rollout)],
         ["lose_recorder", "another"],
         ["add_spans", [span_row(span_of(rollout))]],
         ["next_sequence_ids", [ids_of(rollout)]],

@@ -98,7 +98,8 @@ def test_only_charged_losses_use_up_retries(
     config: dict[str, Any],
     expected: str,
 ) -> None:
-    assert decide(status, sequence_id, infrastructure, losses, RolloutConfig(**config)) == expected
+    kind = "infrastructure" if infrastructure else None
+    assert decide(status, sequence_id, kind, losses, RolloutConfig(**config)) == expected
 
 
 async def test_the_only_attempt_of_a_runner_is_charged(box: Box) -> None:

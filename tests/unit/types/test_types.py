@@ -191,6 +191,11 @@ def test_a_trajectory_counts_what_it_trains() -> None:
         {"retry_condition": {"boredom"}},
         {"retries": 3},
         {"infrastructure_retries": -1},
+        {"max_turns": 0},
+        {"max_tokens": 1.5},
+        {"max_seconds": 0},
+        {"truncated": "drop"},
+        {"truncated_reward": float("nan")},
     ],
 )
 def test_a_rollout_config_refuses_what_it_cannot_mean(wrong: dict) -> None:

@@ -112,6 +112,13 @@ async def test_max_tokens_never_leads_beyond_the_models_length(make_engine: Make
     assert len(results[2].output_ids) == 1
 
 
+async def test_a_budget_limits_the_asked_tokens(make_engine: MakeEngine) -> None:
+    context, engine = open_context(), make_engine()
+    context.max_tokens = 3
+    sampled = await engine.generate([5], SamplingParams(1000, ignore_eos=True))
+    assert (len(sampled.output_ids), sampled.finish_reason) == (3, "length")
+
+
 async def test_the_models_own_length_limits_the_asked_one(make_engine: MakeEngine) -> None:
     assert make_engine(max_model_len=10**6).max_model_len == 1024
 

@@ -18,6 +18,7 @@ from gateway_helpers import KEY, MINE, Replica
 
 from raylight.http.context_length import ContextLengthError
 from raylight.http.errors import RequestError, UnknownModelError, error_body
+from raylight.serving.capture.call_budgets import RolloutTruncatedError
 from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it asks the network for prices
@@ -115,6 +116,13 @@ CASES = {
     ),
     "finished attempt": Case(
         401, error_body(AttemptFinishedError()), "invalid_api_key", DENIED, "authentication_error"
+    ),
+    "truncated rollout": Case(
+        400,
+        error_body(RolloutTruncatedError("max_turns")),
+        "rollout_truncated",
+        BAD,
+        "invalid_request_error",
     ),
     "field": Case(400, error_body(RequestError("n: it must be 1")), None, BAD, "invalid_request_error"),
     "field, vLLM": Case(
