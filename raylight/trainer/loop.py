@@ -13,13 +13,17 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from raylight.aio import cancel_all
 from raylight.errors import LearnerLostError
+from raylight.experience.batch import BatchReport
+from raylight.experience.ledger import Ledger
 from raylight.trainer.evaluation import Evaluator
+from raylight.trainer.load_watch import LoadWatch
 from raylight.trainer.outcome import describe, raise_if_hopeless
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Metrics, Report
@@ -56,6 +60,11 @@ class Training:
             run, self._rollouts, train_tasks, self._check, report.rollout_progress("train")
         )
         self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)
+        ceiling = run.settings.runner.n * run.settings.runner.max_concurrent
+        self._loads = LoadWatch(run.learners.replicas, self._groups, ceiling)
+        self._ledger = Ledger()
+        if start.ledger and not start.starts_new_lineage:
+            self._ledger.load_state_dict(start.ledger)
         self._evaluation = self._evaluator.state_dict()
         """State of the evaluator after the last logged step."""
         self._publication: asyncio.Task[Metrics] | None = None
@@ -77,7 +86,8 @@ class Training:
         await self._rollouts.add_resources()
         await self._groups.load()
         try:
-            async with self._groups.dispatching():
+            watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
+            async with self._groups.dispatching(), watching:
                 while not self._is_over:
                     fault = await self._advance(fault)
         finally:
@@ -114,7 +124,7 @@ class Training:
             metrics |= await self._until_failure(self._evaluator.evaluate(step))
         if is_new:
             self._steps_without_signal = without_signal
-            self._log(step, metrics)
+            await self._log(step, metrics)
         if step >= self._reported and self._is_saved(step):
             await self._save_state(step)
         self._next = step + 1
@@ -134,6 +144,7 @@ class Training:
             training.trained_agents,
             self._learners.version,
         )
+        await self._enter(step, rollouts, content)
         metrics = describe(rollouts, content, rollout_s, algorithm.failure_reward)
         report.batch(content)
         if not content.has_signal:
@@ -154,8 +165,19 @@ class Training:
         self._report.failures(rollouts)
         raise_if_hopeless(rollouts, self._algorithm.failure_reward)
 
-    def _log(self, step: int, metrics: Metrics) -> None:
+    async def _enter(self, step: int, rollouts: list[FinishedRollout], content: BatchReport) -> None:
+        """Enter the tokens of a step into the ledger."""
+        dropped = self._groups.dropped_ids(step)
+        ids = [item.rollout.rollout_id for item in rollouts]
+        counts = await self._run.store.count_sampled_tokens([*ids, *dropped])
+        self._ledger.take(step, rollouts, content, counts, dropped)
+
+    async def _log(self, step: int, metrics: Metrics) -> None:
+        """Report a step."""
         counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
+        counters |= self._ledger.row(await self._groups.sampled_tokens(step)).metrics()
+        if self._is_asynchronous:
+            counters |= self._loads.metrics()
         self._report.step(step, metrics | counters)
         self._reported, self._evaluation = step, self._evaluator.state_dict()
 
@@ -236,6 +258,7 @@ class Training:
             groups=self._groups.taken_up_to(step),
             steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict(),
+            ledger=self._ledger.state_dict(step),
         )
         await self._learners.save_state(step, metadata)
 

@@ -45,7 +45,7 @@ SAME_UPDATES = {
 """Settings of an algorithm that do not affect its updates."""
 NOT_COMPARED = {"name", "versions", "resources"}
 """Top-level keys of a run's configuration that may differ from those of the training state."""
-PROGRESS_KEYS = ("version", "groups", "steps_without_signal", "evaluation")
+PROGRESS_KEYS = ("version", "groups", "ledger", "steps_without_signal", "evaluation")
 """Fields of a ResumePoint that are stored with a training state."""
 STORE_TIMEOUT_S = 30.0
 
@@ -60,6 +60,7 @@ class ResumePoint:
         step: last completed step.
         version: weight version after that step.
         groups: groups of rollouts that were taken up to that step, as arguments of `TakenGroups`.
+        ledger: result of `Ledger.state_dict` up to that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
         parent_lineage: the lineage that was abandoned if this point starts a new one in the same run
@@ -75,6 +76,7 @@ class ResumePoint:
     step: int = 0
     version: int = 0
     groups: dict[str, Any] = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
     steps_without_signal: int = 0
     evaluation: dict[str, Any] | None = None
     parent_lineage: str | None = None

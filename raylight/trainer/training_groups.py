@@ -25,7 +25,7 @@ from raylight.trainer.pacer import Pacer
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.rollouts import Progress, cancel_rollouts, wait_for_rollouts
 from raylight.trainer.run import Run
-from raylight.types import FinishedRollout, StepGroups
+from raylight.types import FinishedRollout, StepGroups, TokenTotals
 
 
 class TakenGroups:
@@ -120,6 +120,9 @@ class TrainingGroups:
         self._dropped: list[int] = []
         """Groups that the next step drops."""
         self._outages = run.serving.outages
+        self._limit: int | None = None
+        self.ended = 0
+        """Number of rollouts that were decided since the start of this process."""
         self._changed = BroadcastCondition()
 
     async def load(self) -> None:
@@ -149,7 +152,35 @@ class TrainingGroups:
         self._pacer.published = step
         self._changed.notify_all()
 
+    async def sampled_tokens(self, step: int) -> TokenTotals:
+        """Return the store's counts of the tokens of all groups, and of those that were not taken up to a
+        step."""
+        taken = TakenGroups(**self._saved.to_json())
+        for later in range(self._saved_step + 1, step + 1):
+            taken.add(self._records[later])
+        # of groups that were dispatched meanwhile, or before a resume, only the largest number is known
+        algorithm, last = self._algorithm, max([self._taken.next, *self._decided])
+        end = last + (algorithm.max_staleness + 2) * algorithm.tasks_per_step * algorithm.max_rounds
+        groups = itertools.takewhile(lambda group: group <= end, taken.rest())
+        open_ids = [name for group in groups for name in self._rollouts.group_ids(group)]
+        return await self._run.store.token_totals(f"{self._run.start.lineage}-train-", open_ids)
+
+    def dropped_ids(self, step: int) -> list[str]:
+        """Return the ids of the rollouts that a step dropped."""
+        return [name for group in self._records[step].dropped for name in self._rollouts.group_ids(group)]
+
     # dispatch
+
+    @property
+    def in_progress(self) -> int:
+        """Number of dispatched rollouts that are not decided."""
+        size = len(self._rollouts.group_ids(0))
+        return sum(size - self._decided[group] for group in self._waiting)
+
+    def limit(self, rollouts: int) -> None:
+        """Dispatch no group while so many rollouts are in progress."""
+        self._limit = rollouts
+        self._changed.notify_all()
 
     @contextlib.asynccontextmanager
     async def dispatching(self) -> AsyncIterator[None]:
@@ -180,13 +211,18 @@ class TrainingGroups:
         algorithm, finished = self._algorithm, self._finished.values()
         without_signal = sum(not group.is_informative for group in finished)
         most = (algorithm.max_rounds - 1) * algorithm.tasks_per_step
-        return self._pacer.room(len(self._dropped) + min(without_signal, most))
+        room = self._pacer.room(len(self._dropped) + min(without_signal, most))
+        if self._limit is None or not room:
+            return room
+        size = len(self._rollouts.group_ids(0))
+        return min(room, max(-(-(self._limit - self.in_progress) // size), 0 if self._waiting else 1))
 
     async def _wait(self, group: int) -> None:
         """Wait until all rollouts of a group are decided, and read them."""
         ids = self._rollouts.group_ids(group)
 
         def show(done: int, _: int) -> None:
+            self.ended += max(done - self._decided[group], 0)
             self._decided[group] = done
             self._progress(sum(self._decided.values()), len(self._decided) * len(ids))
 
@@ -194,8 +230,8 @@ class TrainingGroups:
         rollouts = await self._rollouts.collect(ids)
         algorithm = self._algorithm
         informative = is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards)
-        self._finished[group] = FinishedGroup(rollouts, informative)
         del self._waiting[group]
+        self._finished[group] = FinishedGroup(rollouts, informative)
         self._changed.notify_all()
 
     # training steps

@@ -20,6 +20,7 @@ from unit_helpers import within
 import raylight as rl
 from raylight.aio import task_group
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.engines.protocol import EngineLoad
 from raylight.errors import LearnerLostError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
@@ -151,6 +152,9 @@ class Engines:
     def __init__(self) -> None:
         self.weights, self.version = START, 0
 
+    async def loads(self) -> dict[str, EngineLoad]:
+        return {}
+
 
 class Publications:
     """Publishes the learners' weights to the engines."""
@@ -229,7 +233,7 @@ class FakeRun(Run):
         self.engines = Engines()
         self.learners = Learners(self.settings, self.training, serving, self.start, lambda text: None)
         ranks: Any = Ranks(self.world)
-        self.learners.group = ranks
+        self.learners.group, self.learners.replicas = ranks, self.engines  # type: ignore[assignment]
         self.learners.publications = Publications(self.world, ranks, self.engines)  # type: ignore[assignment]
         if not self.start.is_fresh:
             await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
