@@ -35,11 +35,26 @@ DRIFT_COLUMNS: list[tuple[str, str, str]] = [
     ("rows/rollout", "trace/rows_per_rollout", "{:.2f}"),
 ]
 """Columns that are shown once calls start new rows although they continue a conversation."""
+OVERLAP_COLUMNS: list[tuple[str, str, str]] = [
+    ("staleness", "async/staleness_mean", "{:.2f}"),
+    ("oldest", "async/staleness_max", "{:.0f}"),
+]
+"""Columns of asynchronous training."""
 
 
 def cell(metrics: Metrics, key: str, form: str) -> str:
     """Return a formatted metric; empty if a step does not have it."""
     return form.format(metrics[key]) if key in metrics else ""
+
+
+def columns_of(rows: list[Metrics]) -> list[tuple[str, str, str]]:
+    """Return the columns that the metrics of some steps need."""
+    columns = list(COLUMNS)
+    if any("async/staleness_mean" in row for row in rows):
+        columns += OVERLAP_COLUMNS
+    if any(row.get("trace/drifts") for row in rows):
+        columns += DRIFT_COLUMNS
+    return columns
 
 
 class PlainDisplay:
@@ -62,7 +77,7 @@ class PlainDisplay:
         """Print nothing: each update would be a line of its own."""
 
     def step(self, step: int, metrics: Metrics) -> None:
-        columns = COLUMNS + (DRIFT_COLUMNS if metrics.get("trace/drifts") else [])
+        columns = columns_of([metrics])
         shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in columns if key in metrics]
         self._print(f"step {step}/{self._total}  " + "  ".join(shown))
 
@@ -105,8 +120,7 @@ class LiveDisplay:
         self._live.console.print(escape(text), style="yellow", highlight=False)
 
     def _render(self) -> Group:
-        drifted = any(metrics.get("trace/drifts") for _, metrics in self._rows)
-        columns = COLUMNS + (DRIFT_COLUMNS if drifted else [])
+        columns = columns_of([metrics for _, metrics in self._rows])
         names = [name for name, _, _ in columns]
         table = Table("step", *names, box=None, header_style="bold", pad_edge=False)
         for column in table.columns:

@@ -71,6 +71,8 @@ class Training:
         """The last publication of weights, which may be in progress."""
         self._published: int | None = None
         """Step whose weights it publishes."""
+        self._taken_at = time.perf_counter()
+        """Time at which the last step had its rollouts."""
         self._is_fork = start.step > 0 and start.starts_new_lineage
         """True if the state at the starting point must be saved, because it is of another lineage."""
         self._is_over = False
@@ -136,7 +138,8 @@ class Training:
             report.stage(f"replaying step {step}")
         started = time.perf_counter()
         rollouts = await self._until_failure(self._groups.take(step))
-        rollout_s = time.perf_counter() - started
+        ended = time.perf_counter()
+        wait_s, cycle_s, self._taken_at = ended - started, ended - self._taken_at, ended
         batch, content = await asyncio.to_thread(  # long rollouts do not block the event loop
             algorithm.build_train_batch,
             rollouts,
@@ -145,7 +148,10 @@ class Training:
             self._learners.version,
         )
         await self._enter(step, rollouts, content)
+        rollout_s = cycle_s if self._is_asynchronous else wait_s
         metrics = describe(rollouts, content, rollout_s, algorithm.failure_reward)
+        if self._is_asynchronous:
+            metrics |= self._describe_overlap(step, wait_s)
         report.batch(content)
         if not content.has_signal:
             return metrics, False
@@ -155,6 +161,18 @@ class Training:
         metrics["weights/version"] = float(self._learners.version)
         metrics["time/update_s"] = time.perf_counter() - started
         return metrics, True
+
+    def _describe_overlap(self, step: int, wait_s: float) -> Metrics:
+        """Return the metrics of an asynchronous step.
+
+        Args:
+            wait_s: time for which the learners waited for rollouts.
+        """
+        return {
+            "async/trainer_idle_s": wait_s,
+            "async/publish_lag": float(self._learners.version - self._learners.published),
+            "async/dropped_rollouts": float(len(self._groups.dropped_ids(step))),
+        }
 
     def _check(self, rollouts: list[FinishedRollout]) -> None:
         """Report the failures of a step's rollouts.

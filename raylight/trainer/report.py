@@ -199,6 +199,7 @@ class Report(ProgressReporter):
                 "drifts": self._drifts.summary(),
                 "masked_calls": self._total("off_policy/calls"),
                 "overridden_calls": self._total("off_policy/overridden_calls"),
+                "tokens": self._ledger(),
                 "checkpoint": str(self.checkpoint),
                 "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
                 "counts": counts,
@@ -224,6 +225,13 @@ class Report(ProgressReporter):
     def close(self) -> None:
         """Finish the loggers, after a success or an error."""
         self._loggers.finish()
+
+    def _ledger(self) -> dict[str, int]:
+        """Return what became of all tokens that training rollouts sampled, up to the last step."""
+        last = next((row for row in reversed(self._history) if "ledger/generated" in row), {})
+        return {
+            name.removeprefix("ledger/"): int(n) for name, n in last.items() if name.startswith("ledger/")
+        }
 
     def _total(self, metric: str) -> int:
         """Return the sum of a count over all steps."""

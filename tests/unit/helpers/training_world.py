@@ -356,7 +356,9 @@ async def live(
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
             async with run.watched():
                 await work
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["ledger/unaccounted"] == 0 for row in rows)
+    return rows
 
 
 async def recorded_steps(world: World) -> dict[int, StepGroups]:

@@ -31,10 +31,6 @@ def check(world: World, rows: list[dict]) -> None:
     """Assert that every step was taken once, and every group by one step."""
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert [row["weights/version"] for row in rows[1:]] == list(range(1, STEPS + 1))
-    for row in rows:
-        tokens = {name.partition("/")[2]: n for name, n in row.items() if name.startswith("ledger/")}
-        assert tokens["unaccounted"] == 0
-        assert tokens["generated"] >= tokens["trained"] >= 0
     assert rows[-1]["ledger/trained"] > 0
     steps = asyncio.run(recorded_steps(world))
     assert sorted(steps) == list(range(1, STEPS + 1))
