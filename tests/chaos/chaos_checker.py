@@ -24,8 +24,8 @@ from raylight.store.service import StoreService
 from raylight.trainer.blocking import run_blocking
 from raylight.types import Attempt, FinishedRollout
 
-NAME = re.compile(r"(?P<lineage>\w+)-(?P<mode>train|val)-(?P<step>\d+)-")
-"""Name of a rollout, which the Trainer's loop makes."""
+NAME = re.compile(r"(?P<lineage>\w+)-(?P<mode>train|val)-(?P<number>\d+)-")
+"""Name of a rollout, made by the Trainer's loop, with the number of its group or of the validated step."""
 MAX_MISMATCH = 1e-2
 """Largest difference of log-probs of engine and learner for the same weights."""
 
@@ -48,6 +48,7 @@ class Evidence:
         rows: `metrics.jsonl`.
         steps: planned number of steps.
         group: number of training rollouts in each step.
+        tasks: number of groups in each step.
         may_fail: number of rollouts that the fault itself may fail.
     """
 
@@ -60,6 +61,7 @@ class Evidence:
     steps: int
     group: int
     may_fail: int = 0
+    tasks: int = 1
     lineage: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,9 @@ class Evidence:
         self.lineage = last["lineage"] if last else ""
 
 
-def read_evidence(folder: Path, run: Path, steps: int, group: int, may_fail: int = 0) -> Evidence:
+def read_evidence(
+    folder: Path, run: Path, steps: int, group: int, may_fail: int = 0, tasks: int = 1
+) -> Evidence:
     """Read the records of a run.
 
     Args:
@@ -88,6 +92,7 @@ def read_evidence(folder: Path, run: Path, steps: int, group: int, may_fail: int
         steps,
         group,
         may_fail,
+        tasks,
     )
 
 
@@ -126,7 +131,13 @@ def _current(evidence: Evidence) -> Iterator[tuple[FinishedRollout, str, int]]:
     for item in evidence.rollouts:
         match = NAME.match(item.rollout.rollout_id)
         if match and match["lineage"] == evidence.lineage:
-            yield item, match["mode"], int(match["step"])
+            yield item, match["mode"], _step_of(match, evidence)
+
+
+def _step_of(match: re.Match[str], evidence: Evidence) -> int:
+    """Return the step that a rollout belongs to: groups are trained in order."""
+    number = int(match["number"])
+    return number // evidence.tasks + 1 if match["mode"] == "train" else number
 
 
 def _check_complete(evidence: Evidence) -> Iterator[Finding]:
@@ -210,7 +221,7 @@ def _check_batches(evidence: Evidence) -> Iterator[Finding]:
         if "loaded" in line:
             trained = line["loaded"]
             continue
-        (step,) = {int(match["step"]) for name in line["rewards"] if (match := NAME.match(name))}
+        (step,) = {_step_of(match, evidence) for name in line["rewards"] if (match := NAME.match(name))}
         if step <= trained:
             yield Finding("twice", f"step {step} was trained again after step {trained}")
         trained = step

@@ -22,7 +22,7 @@ from chaos_surroundings import SmallDisk
 from chaos_table import Row
 from two_nodes import TwoNodes
 
-STEPS, GROUP = 8, 32
+STEPS, GROUP, TASKS = 8, 32, 8
 """Steps of a run, and training rollouts of each step."""
 START_S, DRIVER_S, CLEAN_S = 150.0, 200.0, 75.0
 """Deadlines: from a driver's start to the moment of the fault, from there to its end, and for the end of its
@@ -74,7 +74,9 @@ class Experiment:
             self._row.left += self._processes.wait_for_end(CLEAN_S)
             self._row.left += self._processes.files()
             self._measure()
-            evidence = read_evidence(self._folder, self._run_folder, STEPS, GROUP, self._fault.may_fail)
+            evidence = read_evidence(
+                self._folder, self._run_folder, STEPS, GROUP, self._fault.may_fail, TASKS
+            )
             self._row.findings = check(evidence)
         return self._row
 

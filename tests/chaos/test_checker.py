@@ -17,7 +17,7 @@ from raylight.semconv import CALL_ID, OUTPUT_MESSAGES
 from raylight.types import CallKey, EnqueueRolloutRequest
 
 STEPS, GROUP = 2, 2
-ROLLOUTS = [f"abc-train-{step}-0-0-{sample}" for step in range(1, STEPS + 1) for sample in range(GROUP)]
+ROLLOUTS = [f"abc-train-{number}-{sample}" for number in range(STEPS) for sample in range(GROUP)]
 
 
 def append(file: Path, line: dict) -> None:
@@ -54,7 +54,7 @@ async def folder(tmp_path: Path) -> Path:
     append(tmp_path / "metrics.jsonl", {"step": 0})
     async with open_box(tmp_path / "store.db") as box:
         for step in range(1, STEPS + 1):
-            names = [name for name in ROLLOUTS if f"train-{step}-" in name]
+            names = [name for name in ROLLOUTS if f"train-{step - 1}-" in name]
             rewards = {name: await add_rollout(box, tmp_path, name, step - 1) for name in names}
             append(tmp_path / BATCHES, {"rewards": rewards, "driver": 1})
             append(tmp_path / BATCHES, {"loaded": step - 1, "driver": 1})
@@ -105,11 +105,11 @@ def raise_instead(line: dict) -> dict:
 OF_ROLLOUT = "WHERE rollout_id = :name"
 DOCTORED: dict[str, tuple[str, Doctor]] = {
     "1 of 2 rollouts": ("lost", edit_store(f"DELETE FROM rollouts {OF_ROLLOUT}")),
-    "abc-train-1-0-0-0 failed": ("lost", edit_store(f"UPDATE rollouts SET status = 'failed' {OF_ROLLOUT}")),
+    "abc-train-0-0 failed": ("lost", edit_store(f"UPDATE rollouts SET status = 'failed' {OF_ROLLOUT}")),
     "without the reward": ("lost", edit_store(f"DELETE FROM spans {OF_ROLLOUT} AND reward IS NOT NULL")),
     "1 of 2 responses": (
         "lost",
-        edit_store(f"DELETE FROM calls {OF_ROLLOUT} AND substr(call_id, 19, 1) = '1'"),
+        edit_store(f"DELETE FROM calls {OF_ROLLOUT} AND substr(call_id, 15, 1) = '1'"),
     ),
     "lacks the steps": ("lost", edit_lines("metrics.jsonl", lambda row: row if row["step"] else None)),
     "no summary": ("lost", lambda folder: (folder / "summary.json").unlink()),
@@ -155,5 +155,5 @@ def test_a_correct_run_has_no_findings(folder: Path) -> None:
 
 
 def test_a_fault_may_fail_rollouts(folder: Path) -> None:
-    DOCTORED["abc-train-1-0-0-0 failed"][1](folder)
+    DOCTORED["abc-train-0-0 failed"][1](folder)
     assert not [f for f in findings(folder, may_fail=1) if f.kind == "lost"]
