@@ -72,9 +72,10 @@ def launched(
             yield train_policy(fit, report, connection.owns_cluster)
 
 
-def show_summary(fit: Fit, summary: dict[str, Any]) -> dict[str, Any]:
-    """Print the summary of a run; return it."""
-    (print_summary if fit.reports_training else print_run)(summary, str(fit.folder))
+def show_summary(fit: Fit, summary: dict[str, Any], arguments: TrainerArguments) -> dict[str, Any]:
+    """Print the summary of a run, unless its progress is not shown; return it."""
+    if arguments.progress:
+        (print_summary if fit.reports_training else print_run)(summary, str(fit.folder))
     return summary
 
 

@@ -232,7 +232,7 @@ class Trainer:
             algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
             fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
             with self._launched(fit) as work:
-                return self._show_summary(fit, run_blocking(work, LossGuard(fit.remedy)))
+                return show_summary(fit, run_blocking(work, LossGuard(fit.remedy)), self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
@@ -244,7 +244,7 @@ class Trainer:
         algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
         fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
         with self._launched(fit) as work:
-            return self._show_summary(fit, await until_lost(work, fit.remedy))
+            return show_summary(fit, await until_lost(work, fit.remedy), self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class Trainer:
         with short_errors():
             fit = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
             with self._launched(fit) as work:
-                return self._show_summary(fit, run_blocking(work, LossGuard(fit.remedy)))
+                return show_summary(fit, run_blocking(work, LossGuard(fit.remedy)), self.arguments)
 
     def evaluate(
         self,
@@ -318,9 +318,6 @@ class Trainer:
         given = as_agent(agent if is_agent(agent) else self.agent)
         payload = RunnerPayload(given, self.tracer, self.hooks)
         return RemoteRunnerProcess(self.run_name, payload, self.runner, self.arguments)
-
-    def _show_summary(self, fit: Fit, summary: dict[str, Any]) -> dict[str, Any]:
-        return show_summary(fit, summary) if self.arguments.progress else summary
 
     def _plan(
         self,
