@@ -31,7 +31,7 @@ PAGES = {
 }
 """Title of each page, and the subpackages and modules whose public names it describes, by file name."""
 BASE_CLASSES = (
-    "raylight.config.Config",
+    "raylight.base_config.Config",
     "raylight.types.rollouts.StrictModel",
     "raylight.types.spans.ExtensibleModel",
 )

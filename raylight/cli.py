@@ -1,5 +1,5 @@
-"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `trace`, `export` and
-`doctor`.
+"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `scale`, `trace`,
+`export` and `doctor`.
 
 A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
 is the dotted name of a setting, VALUE is read as YAML.
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from raylight.cli_options import Address, AgentName, Assignments, Dtype, Engine, ModelName, Port, Runners
+from raylight.cli_runs import export, scale, trace
 from raylight.errors import RaylightError
 
 app = typer.Typer(
@@ -305,54 +306,8 @@ def runner(
     rl.Trainer(role="runner", run_name=run, runner=settings, address=address).fit(agent)
 
 
-@app.command()
-def trace(
-    run: Annotated[Path, typer.Argument(help="Run directory, or the file of its store.", metavar="RUN")],
-    rollout: Annotated[list[str] | None, typer.Option(help="Id of a rollout; may be repeated.")] = None,
-    last: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of rollouts from the end; 1 by default, all of those that are named."
-        ),
-    ] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Only rollouts that failed.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="All attributes of all spans, without cuts, with the tokens.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per line and rollout, with its calls.")
-    ] = False,
-) -> None:
-    """Print recorded rollouts: messages, tools, rewards, failures, and for each call its relation to earlier
-    calls and the origins of its prompt's tokens. The run may still be in progress."""
-    from raylight.trainer.run_records import print_traces
-
-    if last is None and not rollout:
-        last = 1
-    count = print_traces(run, rollout_ids=rollout, failed=failed, last=last, full=full, as_json=as_json)
-    if not count and not as_json:
-        print("no rollout matches")
-
-
-@app.command()
-def export(
-    state: Annotated[
-        str,
-        typer.Argument(
-            help="Training state: RUN/state/step-8, RUN/state for the last one, or a URL.", metavar="STATE"
-        ),
-    ],
-    output: Annotated[Path, typer.Argument(help="New folder for the model.", metavar="OUTPUT")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="Folder of the initial model of the run; its original path by default."),
-    ] = None,
-) -> None:
-    """Write the model of a training state in Hugging Face format, and its adapter in peft's."""
-    from raylight.learner.export import export_state
-
-    export_state(state, output, model)
-    print(f"wrote {output}")
+for _command in (scale, trace, export):
+    app.command()(_command)
 
 
 @app.command()

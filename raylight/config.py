@@ -1,102 +1,15 @@
-"""Typed settings. An unknown key raises an error that names the nearest known keys."""
+"""Typed settings of the engines, runners, store, learners and training states."""
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, field_validator, model_validator
 
-from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS, check_plain
-from raylight.errors import ConfigError
+from raylight.base_config import Config
+from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS
 from raylight.ray_resources import CustomResources
 from raylight.request_fields import PROTECTED
-
-MAX_SHOWN = 120
-"""Characters of a wrong value that an error message shows."""
-
-
-class Config(BaseModel):
-    """Base class of all settings: frozen after creation; unknown keys are rejected; numbers are finite and
-    bounded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def __init__(self, **values: Any) -> None:
-        """Validate the settings.
-
-        Raises:
-            ConfigError: a key is unknown or a value is invalid; the message names each of them.
-        """
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(validation_message(type(self), error)) from None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
-        return check_plain(cls, str(info.field_name), value)
-
-    @classmethod
-    def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
-        """Return settings from an instance, a dict, or None (all defaults), updated with overrides.
-
-        Args:
-            values: the settings.
-            overrides: settings given as separate arguments, such as `n_runners`; None counts as not given.
-
-        Raises:
-            ConfigError: a key is unknown, a value is invalid, `values` is of another type, or a setting has
-                different values in `values` and in `overrides`.
-        """
-        if not isinstance(values, cls | dict | None):
-            raise ConfigError(f"{cls.__name__} takes a dict or a {cls.__name__}, not {type(values).__name__}")
-        settings = values.model_dump(exclude_unset=True) if isinstance(values, cls) else dict(values or {})
-        arguments = {name: value for name, value in overrides.items() if value is not None}
-        for name, value in arguments.items():
-            if settings.get(name) is not None and settings[name] != value:
-                raise ConfigError(
-                    f"{cls.__name__}.{name} is {settings[name]!r} in the settings and {value!r} as an "
-                    "argument; give it once"
-                )
-        return cls(**settings | arguments)
-
-
-def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
-    """Return one phrase for each invalid key of a pydantic error, joined by semicolons."""
-    phrases = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"])
-        cause = item.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # of settings within these, whose message names them
-            phrases.append(str(cause))
-        elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
-                cls.model_fields
-            )
-            phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
-        else:
-            phrases.append(f"{cls.__name__}.{name}: {item['msg']} (got {excerpt(item.get('input'))})")
-    return "; ".join(phrases)
-
-
-def excerpt(value: Any) -> str:
-    """Return the representation of a value, cut to one line."""
-    try:
-        text = repr(value)
-    except Exception as error:  # whatever the value's own class raises, or a number with too many digits
-        return f"a {type(value).__name__} without representation: {type(error).__name__}"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def cpu_threads(config: EngineConfig | LearnerConfig) -> int:
@@ -123,7 +36,12 @@ class EngineConfig(Config):
     replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Serve replicas, each with an engine of its own."""
     max_replicas: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """Upper limit of Serve's autoscaling by load. None: always `replicas`."""
+    """Upper limit of Serve's autoscaling by load. None: `replicas`, until `raylight scale` changes it."""
+    target_ongoing_requests: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """Concurrent requests of each replica that autoscaling aims at. None: `max_concurrent`."""
+    drain_timeout_s: float = Field(default=60.0, ge=0, le=MAX_SECONDS)
+    """Seconds for which a replica that is taken away, by `raylight scale`, autoscaling or because its node
+    drains, may finish its requests. Then agents' clients send them again, to another replica."""
     num_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a replica. Half a core suffices in the synchronous loop, where engines and
     learners never compute at the same time."""
@@ -199,6 +117,11 @@ class EngineConfig(Config):
     def _check(self) -> Self:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas} is less than replicas={self.replicas}")
+        if self.target_ongoing_requests is not None and not self.autoscales:
+            raise ValueError(
+                f"target_ongoing_requests={self.target_ongoing_requests:g} has no effect without "
+                "autoscaling; set max_replicas to more than replicas"
+            )
         if self.min_replicas > self.replicas:
             raise ValueError(f"min_replicas={self.min_replicas} is more than replicas={self.replicas}")
         if self.kind == "upstream" and self.url is None:
@@ -213,6 +136,11 @@ class EngineConfig(Config):
                 "one GPU; give 1 or less, and args={'tensor_parallel_size': ...} for one engine on several"
             )
         return self
+
+    @property
+    def autoscales(self) -> bool:
+        """True if Serve changes the number of replicas by load."""
+        return self.max_replicas is not None and self.max_replicas > self.replicas
 
 
 class RunnerConfig(Config):

@@ -90,6 +90,10 @@ class RunnerLostError(RaylightError):
     """The runner actors did not start, or died more often than `runner.max_restarts` allows."""
 
 
+class ScaleError(RaylightError):
+    """A run in progress did not reach the size that `raylight scale` asked for."""
+
+
 class StoreLostError(RaylightError):
     """The store actor is gone for good; its file, and so the run, remains where `output_dir` remains."""
 

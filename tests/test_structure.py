@@ -11,14 +11,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
-    {"types", "semconv", "errors", "config", "aio", "components", "files", "log"}
+    {"types", "semconv", "errors", "base_config", "config", "aio", "components", "files", "log"}
     | {"request_fields", "ray_resources", "bounds", "synonyms", "disk"},
     {"agent", "store", "traces"},
     {"http", "experience", "weight_transfer"},
     {"runner", "engines", "weight_sync", "serving", "learner", "planning"},
     {"algorithms"},
     {"trainer"},
-    {"cli", "cli_options", "doctor", "doctor_report", "quickstart"},
+    {"cli", "cli_options", "cli_runs", "doctor", "doctor_report", "quickstart"},
 ]
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))

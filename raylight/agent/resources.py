@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path
+from raylight.base_config import Config, validation_message
 from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
-from raylight.config import Config, validation_message
 from raylight.errors import ConfigError
 from raylight.synonyms import take_synonyms
 

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raylight.algorithms.base import FastAlgorithm
+from raylight.base_config import Config
 from raylight.bounds import MAX_COUNT, MAX_SECONDS
-from raylight.config import Config
 from raylight.errors import DatasetError
 from raylight.store.client import StoreClient
 from raylight.types import WAITING, Attempt, EnqueueRolloutRequest, FinishedRollout, RolloutMode, Span

@@ -14,9 +14,10 @@ from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.base_config import Config
 from raylight.bounds import MAX_COUNT, Seed
 from raylight.components import build_component
-from raylight.config import Config, StoreConfig
+from raylight.config import StoreConfig
 from raylight.errors import ConfigError
 from raylight.store.client import StoreClient
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from raylight.config import Config, EngineConfig, LearnerConfig
+from raylight.base_config import Config
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError

@@ -22,9 +22,10 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.base_config import Config
 from raylight.bounds import Seed
 from raylight.components import build_component, import_dotted_name
-from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.trainer.task_files import FileTasks, read_tasks
 

@@ -59,6 +59,10 @@ class ReplicaCoordinator(TransferSequence):
         self._start_failure = reason
         self._notify()
 
+    async def forget_start_failure(self) -> None:
+        """Forget the failure of an earlier replica, before others start."""
+        self._start_failure = None
+
     async def sampling_stream(self, replica: str) -> str:
         """Return the name of a starting replica's stream of random numbers, which no other replica has."""
         return self._streams.name_for(replica)
@@ -71,6 +75,21 @@ class ReplicaCoordinator(TransferSequence):
         """
         await self._changed.wait_for(
             lambda: bool(self._start_failure) or (self._restored and self._quorum.caught_up() >= count)
+        )
+        if self._start_failure:
+            raise EngineStartError(f"an engine replica failed to start: {self._start_failure}")
+
+    async def wait_for_replicas(self, count: int) -> None:
+        """Wait until exactly `count` replicas are subscribed, all of which have caught up.
+
+        Raises:
+            EngineStartError: a replica has failed to start since `forget_start_failure`.
+        """
+        await self._changed.wait_for(
+            lambda: (
+                bool(self._start_failure)
+                or (self._restored and len(self._quorum.handles()) == count == self._quorum.caught_up())
+            )
         )
         if self._start_failure:
             raise EngineStartError(f"an engine replica failed to start: {self._start_failure}")

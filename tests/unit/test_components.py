@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from raylight.base_config import Config
 from raylight.components import build_component
-from raylight.config import Config
 from raylight.errors import ConfigError
 
 

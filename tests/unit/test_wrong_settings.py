@@ -28,9 +28,9 @@ from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import flatten, verl_defaults
+from raylight.base_config import Config
 from raylight.bounds import leaf_types
 from raylight.cli import app
-from raylight.config import Config
 from raylight.errors import ConfigError, DatasetError, RaylightError
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.eval_run import EvalSettings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from raylight.base_config import Config
 from raylight.bounds import MAX_CONCURRENT, MAX_SAMPLES, MAX_SECONDS, Seed
-from raylight.config import Config
 
 
 class ApoSettings(Config):

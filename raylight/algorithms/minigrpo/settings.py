@@ -7,8 +7,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from raylight.base_config import Config
 from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_SAMPLES, MAX_TASKS, Seed
-from raylight.config import Config, LoraConfig
+from raylight.config import LoraConfig
 from raylight.experience.off_policy import OffPolicySampling
 from raylight.traces.rewards import MAX_REWARD
 from raylight.types import RolloutConfig

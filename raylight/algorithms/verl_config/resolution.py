@@ -11,7 +11,7 @@ from raylight.algorithms.verl_config.converters import MODEL, ROLLOUT, has_criti
 from raylight.algorithms.verl_config.key_rules import UNSET, KeyRule, UnsupportedValueError
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten, verl_defaults
-from raylight.config import excerpt
+from raylight.base_config import excerpt
 from raylight.errors import ConfigError
 
 OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl_config.converters import ROLLOUT
 from raylight.algorithms.verl_config.resolution import Resolution
-from raylight.config import CheckpointConfig, Config, EngineConfig, LearnerConfig
+from raylight.base_config import Config
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.engines.registry import has_vllm
 from raylight.errors import ConfigError
 

@@ -17,6 +17,9 @@ HEALTH_CHECK_TIMEOUT_S = 15.0
 """Serve replaces a replica after three health checks in a row without a response: a frozen one within 50 s,
 long before the default deadline of a weight sync. A busy machine delays a response by seconds only."""
 
+MIN_SHUTDOWN_S = 2.0
+"""Time in which a replica without requests flushes its records and leaves the coordinator."""
+
 
 def build_application(settings: ReplicaSettings, started_serve: bool) -> serve.Application:
     """Build the application that Serve is to run.
@@ -112,16 +115,16 @@ def common_options(settings: ReplicaSettings) -> dict[str, Any]:
     config = settings.config
     options: dict[str, Any] = {
         "max_ongoing_requests": config.max_concurrent + config.max_waiting,
-        "graceful_shutdown_timeout_s": 2,
+        "graceful_shutdown_timeout_s": max(config.drain_timeout_s, MIN_SHUTDOWN_S),
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_S,
     }
-    if config.max_replicas is None or config.max_replicas == config.replicas:
+    if not config.autoscales:
         return options | {"num_replicas": config.replicas}
     scaling = {
         "min_replicas": config.replicas,
         "max_replicas": config.max_replicas,
-        "target_ongoing_requests": config.max_concurrent,
+        "target_ongoing_requests": config.target_ongoing_requests or config.max_concurrent,
     }
     return options | {"autoscaling_config": scaling}

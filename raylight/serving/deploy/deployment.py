@@ -13,14 +13,16 @@ from contextlib import AbstractContextManager
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import RayServeException
 
-from raylight.errors import EngineStartError, PortInUseError
+from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.ray_resources import format_amounts
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
 from raylight.serving.deploy.haproxy_launcher import RESERVED_FILES
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
+from raylight.serving.deploy.monitor import CountReplicas
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.weight_sync.client import call_until_answered
 
@@ -37,12 +39,20 @@ class Deployment:
         settings: constructor argument of each replica.
         cluster_ends: True if the whole cluster ends with the run, so that nothing need be deleted one by one.
         rollouts: most rollouts that call the model at a time.
+        count_replicas: returns the number of live replicas; None if it is unknown.
     """
 
-    def __init__(self, settings: ReplicaSettings, cluster_ends: bool, rollouts: int = 0) -> None:
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        cluster_ends: bool,
+        rollouts: int = 0,
+        count_replicas: CountReplicas = lambda: None,
+    ) -> None:
         self._settings = settings
         self._cluster_ends = cluster_ends
         self._rollouts = rollouts
+        self._count_replicas = count_replicas
         self._stopped = False
         self._deploy_lock = threading.Lock()
         """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all
@@ -71,6 +81,53 @@ class Deployment:
             raise EngineStartError(await asyncio.to_thread(self._start_timeout_message)) from None
         await asyncio.to_thread(ingress.wait_for_route, f"{url}/health", config.start_timeout_s)
         return url
+
+    @property
+    def size(self) -> int:
+        """Number of live replicas."""
+        count = self._count_replicas()
+        return self._settings.config.replicas if count is None else count
+
+    async def resize(self, n: int) -> None:
+        """Change the number of replicas, and wait until it is reached. No other replica restarts.
+
+        If the new replicas do not start, the former number is restored. Of two calls at the same time the
+        later one decides.
+
+        Raises:
+            ConfigError: `n` is no possible number, or Serve scales the replicas by load.
+            EngineStartError: a new replica failed to start, or the cluster has no room for it.
+        """
+        before = self._settings.config
+        if before.autoscales:
+            raise ConfigError(
+                f"Ray Serve scales this run's replicas by load, from engine.replicas={before.replicas} to "
+                f"engine.max_replicas={before.max_replicas}; leave max_replicas out to set their number"
+            )
+        values = before.model_dump(exclude_unset=True) | {"replicas": n}
+        config = type(before)(**values | ({"max_replicas": n} if before.max_replicas is not None else {}))
+        self._settings = dataclasses.replace(self._settings, config=config)
+        within = config.start_timeout_s + config.drain_timeout_s
+        coordinator = self._settings.coordinator
+        await call_until_answered(coordinator, "forget_start_failure", within=within)
+        await asyncio.to_thread(self._set_replicas, n)
+        try:
+            async with asyncio.timeout(within):
+                await call_until_answered(coordinator, "wait_for_replicas", n, within=within)
+        except (TimeoutError, EngineStartError) as error:
+            if self._settings.config is not config:
+                return  # a later call decides
+            late = isinstance(error, TimeoutError)
+            message = await asyncio.to_thread(self._start_timeout_message) if late else f"{error}."
+            self._settings = dataclasses.replace(self._settings, config=before)
+            await asyncio.to_thread(self._set_replicas, before.replicas)
+            raise EngineStartError(f"{message} The run goes on with {before.replicas} replica(s)") from None
+
+    def _set_replicas(self, n: int) -> None:
+        """Set the deployment's target, as Serve's REST API for external scalers does."""
+        name = self._settings.app_name
+        (deployment,) = serve.status().applications[name].deployments
+        ray.get(ingress.controller().update_deployment_replicas.remote(DeploymentID(deployment, name), n))
 
     async def stop(self) -> None:
         """Delete the application.
@@ -144,6 +201,7 @@ class Deployment:
                 self._settings.app_name,
                 self._settings.prefix,
                 ingress.QUIET,
+                external_scaler_enabled=not config.autoscales,
             )
             serve.run_many(
                 [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,20 +11,24 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
+from unit_helpers import within
 
-from raylight.errors import EngineStartError, PortInUseError
+from raylight.config import EngineConfig
+from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.serving.deploy import deployment as module
 from raylight.serving.deploy.deployment import Deployment
+from raylight.weight_sync.coordinator import ReplicaCoordinator
 
 
 @dataclass(frozen=True)
 class Settings:
     """Those of the replica's settings that a deployment reads."""
 
-    config: Any
+    config: EngineConfig
     app_name: str = "run"
     secret: str | None = "key"
     route: str | None = "/"
+    coordinator: Any = None
 
     @property
     def prefix(self) -> str:
@@ -92,8 +97,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def make(secret: str | None = "key", rollouts: int = 0, **config: Any) -> Deployment:
-    values = {"host": None, "port": None, "start_timeout_s": 9.0, **config}
-    settings: Any = Settings(SimpleNamespace(**values), secret=secret)
+    settings: Any = Settings(EngineConfig(**{"start_timeout_s": 9.0, **config}), secret=secret)
     return Deployment(settings, cluster_ends=False, rollouts=rollouts)
 
 
@@ -214,3 +218,81 @@ def test_a_run_that_was_stopped_starts_nothing(cluster: Cluster) -> None:
     with pytest.raises(EngineStartError, match="the run was stopped before its engine started"):
         deployment._deploy()
     assert "start" not in cluster.log
+
+
+# resizing
+
+
+@dataclass
+class Replicas:
+    """Replicas of a deployment, which Serve starts and stops at once while there is room."""
+
+    coordinator: ReplicaCoordinator
+    room: int = 100
+    broken: bool = False
+    targets: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    async def set(self, n: int) -> None:
+        self.targets.append(n)
+        while len(self.names) > n:
+            await self.coordinator.leave(self.names.pop())
+        while len(self.names) < min(n, self.room):
+            if self.broken:
+                await self.coordinator.report_start_failure("OSError: no model")
+                return
+            self.names.append(f"replica-{len(self.targets)}-{len(self.names)}")
+            caught_up = await self.coordinator.subscribe(self.names[-1])
+            await self.coordinator.acknowledge(self.names[-1], caught_up.number)
+
+
+async def resizable(monkeypatch: pytest.MonkeyPatch, n: int, **config: Any) -> tuple[Deployment, Replicas]:
+    """A deployment of `n` replicas in this process."""
+    replicas = Replicas(ReplicaCoordinator())
+    await replicas.set(n)
+    settings: Any = Settings(EngineConfig(replicas=n, **config), coordinator=replicas.coordinator)
+    deployment = Deployment(settings, cluster_ends=False, count_replicas=lambda: len(replicas.names))
+    loop = asyncio.get_running_loop()
+
+    def set_replicas(n: int) -> None:
+        asyncio.run_coroutine_threadsafe(replicas.set(n), loop).result()
+
+    monkeypatch.setattr(deployment, "_set_replicas", set_replicas)
+    monkeypatch.setattr(deployment, "_start_timeout_message", lambda: "no room.")
+    return deployment, replicas
+
+
+async def test_replicas_are_added_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment, replicas = await resizable(monkeypatch, 2, min_replicas=2)
+    async with within():
+        for n in (4, 2, 2, 3):
+            await deployment.resize(n)
+            assert deployment.size == n
+        with pytest.raises(ConfigError, match="min_replicas=2 is more than replicas=1"):
+            await deployment.resize(1)
+    assert replicas.targets == [2, 4, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [({"room": 2}, "no room"), ({"broken": True}, "failed to start: OSError: no model")],
+)
+async def test_replicas_that_do_not_start_are_given_up(
+    fault: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment, replicas = await resizable(monkeypatch, 1, start_timeout_s=0.05, drain_timeout_s=0.05)
+    vars(replicas).update(fault)
+    async with within():
+        with pytest.raises(EngineStartError, match=f"{message}.* goes on with 1 replica"):
+            await deployment.resize(3)
+        vars(replicas).update(room=9, broken=False)
+        await deployment.resize(3)  # an earlier failure does not count
+    assert replicas.targets == [1, 3, 1, 3]
+
+
+async def test_replicas_that_serve_scales_by_load_have_no_number_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment, _ = await resizable(monkeypatch, 1, max_replicas=4)
+    with pytest.raises(ConfigError, match=r"from engine.replicas=1 to engine.max_replicas=4"):
+        await deployment.resize(2)

@@ -1,0 +1,88 @@
+"""Base class of typed settings. An unknown key raises an error that names the nearest known keys."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+
+from raylight.bounds import check_plain
+from raylight.errors import ConfigError
+
+MAX_SHOWN = 120
+"""Characters of a wrong value that an error message shows."""
+
+
+class Config(BaseModel):
+    """Base class of all settings: frozen after creation; unknown keys are rejected; numbers are finite and
+    bounded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        """Validate the settings.
+
+        Raises:
+            ConfigError: a key is unknown or a value is invalid; the message names each of them.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(validation_message(type(self), error)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_plain(cls, str(info.field_name), value)
+
+    @classmethod
+    def parse(cls, values: Self | dict[str, Any] | None, **overrides: Any) -> Self:
+        """Return settings from an instance, a dict, or None (all defaults), updated with overrides.
+
+        Args:
+            values: the settings.
+            overrides: settings given as separate arguments, such as `n_runners`; None counts as not given.
+
+        Raises:
+            ConfigError: a key is unknown, a value is invalid, `values` is of another type, or a setting has
+                different values in `values` and in `overrides`.
+        """
+        if not isinstance(values, cls | dict | None):
+            raise ConfigError(f"{cls.__name__} takes a dict or a {cls.__name__}, not {type(values).__name__}")
+        settings = values.model_dump(exclude_unset=True) if isinstance(values, cls) else dict(values or {})
+        arguments = {name: value for name, value in overrides.items() if value is not None}
+        for name, value in arguments.items():
+            if settings.get(name) is not None and settings[name] != value:
+                raise ConfigError(
+                    f"{cls.__name__}.{name} is {settings[name]!r} in the settings and {value!r} as an "
+                    "argument; give it once"
+                )
+        return cls(**settings | arguments)
+
+
+def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
+    """Return one phrase for each invalid key of a pydantic error, joined by semicolons."""
+    phrases = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # of settings within these, whose message names them
+            phrases.append(str(cause))
+        elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            known = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
+                cls.model_fields
+            )
+            phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
+        else:
+            phrases.append(f"{cls.__name__}.{name}: {item['msg']} (got {excerpt(item.get('input'))})")
+    return "; ".join(phrases)
+
+
+def excerpt(value: Any) -> str:
+    """Return the representation of a value, cut to one line."""
+    try:
+        text = repr(value)
+    except Exception as error:  # whatever the value's own class raises, or a number with too many digits
+        return f"a {type(value).__name__} without representation: {type(error).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -1,0 +1,83 @@
+"""Commands on a run in progress or its records: `raylight scale`, `trace` and `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raylight.cli_options import Address
+from raylight.errors import ConfigError
+
+
+def scale(
+    run: Annotated[
+        str,
+        typer.Argument(help="Name of the run, as the run and the dashboard show it.", metavar="RUN"),
+    ],
+    runners: Annotated[int | None, typer.Option(min=1, help="Number of runner actors.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Longest wait, in seconds.")] = 600.0,
+    address: Address = None,
+) -> None:
+    """Change the number of runners or engine replicas of a run in progress, and wait until it is reached.
+
+    Runners and replicas that are taken away may finish what they execute (runner.drain_timeout_s,
+    engine.drain_timeout_s). No rollout is lost.
+    """
+    from raylight.trainer.scale_run import scale_run
+
+    wanted = {"runners": runners, "replicas": replicas}
+    sizes = {name: n for name, n in wanted.items() if n is not None}
+    if not sizes:
+        raise ConfigError("nothing to scale: give --runners N, --replicas N, or both")
+    scale_run(run, sizes, address, timeout)
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(help="Run directory, or the file of its store.", metavar="RUN")],
+    rollout: Annotated[list[str] | None, typer.Option(help="Id of a rollout; may be repeated.")] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Number of rollouts from the end; 1 by default, all of those that are named."
+        ),
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only rollouts that failed.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="All attributes of all spans, without cuts, with the tokens.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per line and rollout, with its calls.")
+    ] = False,
+) -> None:
+    """Print recorded rollouts: messages, tools, rewards, failures, and for each call its relation to earlier
+    calls and the origins of its prompt's tokens. The run may still be in progress."""
+    from raylight.trainer.run_records import print_traces
+
+    if last is None and not rollout:
+        last = 1
+    count = print_traces(run, rollout_ids=rollout, failed=failed, last=last, full=full, as_json=as_json)
+    if not count and not as_json:
+        print("no rollout matches")
+
+
+def export(
+    state: Annotated[
+        str,
+        typer.Argument(
+            help="Training state: RUN/state/step-8, RUN/state for the last one, or a URL.", metavar="STATE"
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(help="New folder for the model.", metavar="OUTPUT")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder of the initial model of the run; its original path by default."),
+    ] = None,
+) -> None:
+    """Write the model of a training state in Hugging Face format, and its adapter in peft's."""
+    from raylight.learner.export import export_state
+
+    export_state(state, output, model)
+    print(f"wrote {output}")

@@ -1,0 +1,79 @@
+"""Requests to change the size of a run in progress: `raylight scale` sends them by way of the run's store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from raylight.aio import task_group
+from raylight.errors import RaylightError
+from raylight.store.client import StoreClient
+
+POLL_TIMEOUT_S = 60.0
+
+
+class Resizable(Protocol):
+    """A component of a run that consists of a number of equal parts."""
+
+    @property
+    def size(self) -> int:
+        """Number of parts that work."""
+
+    async def resize(self, n: int) -> None:
+        """Change the number of parts, and wait until it is reached."""
+
+
+class ScaleRequests:
+    """The driver's side: executes requests and replies with the sizes before and after.
+
+    A request that is received while an earlier one is executed supersedes it.
+
+    Args:
+        run: name of the run.
+        components: what can be resized, by name.
+        show: receives messages for the user.
+    """
+
+    def __init__(
+        self, run: str, store: StoreClient, components: Mapping[str, Resizable], show: Callable[[str], None]
+    ) -> None:
+        self._run = run
+        self._store = store
+        self._components = components
+        self._show = show
+        self._executing: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Execute requests until cancelled."""
+        async with task_group() as tasks:
+            while True:
+                request = await self._store.next_driver_request(
+                    self._run, list(self._executing), POLL_TIMEOUT_S
+                )
+                if request is not None:
+                    key, sizes = request
+                    self._executing[key] = tasks.create_task(self._execute(key, sizes))
+
+    async def _execute(self, key: str, sizes: dict[str, int]) -> None:
+        changes = await asyncio.gather(*(self._resize(name, n) for name, n in sizes.items()))
+        await self._store.reply_to_request(key, dict(zip(sizes, changes, strict=True)))
+        del self._executing[key]
+
+    async def _resize(self, name: str, n: int) -> dict[str, Any]:
+        component = self._components.get(name)
+        if component is None:
+            known = ", ".join(self._components)
+            return {"error": f"run {self._run} has no {name} of its own to scale; it has: {known}"}
+        before, failure = component.size, None
+        if n != before:
+            self._show(f"scaling from {before} to {n} {name}")
+        try:
+            await component.resize(n)
+        except RaylightError as error:
+            failure = f"{type(error).__name__}: {error}"
+        after = component.size
+        if after != before or failure:
+            reached = f"scaled from {before} to {after} {name}"
+            self._show(f"{reached}, not to {n}: {failure}" if failure else reached)
+        return {"before": before, "after": after, "error": failure}
