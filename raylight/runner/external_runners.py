@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, NamedTuple
 
 import ray
@@ -95,6 +96,8 @@ class ExternalRunners:
     """
 
     lost = replaced = 0
+    size = 0
+    """Number of runners that send heartbeats."""
 
     def __init__(self, run: str, config: RunnerConfig, store: StoreClient, payload: RunnerPayload) -> None:
         self._run = run
@@ -127,6 +130,10 @@ class ExternalRunners:
         while True:
             await pause(min(self._config.stuck_after_s, self._config.start_timeout_s))
             workers = await self._store.query_workers(status_in=["idle", "busy"])
+            now = time.time()
+            self.size = sum(
+                now - (worker.last_heartbeat_time or 0.0) < HEARTBEAT_TIMEOUT_S for worker in workers
+            )
             beats = {(worker.worker_id, worker.last_heartbeat_time) for worker in workers}
             if beats - known:  # a killed worker stays in the store, without further heartbeats
                 last_beat, known = clock(), beats
@@ -138,6 +145,13 @@ class ExternalRunners:
                     self._run,
                     self._run,
                 )
+
+    async def resize(self, n: int) -> None:
+        """Raise ConfigError: their own processes start and end the runners."""
+        raise ConfigError(
+            f"the runners of {self._run} are external: start more with `raylight runner AGENT --run "
+            f"{self._run} --n-runners {n}`, or end such processes"
+        )
 
     async def stop(self) -> None:
         """End the rendezvous, so that the external runners end too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from raylight.aio import task_group
@@ -44,8 +44,15 @@ class ScaleRequests:
         self._show = show
         self._executing: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self) -> None:
-        """Execute requests until cancelled."""
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return a coroutine that executes requests until it is cancelled."""
+        return [self._run_requests()]
+
+    async def counts(self) -> dict[str, int]:
+        """Return nothing: the metrics show the sizes."""
+        return {}
+
+    async def _run_requests(self) -> None:
         async with task_group() as tasks:
             while True:
                 request = await self._store.next_driver_request(

@@ -14,8 +14,9 @@ from pydantic import Field, field_validator
 
 from raylight.agent.resources import LLM, check_sampling
 from raylight.algorithms.policy import RunSettings
+from raylight.base_config import Config
 from raylight.bounds import MAX_SAMPLES, MAX_SECONDS
-from raylight.config import Config, EngineConfig
+from raylight.config import EngineConfig
 from raylight.errors import ConfigError, ModelNotFoundError
 from raylight.files import write_atomic
 from raylight.semconv import OUTPUT_MESSAGES

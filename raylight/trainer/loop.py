@@ -193,6 +193,7 @@ class Training:
     async def _log(self, step: int, metrics: Metrics) -> None:
         """Report a step."""
         counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
+        counters |= self._run.runners.metrics()
         counters |= self._ledger.row(await self._groups.sampled_tokens(step)).metrics()
         if self._is_asynchronous:
             counters |= self._loads.metrics()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, Self
 
 from raylight.aio import cancel_all, task_group
+from raylight.runner.scaling import Resizable, ScaleRequests
 from raylight.store.client import StoreClient
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.components.learners import Learners
@@ -47,6 +48,7 @@ class Run:
 
     store: StoreClient
     serving: Serving
+    runners: Runners
     learners: Learners
     """Only in a run that trains."""
 
@@ -108,7 +110,12 @@ class Run:
         runners = Runners(settings, self.store, show)
         runners.open(stack)
         await self._start(runners)
-        self._components = [store, runners, self.serving, *([] if learners is None else [learners])]
+        self.runners = runners
+        resizable: dict[str, Resizable] = {"runners": runners.pool}
+        if settings.serving is not None:
+            resizable["replicas"] = self.serving.deployment
+        scaling = ScaleRequests(settings.name, self.store, resizable, show)
+        self._components = [store, runners, self.serving, scaling, *([] if learners is None else [learners])]
 
     def _make_learners(self) -> Learners | None:
         settings = self.settings

@@ -48,6 +48,10 @@ class Runners:
         """Return a coroutine that replaces lost runners, and fails if too many are lost."""
         return [self.pool.watch()]
 
+    def metrics(self) -> dict[str, float]:
+        """Return the number of runners that are up, or send heartbeats."""
+        return {"runners/n": float(self.pool.size)}
+
     async def counts(self) -> dict[str, int]:
         """Return the numbers of lost and replaced runners."""
         return {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}

@@ -41,6 +41,8 @@ class Serving:
     """
 
     coordinator: RunningCoordinator
+    deployment: Deployment
+    """Of the run's model, if it has one, once it is prepared."""
     resources: NamedResources
     """Resources of the run, with the addresses of the models that it serves."""
     _llm: LLM
@@ -97,8 +99,9 @@ class Serving:
             coordinator=self.coordinator.handle,
             training_temperature=model.training_temperature,
         )
-        self._deployment = Deployment(settings, self._owns_cluster, rollouts)
-        self._stack.push_async_callback(self._deployment.stop)
+        keeper = self.coordinator.keeper
+        self.deployment = Deployment(settings, self._owns_cluster, rollouts, lambda: keeper.live_replicas)
+        self._stack.push_async_callback(self.deployment.stop)
 
     async def start(self) -> str:
         """Start the replicas of the run's model, and serve its adapter; return the model's base URL.
@@ -109,7 +112,7 @@ class Serving:
             WeightSyncError: the adapter did not reach them.
         """
         assert self.model is not None, "the run serves a model"
-        url, name = await self._deployment.start(), self.model.name
+        url, name = await self.deployment.start(), self.model.name
         if self.model.lora_adapter is not None:
             name, payload_refs = ADAPTER_NAME, [ray.put(read_adapter(self.model.lora_adapter))]
             timeout = self.model.lora_adapter_timeout_s
@@ -166,8 +169,9 @@ class Serving:
         return self.outages
 
     def metrics(self) -> dict[str, float]:
-        """Return the number and the total length of outages so far."""
-        return {
+        """Return the number of live replicas, and the number and the total length of outages so far."""
+        replicas = {} if self.model is None else {"serving/replicas": float(self.deployment.size)}
+        return replicas | {
             "serving/outages": float(self.outages),
             "serving/away_s": sum(monitor.seconds_away for monitor in self.monitors),
         }

@@ -39,7 +39,8 @@ def store() -> StoreClient:
 
 @asynccontextmanager
 async def driver(store: StoreClient, notes: list[str], **components: Parts) -> AsyncIterator[None]:
-    running = asyncio.create_task(ScaleRequests("run", store, components, notes.append).run())
+    (watch,) = ScaleRequests("run", store, components, notes.append).watches()
+    running = asyncio.create_task(watch)
     try:
         async with within():
             yield
