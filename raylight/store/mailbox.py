@@ -25,6 +25,7 @@ class Mailbox:
         self._requests: dict[str, Request] = {}
         self._replies: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
         self._mail_changed = BroadcastCondition()
+        self._mail_closed = False
 
     async def ask_driver(
         self, run: str, key: str, request: dict[str, Any], timeout: float
@@ -34,7 +35,7 @@ class Mailbox:
             self._requests[key] = run, request
             self._mail_changed.notify_all()
         try:
-            await self._mail_changed.wait_for(lambda: key in self._replies, timeout)
+            await self._mail_changed.wait_for(lambda: self._mail_closed or key in self._replies, timeout)
         finally:
             self._requests.pop(key, None)
         return self._replies.get(key)
@@ -47,8 +48,13 @@ class Mailbox:
         def unknown() -> list[str]:
             return [key for key, (asked, _) in self._requests.items() if asked == run and key not in known]
 
-        await self._mail_changed.wait_for(lambda: bool(unknown()), timeout)
+        await self._mail_changed.wait_for(lambda: self._mail_closed or bool(unknown()), timeout)
         return next(((key, self._requests[key][1]) for key in unknown()), None)
+
+    def close_mail(self) -> None:
+        """End all waits, without a result."""
+        self._mail_closed = True
+        self._mail_changed.notify_all()
 
     async def reply_to_request(self, key: str, reply: dict[str, Any]) -> None:
         """Reply to a request. A request that is repeated later gets the reply at once."""

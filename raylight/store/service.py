@@ -388,6 +388,7 @@ class StoreService(Mailbox):
     async def close(self) -> None:
         """Stop the timer and close the file; callers that wait receive a StoreError."""
         self._is_closed = True
+        self.close_mail()
         if self._timer is not None and not self._timer.done():
             self._timer.cancel()
             await asyncio.wait([self._timer])

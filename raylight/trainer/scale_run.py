@@ -29,7 +29,8 @@ def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: f
     if not (address or os.environ.get("RAY_ADDRESS") or running_cluster()):
         raise ConfigError(
             f"run {run!r} cannot be scaled: no Ray cluster was found on this machine; give the address of "
-            "the run's cluster, --address host:port, or set RAY_ADDRESS"
+            "the run's cluster, which its first lines show: --address host:port, with RAY_AUTH_MODE=token if "
+            "it has a token"
         )
     with ray_session(address, log_to_driver=False):
         reply = asyncio.run(_ask(_store_of(run), run, sizes, timeout_s))

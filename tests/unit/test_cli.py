@@ -33,6 +33,9 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(rl, "Trainer", take)
     monkeypatch.setattr("raylight.trainer.serve_model.serve_model", take)
     monkeypatch.setattr(
+        "raylight.trainer.scale_run.scale_run", lambda run, sizes, address, timeout: take(address=address)
+    )
+    monkeypatch.setattr(
         "raylight.doctor_report.examine", lambda model, address, as_json: take(address=address)
     )
     return given
@@ -58,9 +61,16 @@ def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str 
         ["eval", agent, *model, "--data", str(tasks)],
         ["serve", *model],
         ["runner", agent, "--run", "r"],
+        ["scale", "r", "--runners", "2"],
         ["doctor"],
     ]
     for command in commands:
         result = CliRunner().invoke(cli.app, [*command, *(["--address", address] if address else [])])
         assert isinstance(result.exception, Constructed), (command, result.output, result.exception)
     assert addresses == [address] * len(commands)
+
+
+def test_scale_needs_a_number() -> None:
+    result = CliRunner().invoke(cli.app, ["scale", "night"])
+    assert isinstance(result.exception, rl.RaylightError)
+    assert "give --runners N, --replicas N, or both" in str(result.exception)
