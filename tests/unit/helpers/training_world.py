@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from unit_helpers import within
@@ -238,6 +239,7 @@ class FakeRun(Run):
         if not self.start.is_fresh:
             await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
         self.serving: Any = Serving(self.world, self.store)
+        self.runners: Any = SimpleNamespace(metrics=dict)
         self._components: list[Any] = [self, self.serving]
 
     def watches(self) -> list[Any]:
