@@ -59,7 +59,7 @@ class Measured:
         rows = [row for row in rows if row["step"] > WARM_UP]
         seconds = rows[-1]["time/total_s"] - rows[0]["time/total_s"]
         self.steps_per_s = (len(rows) - 1) / seconds
-        self.update_s = statistics.median(row["time/update_s"] for row in rows)
+        self.update_s = statistics.median(row["time/update_s"] for row in rows if "time/update_s" in row)
         self.publish_s = statistics.median(row["time/sync_s"] for row in rows if "time/sync_s" in row)
         self.staleness = max(row.get("async/staleness_max", 0.0) for row in rows)
         self.reward = statistics.fmean(row["train/reward"] for row in rows[-3:])

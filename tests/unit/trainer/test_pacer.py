@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pacing_model import Simulation
+from scipy.stats import ks_2samp
 
 from raylight.trainer.pacer import Pacer
 
@@ -72,3 +73,18 @@ def test_nothing_is_dispatched_before_the_engines_have_the_weights(staleness: in
     pacer.dispatched = 28
     assert pacer.room() == 4 * (1 + staleness)
     assert pacer.room(to_replace=2) == 4 * (1 + staleness) + 2
+
+
+@pytest.mark.parametrize(("order", "is_true"), [("wait", True), ("mask", True), ("drop", False)])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_trained_lengths_are_those_of_the_offered_groups(staleness: int, order: str, is_true: bool) -> None:
+    """Only `drop` prefers short rollouts: long ones are too old when they are finished."""
+    draw, offered = random.Random(0), dict[int, float]()
+
+    def duration(group: int) -> float:
+        return offered.setdefault(group, draw.lognormvariate(0, 1.0))
+
+    run = Simulation(Pacer(16, staleness, 200), 1, order, duration, update_s=0.5, publish_s=0.1)
+    run.run()
+    trained = [offered[group] for step in run.taken for group in step]
+    assert (ks_2samp(trained, list(offered.values())).pvalue > 0.01) == is_true

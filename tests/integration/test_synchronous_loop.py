@@ -1,0 +1,93 @@
+"""The loop with `max_staleness=0` against a loop with a barrier between rollouts and updates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_cluster import Cluster
+
+import raylight as rl
+from raylight.experience.task_sampler import TaskSampler
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+from raylight.trainer.policy_rollouts import PolicyRollouts
+from raylight.trainer.report import Report
+from raylight.trainer.run import Run
+
+STEPS, GROUPS, SAMPLES = 10, 4, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected():
+        yield
+
+
+@rl.rollout
+async def seeded_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> float:
+    """The quickstart's agent, whose answers depend on the weights, the group and the sample only."""
+    _, _, group, sample = rollout.rollout_id.split("-")
+    seed = int(group) * 1000 + int(sample)
+    parameters = llm.sampling_parameters | {"seed": seed}
+    return await adder(task, llm.model_copy(update={"sampling_parameters": parameters}))
+
+
+class BarrierTraining:
+    """All rollouts of a step, then its update, then the publication of its weights."""
+
+    def __init__(self, run: Run, tasks: list[Any], val_tasks: list[Any], report: Report, config: Any) -> None:
+        self._run, self._tasks, self._report = run, tasks, report
+
+    async def run(self) -> None:
+        run, algorithm = self._run, self._run.training.algorithm
+        rollouts, sampler = PolicyRollouts(run), TaskSampler(self._tasks, run.settings.seed)
+        for step in range(STEPS):
+            groups = range(step * GROUPS, (step + 1) * GROUPS)
+            for group in groups:
+                await rollouts.enqueue(rollouts.group_requests(group, sampler.task(group)))
+            ids = [name for group in groups for name in rollouts.group_ids(group)]
+            await run.store.wait_for_rollouts(rollout_ids=ids)
+            batch, content = algorithm.build_train_batch(await rollouts.collect(ids), run.training.learner)
+            if content.has_signal:
+                await run.learners.update(batch)
+                await run.learners.publish()
+        await run.learners.save(str(self._report.checkpoint))
+
+
+def train(folder: Path, seed: int) -> str:
+    """Train; return a digest of the trained weights."""
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL,
+        group_size=SAMPLES,
+        tasks_per_step=GROUPS,
+        n_steps=STEPS,
+        lr=1e-3,
+        val_every=None,
+        val_before_train=False,
+    )
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        runner={"n": 1, "max_concurrent": 1},  # the engine computes one response at a time
+        output_dir=folder,
+        seed=seed,
+        progress=False,
+    )
+    trainer.fit(seeded_adder, additions(seed)[0])
+    return hashlib.sha256((folder / "checkpoint" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_without_staleness_the_weights_are_those_of_a_barrier(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = train(tmp_path / "loop", seed)
+    initial = (Path(STARTER_MODEL) / "model.safetensors").read_bytes()
+    assert digest != hashlib.sha256(initial).hexdigest()
+    monkeypatch.setattr("raylight.trainer.work.Training", BarrierTraining)
+    assert train(tmp_path / "barrier", seed) == digest
