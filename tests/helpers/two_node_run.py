@@ -2,6 +2,7 @@
 
     python two_node_run.py replace '{"folder": ..., "steps": 10, "lost_after": 3, "engine": {...}}'
     python two_node_run.py grow '{"folder": ...}'
+    python two_node_run.py drain '{"folder": ..., "steps": 12, "drained_after": 2}'
     python two_node_run.py packages '{}'
 
 The last line that is printed is an object with what the test checks.
@@ -12,10 +13,12 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from typing import Any
 
 import ray
 import ray._private.state as ray_state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
 from two_nodes import TwoNodes
 
 import raylight as rl
@@ -26,6 +29,8 @@ from raylight.quickstart.agent import adder
 from raylight.serving.deploy import ingress
 from raylight.trainer.engine_nodes import ask_nodes, engine_on_nodes
 
+PREEMPTION = 2
+"""Ray's DrainNodeReason of a spot node."""
 SIZE = {"num_cpus": 2, "object_store_memory": 150 * 2**20}
 HEAD, OTHER = SIZE | {"resources": {"learner_node": 2}}, SIZE | {"resources": {"engine_node": 2}}
 
@@ -113,6 +118,40 @@ def grow(folder: str) -> dict[str, Any]:
     return {"summary": summary, "url": served[0], "head": nodes.address}
 
 
+class Drainer(Watcher):
+    """Metric logger that drains the second node after a step, as the notice of a spot node does."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step == self._step:
+            (other,) = (node["NodeID"] for node in ray.nodes() if node["NodeID"] != self._nodes.head_id)
+            client = GcsClient(address=ray.get_runtime_context().gcs_address)
+            assert client.drain_node(other, PREEMPTION, "spot", int((time.time() + 60) * 1000))[0]
+        else:
+            super().log(step, metrics)
+
+
+def drain(folder: str, steps: int, drained_after: int) -> dict[str, Any]:
+    """Train with learners on the head, engines and runners on both nodes, and drain the second one."""
+    nodes = TwoNodes({}, SIZE | {"num_cpus": 3, "resources": {"learner_node": 2}}, SIZE)
+    watcher = Drainer(nodes, drained_after)
+    trainer = rl.Trainer(
+        algorithm=rl.GRPO(model=STARTER_MODEL, n_steps=steps, lr=2e-4, val_every=0),
+        address=nodes.address,
+        output_dir=folder,
+        learner={"resources": {"learner_node": 1}},
+        engine={"kind": "transformers", "replicas": 2, "start_timeout_s": 200},
+        runner={"n": 4},
+        loggers=[watcher],
+        progress=False,
+        seed=0,
+    )
+    try:
+        summary = trainer.fit(adder, additions(0)[0])
+    finally:
+        nodes.stop()
+    return {"summary": summary, "placements": watcher.placements}
+
+
 def packages() -> dict[str, Any]:
     """Choose the engine `auto` for a driver on a head without GPUs."""
     nodes = TwoNodes({}, SIZE, SIZE | {"num_gpus": 2, "resources": {"gpu_node": 2}})
@@ -128,5 +167,5 @@ def packages() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run = {"replace": replace, "grow": grow, "packages": packages}[sys.argv[1]]
+    run = {"replace": replace, "grow": grow, "drain": drain, "packages": packages}[sys.argv[1]]
     print(json.dumps(run(**json.loads(sys.argv[2]))))

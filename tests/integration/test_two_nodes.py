@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from two_nodes import assert_survived_a_loss, run_on_two_nodes
 
+ROLLOUTS_PER_STEP = 128
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_processes_left")
@@ -23,6 +25,20 @@ def test_a_runner_on_a_node_that_joins_later_reaches_the_model(tmp_path: Path) -
     assert found["summary"]["rollouts"] == 4
     assert found["summary"]["failed"] == 0
     assert found["url"].startswith(f"http://{found['head'].rpartition(':')[0]}:")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_processes_left")
+def test_a_node_that_drains_is_left_without_a_lost_rollout(tmp_path: Path) -> None:
+    found = run_on_two_nodes("drain", folder=str(tmp_path), steps=12, drained_after=2)
+    before, after = found["placements"]["1"], found["placements"]["12"]
+    assert "other" in before["runner"]
+    assert (after["runner"], after["learner"]) == (["head"] * 4, ["head"])
+    assert "other" not in after["engine"]
+    summary = found["summary"]
+    assert (summary["failed"], summary["runners_lost"]) == (0, 0)
+    assert summary["rollouts"] == 12 * ROLLOUTS_PER_STEP
+    assert summary["runners_replaced"] == before["runner"].count("other")
 
 
 @pytest.mark.slow
