@@ -35,10 +35,10 @@ def test_a_node_that_drains_is_left_without_a_lost_rollout(tmp_path: Path) -> No
     assert "other" in before["runner"]
     assert (after["runner"], after["learner"]) == (["head"] * 4, ["head"])
     assert "other" not in after["engine"]
-    summary = found["summary"]
-    assert (summary["failed"], summary["runners_lost"]) == (0, 0)
-    assert summary["rollouts"] == 12 * ROLLOUTS_PER_STEP
-    assert summary["runners_replaced"] == before["runner"].count("other")
+    summary, counts = found["summary"], found["summary"]["counts"]
+    assert (summary["rollouts_failed"], summary["rollouts_lost"], counts["runners_lost"]) == (0, 0, 0)
+    assert summary["rollouts"] == counts["rollouts_succeeded"] == 12 * ROLLOUTS_PER_STEP
+    assert counts["runners_replaced"] == before["runner"].count("other")
 
 
 @pytest.mark.slow
