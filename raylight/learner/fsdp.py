@@ -115,9 +115,14 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             if i < idle:
                 for name in ("loss_mask", "response_mask"):
                     micro_batch[name] = torch.zeros_like(micro_batch[name])
-            output = self._micro_batch_pass(
-                micro_batch, loss_function, forward_only, last=i == int(passes) - 1
-            )
+            syncs = self._gradient_sync_context(is_last_micro_batch=i == int(passes) - 1)
+            with torch.no_grad() if forward_only else syncs:
+                loss, output = self.forward_step(
+                    micro_batch, loss_function=loss_function, forward_only=forward_only
+                )
+                if not forward_only:
+                    loss.backward()
+                    output.pop("model_output", None)  # else it stays in memory until the last micro-batch
             if i >= idle:
                 outputs.append(output)
             CLOCK.mark()
@@ -163,18 +168,6 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             )
             for name, values in output.items()
         }
-
-    def _micro_batch_pass(
-        self, micro_batch: Any, loss_function: Callable[..., Any], forward_only: bool, last: bool
-    ) -> dict[str, Any]:
-        with torch.no_grad() if forward_only else self._gradient_sync_context(is_last_micro_batch=last):
-            loss, output = self.forward_step(
-                micro_batch, loss_function=loss_function, forward_only=forward_only
-            )
-            if not forward_only:
-                loss.backward()
-                output.pop("model_output", None)  # else it stays in memory until the last micro-batch
-        return output
 
 
 class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from raylight.aio import cancel_all
@@ -87,27 +87,17 @@ class Training:
             self._report.note(note)
         await self._rollouts.add_resources()
         await self._groups.load()
-        try:
-            watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
-            async with self._groups.dispatching(), watching:
-                while not self._is_over:
-                    fault = await self._advance(fault)
-        finally:
-            await cancel_all([self._publication] if self._publication else [])
-
-    async def _advance(self, fault: LearnerLostError | None) -> LearnerLostError | None:
-        """Take the next step, after a recovery from a loss of the learners; return a new loss."""
-        try:
-            if fault is not None:
-                await self._go_back(fault)
-            if self._is_fork:
-                await self._save_state(self._run.start.step)
-                self._is_fork = False
-            await self._take_step(self._next)
-        except LearnerLostError as error:
-            self._report.note(f"the learners were lost and are restarted: {error}")
-            return error
-        return None
+        watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
+        async with self._publishing(), self._groups.dispatching(), watching:
+            while not self._is_over:
+                try:
+                    if fault is not None:
+                        fault = await self._go_back(fault)
+                    await self._save_fork()
+                    await self._take_step(self._next)
+                except LearnerLostError as error:
+                    self._report.note(f"the learners were lost and are restarted: {error}")
+                    fault = error
 
     async def _take_step(self, step: int) -> None:
         """Take a step, perhaps again after the learners went back to a training state before it."""
@@ -202,6 +192,14 @@ class Training:
 
     # publication of weights
 
+    @contextlib.asynccontextmanager
+    async def _publishing(self) -> AsyncIterator[None]:
+        """Cancel a publication that is in progress at the end of the block."""
+        try:
+            yield
+        finally:
+            await cancel_all([self._publication] if self._publication else [])
+
     @property
     def _is_asynchronous(self) -> bool:
         return self._algorithm.max_staleness > 0
@@ -268,6 +266,12 @@ class Training:
         every = self._run.training.checkpoint.every
         is_last = step == self._total or self._stop_reason is not None
         return step > 0 and (is_last or (every > 0 and step % every == 0))
+
+    async def _save_fork(self) -> None:
+        """Save the state at the starting point, if it belongs to another lineage."""
+        if self._is_fork:
+            await self._save_state(self._run.start.step)
+            self._is_fork = False
 
     async def _save_state(self, step: int) -> None:
         metadata = state_metadata(

@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -377,3 +378,20 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):
         save_model(policy.engine, str(folder))
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == 252_512
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_few_functions_lie_between_an_update_and_the_loss(exact, monkeypatch):
+    """With the loss, two of LearnerGroup, two of LearnerActor and 8 of the driver: 16 from `Trainer.fit`."""
+    from raylight.learner import losses
+
+    stacks = []
+    original = losses.PolicyLoss.__call__
+
+    def record(self, *args, **kwargs):
+        folder = Path(losses.__file__).parent
+        stacks.append([f.name for f in traceback.extract_stack() if folder in Path(f.filename).parents])
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(losses.PolicyLoss, "__call__", record)
+    make_policy().update(make_batch(exact))
+    assert stacks[0] == ["update", "update_shard", "_step", "forward_backward_batch"]

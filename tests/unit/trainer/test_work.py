@@ -107,7 +107,7 @@ class LocalRun(FakeRun):
         return {}
 
 
-MAX_FUNCTIONS = 10
+MAX_FUNCTIONS = 9
 """From `Trainer.fit` to `LearnerGroup.update`, both included."""
 
 
