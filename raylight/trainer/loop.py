@@ -92,7 +92,8 @@ class Training:
             while not self._is_over:
                 try:
                     if fault is not None:
-                        fault = await self._go_back(fault)
+                        await self._go_back(fault)
+                        fault = None
                     await self._save_fork()
                     await self._take_step(self._next)
                 except LearnerLostError as error:
