@@ -92,9 +92,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Also train on rewards that an agent emits before the final one; each is assigned to the last call
     before it."""
     max_rounds: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    """Most rounds of new tasks per step. Rounds are added until `tasks_per_step` groups have rewards that
-    differ (dynamic sampling, https://arxiv.org/abs/2503.14476); all such groups are trained, so a batch may
-    be larger."""
+    """Most groups per step, as a multiple of `tasks_per_step`. A group whose rewards are all equal is
+    replaced by one of a new task, until `tasks_per_step` groups have rewards that differ (dynamic sampling,
+    https://arxiv.org/abs/2503.14476)."""
     sampling_parameters: dict[str, Any] = Field(default_factory=dict)
     """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
     declaration wins."""

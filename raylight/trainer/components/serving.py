@@ -42,7 +42,7 @@ class Serving:
 
     coordinator: RunningCoordinator
     deployment: Deployment
-    """Of the run's model, if it has one, once it is prepared."""
+    """Deployment of the run's model, if it has one, once it is prepared."""
     resources: NamedResources
     """Resources of the run, with the addresses of the models that it serves."""
     _llm: LLM
