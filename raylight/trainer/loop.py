@@ -232,7 +232,7 @@ class Training:
         else:  # the engines have the weights, perhaps from learners that were lost since
             parity = None
             learners.notice_version()
-        if self._is_asynchronous and not self._groups.is_recorded(step + 1):
+        if self._is_asynchronous:
             self._groups.publish(step)
         if parity is None:
             return {}

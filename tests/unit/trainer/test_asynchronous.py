@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from training_world import GROUP, STEPS, TASKS, World, live, recorded_steps, weights_of
 
+from raylight.trainer.training_groups import TrainingGroups
+
 SAMPLED = STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
 """Rollouts of a run that drops none: those of training, and two in each evaluation."""
 
@@ -91,3 +93,19 @@ def test_rollouts_are_in_progress_while_the_learners_update(tmp_path: Path) -> N
     world = world_of(tmp_path / "a", 2, seed=3)
     rows = asyncio.run(live(world, max_staleness=2))
     assert max(row.get("async/staleness_max", 0) for row in rows) >= 1
+
+
+def test_groups_may_be_sampled_from_the_weights_of_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the next step had its groups before the publication ended."""
+    published: list[int] = []
+    publish = TrainingGroups.publish
+
+    def record(groups: TrainingGroups, step: int) -> None:
+        published.append(step)
+        publish(groups, step)
+
+    monkeypatch.setattr(TrainingGroups, "publish", record)
+    asyncio.run(live(world_of(tmp_path / "a", 2, seed=0), max_staleness=2))
+    assert published == list(range(-1, STEPS + 1))
