@@ -1,35 +1,42 @@
-"""Driver of a run under fault: python chaos_driver.py '{"folder": ..., "steps": ...}'
+"""Driver of a run under fault: python chaos_driver.py '{"folder": ..., "resume": ...}'
 
-Besides what a user's script does, it sends events to the test: each step, and the start of each update,
-weight sync and training state. It also logs each batch that the learners receive.
+Besides what a user's script does, it sends events to the test: each step, each finished group, and the start
+of each update, weight sync and training state. It also logs the batches and the finished groups.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from chaos_agent import asker, asker_program
-from chaos_log import BATCHES, append_line, send_event
+from chaos_log import BATCHES, SAMPLES, STEPS, TASKS, append_line, send_event
 
 import raylight as rl
 from raylight.learner.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.trainer.components.learners import Learners
+from raylight.trainer.training_groups import TrainingGroups
 
 
 class LoggedGRPO(rl.GRPO):
     """GRPO that logs each batch."""
 
-    def build_train_batch(self, finished: Any, *args: Any) -> Any:
-        batch, report = super().build_train_batch(finished, *args)
+    def build_train_batch(
+        self, finished: Any, learner: Any, trained_agents: str | None = None, version: int = 0
+    ) -> Any:
+        batch, report = super().build_train_batch(finished, learner, trained_agents, version)
         rewards = {item.rollout.rollout_id: self.reward_of(item) for item in finished}
-        append_line(BATCHES, rewards=rewards, driver=os.getpid())
+        oldest = min((int(row.weight_versions[row.mask == 1].min()) for row in batch.rows), default=None)
+        append_line(BATCHES, rewards=rewards, version=version, oldest=oldest, driver=os.getpid())
         return batch, report
 
 
@@ -46,33 +53,62 @@ class StepEvents:
         pass
 
 
-def before(owner: type, method: str, action: Callable[..., None]) -> None:
-    """Call `action` with the arguments of a method before each call of it."""
+def around(
+    owner: type,
+    method: str,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> None:
+    """Call functions with the arguments of a method before and after each call of it."""
     wrapped: Callable[..., Any] = getattr(owner, method)
 
     @functools.wraps(wrapped)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        action(*args, **kwargs)
-        return await wrapped(self, *args, **kwargs)
+        if before:
+            before(self, *args, **kwargs)
+        result = await wrapped(self, *args, **kwargs)
+        if after:
+            after(self, *args, **kwargs)
+        return result
 
     setattr(owner, method, call)
 
 
 def watch() -> None:
     """Send the events of the loop, and log the training states that the learners load."""
-    before(LearnerGroup, "update", lambda *_: send_event("update"))
-    before(LearnerGroup, "save_state", lambda *_: send_event("checkpoint"))
-    before(Learners, "publish", lambda *_: send_event("sync"))
-    before(
+    around(LearnerGroup, "update", lambda *_: send_event("update"))
+    around(LearnerGroup, "save_state", lambda *_: send_event("checkpoint"))
+    around(Learners, "publish", lambda *_: send_event("sync"))
+    around(
         LearnerGroup,
         "load_state",
-        lambda url, step, version: append_line(BATCHES, loaded=step, driver=os.getpid()),
+        lambda group, url, step, version: append_line(BATCHES, loaded=step, driver=os.getpid()),
     )
+    around(TrainingGroups, "_wait", after=log_finished)
+
+
+def log_finished(groups: TrainingGroups, group: int) -> None:
+    """Log a finished group, and send the numbers of finished groups that no step took, and of open ones."""
+    append_line(BATCHES, finished=group, at=time.time(), driver=os.getpid())
+    send_event("group", finished=len(groups._finished), waiting=len(groups._waiting))
+
+
+def hold_update(number: int) -> None:
+    """Let an update last until the driver is killed, so that the groups after it wait for it."""
+    updated, calls = LearnerGroup.update, itertools.count(1)
+
+    @functools.wraps(updated)
+    async def update(*args: Any) -> dict[str, float]:
+        if next(calls) == number:
+            send_event("held")
+            await asyncio.Event().wait()
+        return await updated(*args)
+
+    LearnerGroup.update = update  # type: ignore[method-assign]
 
 
 def main(
     folder: str,
-    steps: int = 8,
     replicas: int = 1,
     learners: int = 1,
     learner_node: bool = False,
@@ -80,19 +116,24 @@ def main(
     program: bool = False,
     address: str = "local",
     resume: bool = False,
+    held_update: int | None = None,
+    **algorithm_settings: Any,
 ) -> None:
+    if held_update and not resume:
+        hold_update(held_update)
     watch()
     train, val = additions(0)
     algorithm = LoggedGRPO(
         model=STARTER_MODEL,
         lr=1e-4,
-        group_size=4,
-        tasks_per_step=8,
-        n_steps=steps,
+        group_size=SAMPLES,
+        tasks_per_step=TASKS,
+        n_steps=STEPS,
         val_every=2,
         best=None,
         sync_timeout_s=45,
         rollout=rl.RolloutConfig(timeout_seconds=90),
+        **algorithm_settings,
     )
     trainer = rl.Trainer(
         algorithm=algorithm,
@@ -112,7 +153,7 @@ def main(
         loggers=["console", "jsonl", StepEvents],
     )
     agent = asker_program() if program else asker
-    trainer.fit(agent, train[: 8 * steps], val[:8], resume="auto" if resume else False)
+    trainer.fit(agent, train[: TASKS * STEPS], val[:8], resume="auto" if resume else False)
 
 
 if __name__ == "__main__":

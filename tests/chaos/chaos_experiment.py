@@ -13,17 +13,16 @@ import time
 from pathlib import Path
 
 import psutil
-from chaos_checker import check, read_evidence
+from chaos_checker import check
 from chaos_events import Driver, Events
+from chaos_evidence import Plan, read_evidence
 from chaos_faults import Fault, is_line
-from chaos_log import FOLDER_VARIABLE
+from chaos_log import FOLDER_VARIABLE, SAMPLES, STEPS, TASKS
 from chaos_processes import RunProcesses
 from chaos_surroundings import SmallDisk
 from chaos_table import Row
 from two_nodes import TwoNodes
 
-STEPS, GROUP, TASKS = 8, 32, 8
-"""Steps of a run, and training rollouts of each step."""
 START_S, DRIVER_S, CLEAN_S = 150.0, 200.0, 75.0
 """Deadlines: from a driver's start to the moment of the fault, from there to its end, and for the end of its
 processes after its own. Ray's agents of a node try for a minute to report the end of their raylet to a GCS
@@ -49,7 +48,7 @@ class Experiment:
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
             "PYTHONUNBUFFERED": "1",
         }
-        self._settings = {"folder": str(self._run_folder), "steps": STEPS, **fault.settings}
+        self._settings = {"folder": str(self._run_folder), **fault.settings}
         self._disk = SmallDisk(self._run_folder)
         self._nodes: TwoNodes | None = None
         self._row = Row(fault)
@@ -74,11 +73,14 @@ class Experiment:
             self._row.left += self._processes.wait_for_end(CLEAN_S)
             self._row.left += self._processes.files()
             self._measure()
-            evidence = read_evidence(
-                self._folder, self._run_folder, STEPS, GROUP, self._fault.may_fail, TASKS
-            )
-            self._row.findings = check(evidence)
+            self._row.findings = check(read_evidence(self._folder, self._run_folder, self._plan))
         return self._row
+
+    @property
+    def _plan(self) -> Plan:
+        names = ("max_staleness", "stale")
+        staleness = {name: self._settings[name] for name in names if name in self._settings}
+        return Plan(STEPS, TASKS, SAMPLES, self._fault.may_fail, **staleness)
 
     def _run_drivers(self) -> None:
         driver = self._start(resume=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from chaos_events import Predicate
+from chaos_events import Event, Predicate
+from chaos_log import TASKS
 
 Action = Literal[
     "kill", "freeze", "interrupt", "terminate", "fill the disk", "remove the node", "replace the node"
@@ -21,6 +23,16 @@ def is_step(number: int) -> Predicate:
     return lambda event: event.kind == "step" and event.fields["step"] >= number
 
 
+def is_of_run(event: Event) -> bool:
+    """Match an event of the agent or the driver, not of the test."""
+    return event.kind not in ("line", "exit")
+
+
+def is_full_buffer(event: Event) -> bool:
+    """Match a finished group after which a step's groups wait to be trained, and others are in progress."""
+    return event.kind == "group" and event.fields["finished"] >= TASKS and event.fields["waiting"] > 0
+
+
 def is_event(kind: str, mode: str | None = None) -> Predicate:
     return lambda event: event.kind == kind and mode in (None, event.fields.get("mode"))
 
@@ -32,9 +44,13 @@ MOMENTS: dict[str, list[Predicate]] = {
     "sync": [is_event("sync")],
     "evaluation": [is_event("begun", "val")],
     "checkpoint": [is_event("checkpoint")],
+    "full buffer": [is_event("held"), is_full_buffer],
     "shutdown": [is_line("stopping")],
 }
-"""Events for which a fault waits, one after another."""
+"""Events for which a fault waits, one after another. A fault at a "random" moment waits for a number of any
+events."""
+RANDOM_EVENTS = 120
+"""Largest number of events for which a fault at a random moment waits. A step has about eighty."""
 FIRST_STEP = 2
 """Step after which a fault comes at the earliest; a training state is saved then."""
 
@@ -47,7 +63,7 @@ class Fault:
         name: name on the command line, unique.
         action: with "replace the node" the node that has the learners, while the target is killed.
         target: kind of process, a key of `chaos_processes.TARGETS`.
-        when: key of MOMENTS.
+        when: key of MOMENTS, or "random".
         times: number of times; the later ones come at the same moment of a later step.
         seconds: time after which a frozen process goes on; None: never.
         every: do it to all processes of the kind, not only to the first.
@@ -67,6 +83,8 @@ class Fault:
     error: str | None = None
     may_fail: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    seed: str = "0"
+    """Seed of random moments."""
 
     def prelude(self, repeated: bool) -> list[Predicate]:
         """Return the events after which the target is looked up, shortly before the moment."""
@@ -77,6 +95,8 @@ class Fault:
     @property
     def moment(self) -> list[Predicate]:
         """Events that the fault waits for after its prelude."""
+        if self.when == "random":
+            return [is_of_run] * random.Random(f"{self.seed} {self.name}").randint(1, RANDOM_EVENTS)
         events = MOMENTS[self.when]
         return events if self.when in ("start", "shutdown") else [is_event("step"), *events]
 
@@ -97,7 +117,7 @@ def _fault(name: str, target: str, when: str, action: Action = "kill", **fields:
 TWO_REPLICAS = {"replicas": 2}
 TWO_RANKS = {"learners": 2}
 LOST = "ClusterLostError"
-FAULTS = {
+SYNCHRONOUS = {
     fault.name: fault
     for fault in (
         # the ingress
@@ -179,7 +199,34 @@ FAULTS = {
         _fault("interrupt-twice", "driver", "rollouts", "interrupt", times=2, error=""),
         _fault("interrupt-thrice", "driver", "rollouts", "interrupt", times=3, error=""),
         _fault("terminate", "driver", "rollouts", "terminate", error=""),
+        # any part, at random moments
+        _fault("haproxy-random", "HAProxy", "random"),
+        _fault("replica-random", "replica", "random"),
+        _fault("coordinator-random", "coordinator", "random"),
+        _fault("learner-random", "learner", "random"),
+        _fault("runner-random", "runner", "random"),
+        _fault("store-random", "store", "random"),
+        _fault("driver-random", "driver", "random", error=""),
     )
 }
-CI = ("haproxy-rollouts", "replica-rollouts", "coordinator-sync", "store-rollouts", "driver-rollouts")
+
+
+def _asynchronous(prefix: str, fault: Fault, **settings: Any) -> Fault:
+    """Return the same fault in an asynchronous run."""
+    return replace(fault, name=f"{prefix}-{fault.name}", settings={**fault.settings, **settings})
+
+
+WAIT: dict[str, Any] = {"max_staleness": 2}
+MASK: dict[str, Any] = {"max_staleness": 2, "stale": "mask"}
+ASYNCHRONOUS = [
+    # a start is the same in all runs
+    *(_asynchronous("wait", fault, **WAIT) for fault in SYNCHRONOUS.values() if fault.when != "start"),
+    *(_asynchronous("mask", fault, **MASK) for fault in SYNCHRONOUS.values() if fault.when == "random"),
+    _fault("wait-driver-buffer", "driver", "full buffer", error="", settings={**WAIT, "held_update": 3}),
+    _fault("mask-driver-buffer", "driver", "full buffer", error="", settings={**MASK, "held_update": 3}),
+]
+FAULTS = SYNCHRONOUS | {fault.name: fault for fault in ASYNCHRONOUS}
+"""All faults: of synchronous runs, and, with the prefixes wait- and mask-, of asynchronous ones with this
+`stale` and a `max_staleness` of 2."""
+CI = ("haproxy-rollouts", "replica-rollouts", "coordinator-sync", "store-rollouts", "wait-driver-buffer")
 """Faults that every CI run injects."""

@@ -1,4 +1,4 @@
-"""The log that an agent under fault keeps itself, and the events that it sends to the test.
+"""The log that an agent under fault keeps itself, the events that it sends to the test, and the run's size.
 
 Needs only Python's own library, so that a program can keep the same log.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 import zlib
 from typing import Any
 
 FOLDER_VARIABLE = "RAYLIGHT_CHAOS_FOLDER"
 LOG, BATCHES, EVENTS = "agent.jsonl", "batches.jsonl", "events"
+STEPS, TASKS, SAMPLES = 8, 8, 4
+"""Steps of a run, groups of each step, and rollouts of each group."""
 QUESTIONS = 3
 """Questions of one attempt, in one conversation."""
 
@@ -59,18 +62,22 @@ class AttemptLog:
         self.answers: list[str] = []
 
     def __enter__(self) -> AttemptLog:
+        self._began = time.time()
         send_event("begun", **self._ids, pid=os.getpid())
         return self
 
     def finish(self) -> float:
         """Write the answers and their reward to the log; return the reward."""
         reward = reward_of(self.answers)
-        append_line(LOG, **self._ids, calls=len(self.answers), answers=self.answers, reward=reward)
+        self._append(reward=reward)
         send_event("finished", **self._ids)
         return reward
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:300]
-            append_line(LOG, **self._ids, calls=len(self.answers), answers=self.answers, raised=text)
+            self._append(raised=text)
             send_event("raised", **self._ids)
+
+    def _append(self, **end: Any) -> None:
+        append_line(LOG, **self._ids, began=self._began, at=time.time(), answers=self.answers, **end)

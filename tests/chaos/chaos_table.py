@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos_checker import Finding, count_findings
+from chaos_evidence import Finding, count_findings
 from chaos_faults import Fault
 
 
@@ -56,7 +56,7 @@ def cells(row: Row) -> list[str]:
     outcome = ", then ".join(row.ends)
     return [
         fault.name,
-        fault.when,
+        f"random, seed {fault.seed}" if fault.when == "random" else fault.when,
         what,
         outcome if not row.faults_found else f"{outcome} (!)",
         *seconds,

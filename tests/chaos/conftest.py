@@ -1,4 +1,4 @@
-"""The option that selects the faults of CI, and the table of all faults at the end of the tests."""
+"""The options that select faults and random moments, and the table of all faults at the end of the tests."""
 
 import pytest
 from chaos_faults import CI
@@ -8,6 +8,7 @@ from chaos_table import format_table
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos", "faults of tests/chaos; -k NAME selects some")
     group.addoption("--ci-faults", action="store_true", help=f"inject only {', '.join(CI)}")
+    group.addoption("--chaos-seed", default="0", help="seed of the moments of faults at random moments")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
