@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 def setup_logging(level: int | str = "INFO", *, apply_to: Sequence[str] = ()) -> None:
@@ -24,3 +25,15 @@ def setup_logging(level: int | str = "INFO", *, apply_to: Sequence[str] = ()) ->
         if not any(isinstance(handler, RichHandler) for handler in logger.handlers):
             logger.addHandler(RichHandler(show_path=False, log_time_format="%H:%M:%S"))
             logger.propagate = False
+
+
+@contextlib.contextmanager
+def kept_root_logger() -> Iterator[None]:
+    """Undo changes of a block to the root logger, such as those of an import."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)

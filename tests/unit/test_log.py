@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raylight.log import setup_logging
+from raylight.log import kept_root_logger, setup_logging
 
 OWN = "an_agent_of_a_test"
 
@@ -34,3 +34,13 @@ def test_further_loggers_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> 
 def test_an_unknown_level_is_an_error() -> None:
     with pytest.raises(ValueError, match="LOUD"):
         setup_logging("LOUD")
+
+
+def test_a_block_leaves_the_root_logger_as_it_was() -> None:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    with pytest.raises(ImportError), kept_root_logger():
+        root.handlers[:] = [logging.StreamHandler()]
+        root.setLevel("DEBUG")
+        raise ImportError
+    assert (root.handlers, root.level) == before

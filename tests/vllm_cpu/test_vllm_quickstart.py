@@ -28,6 +28,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert '"levelname": "INFO"' not in done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reward_before"] <= 0.6
     assert summary["reward_after"] >= 0.85

@@ -8,6 +8,7 @@ from ray import serve
 
 from raylight.config import EngineConfig, cpu_threads
 from raylight.errors import EngineStartError
+from raylight.log import kept_root_logger
 from raylight.serving.deploy.ingress import SERVE_FLAGS, alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
 from raylight.weight_transfer.transports import vllm_backend
@@ -53,7 +54,8 @@ def _engine_application(settings: ReplicaSettings, env: dict[str, str]) -> serve
 
 def _vllm_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.Application:
     """vLLM as `ray.serve.llm` deploys it: the replica's actor, and a worker per GPU."""
-    from ray.serve.llm import build_llm_deployment
+    with kept_root_logger():  # the import prints the messages of all libraries as JSON
+        from ray.serve.llm import build_llm_deployment
 
     from raylight.engines.vllm.args import vllm_args
     from raylight.engines.vllm.deployment import llm_config
