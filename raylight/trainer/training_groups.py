@@ -270,10 +270,18 @@ class TrainingGroups:
             outages = await self._run.serving.confirm()
             if outages == self._outages:
                 return chosen
-            self._outages = outages  # it returned rollouts to the queue that were decided before it was known
-            for group in self._finished:
-                self._waiting[group] = self._tasks.create_task(self._wait(group))
-            self._finished.clear()
+            self._outages = outages
+            self._wait_again()
+
+    def _wait_again(self) -> None:
+        """Wait for all groups that no step took, after an outage: it returned rollouts to the queue that were
+        decided, and perhaps being read, before it was known."""
+        for waiting in self._waiting.values():
+            waiting.cancel()
+        groups = [*self._waiting, *self._finished, *self._dropped]
+        self._finished.clear()
+        self._dropped.clear()
+        self._waiting = {group: self._tasks.create_task(self._wait(group)) for group in groups}
 
     def _choose(self) -> list[int] | None:
         """Return the groups of the next step, or None if more must finish first."""

@@ -88,6 +88,18 @@ def test_learners_that_are_lost_come_to_where_they_were(
     assert rows[-1]["learner/restarts"] == sum(faults.values())
 
 
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+@pytest.mark.parametrize("seed", [2, 4])
+def test_groups_that_an_outage_affects_are_sampled_again(seed: int, stale: str, tmp_path: Path) -> None:
+    """Also those that are being read, and those that the next step drops."""
+    world = world_of(tmp_path / "a", 1, seed)
+    world.outages_at = {4, 8, 11, 13}
+    rows = asyncio.run(live(world, **settings_of(world, stale)))
+    check(world, rows)
+    assert {row["train/trained"] for row in rows[1:]} == {TASKS * GROUP}
+    assert max(world.sampled.values()) > 1
+
+
 def test_rollouts_are_in_progress_while_the_learners_update(tmp_path: Path) -> None:
     """Tokens of several versions are in one step, which a synchronous run never has."""
     world = world_of(tmp_path / "a", 2, seed=3)
