@@ -103,6 +103,16 @@ class Concurrency:
         self._in_flight = 0
         """Number in flight at the last observation."""
 
+    @property
+    def ceiling(self) -> int:
+        """Number that is admitted at most. A limit at the ceiling follows it."""
+        return self._ceiling
+
+    @ceiling.setter
+    def ceiling(self, ceiling: int) -> None:
+        self.limit = ceiling if self.limit == self._ceiling else min(self.limit, ceiling)
+        self._ceiling = ceiling
+
     def observe(self, loads: Mapping[str, EngineLoad], in_flight: int, ended: int, now: float) -> int:
         """Take the replicas' loads; return the limit.
 

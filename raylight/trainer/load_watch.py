@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
 from raylight.aio import cancel_all, pause, task_group
@@ -21,12 +21,14 @@ class LoadWatch:
     """Adapts the number of rollouts in progress to the engines' loads, and measures how long these idle.
 
     Args:
-        ceiling: most rollouts in progress.
+        ceiling: returns the most rollouts in progress, which changes with the number of runners.
     """
 
-    def __init__(self, replicas: CoordinatorClient, groups: TrainingGroups, ceiling: int) -> None:
-        self._replicas, self._groups = replicas, groups
-        self._concurrency = Concurrency(ceiling)
+    def __init__(
+        self, replicas: CoordinatorClient, groups: TrainingGroups, ceiling: Callable[[], int]
+    ) -> None:
+        self._replicas, self._groups, self._ceiling = replicas, groups, ceiling
+        self._concurrency = Concurrency(ceiling())
         self._idle_s: dict[str, float] = {}
         """Idle seconds of each replica since its start."""
         self._reported_idle_s = 0.0
@@ -47,6 +49,7 @@ class LoadWatch:
             loads = await self._replicas.loads()
             self._idle_s |= {name: load.idle_s for name, load in loads.items()}
             now = time.monotonic()
+            self._concurrency.ceiling = self._ceiling()
             groups.limit(self._concurrency.observe(loads, groups.in_progress, groups.ended, now))
             await pause(POLL_S)
 

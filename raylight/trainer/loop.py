@@ -60,8 +60,7 @@ class Training:
             run, self._rollouts, train_tasks, self._check, report.rollout_progress("train")
         )
         self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)
-        ceiling = run.settings.runner.n * run.settings.runner.max_concurrent
-        self._loads = LoadWatch(run.learners.replicas, self._groups, ceiling)
+        self._loads = LoadWatch(run.learners.replicas, self._groups, run.runners.most_rollouts)
         self._ledger = Ledger()
         if start.ledger and not start.starts_new_lineage:
             self._ledger.load_state_dict(start.ledger)

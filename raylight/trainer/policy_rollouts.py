@@ -34,6 +34,8 @@ class PolicyRollouts:
         """Id of the resources whose model samples greedily."""
         self._val_id: str | None = None
         """Id of the resources of validation rollouts; None: the latest."""
+        self.in_evaluation = 0
+        """Number of validation rollouts that are not decided."""
 
     async def add_resources(self) -> None:
         """Add the resources of rollouts that sample otherwise than those of training."""
@@ -93,8 +95,17 @@ class PolicyRollouts:
             for sample in range(samples)
         ]
         ids = [request.rollout_id for request in requests if request.rollout_id]
+
+        def show(done: int, total: int) -> None:
+            self.in_evaluation = total - done
+            progress(done, total)
+
         await self.enqueue(requests, repeats_lost=not 0 < step <= self._start.completed_step)
-        await wait_for_sound(self._run, ids, progress)
+        self.in_evaluation = len(ids)
+        try:
+            await wait_for_sound(self._run, ids, show)
+        finally:
+            self.in_evaluation = 0
         return await self.collect(ids)
 
     async def enqueue(self, requests: list[EnqueueRolloutRequest], repeats_lost: bool = True) -> None:

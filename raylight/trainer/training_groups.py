@@ -173,9 +173,10 @@ class TrainingGroups:
 
     @property
     def in_progress(self) -> int:
-        """Number of dispatched rollouts that are not decided."""
+        """Number of dispatched rollouts that are not decided, those of an evaluation included."""
         size = len(self._rollouts.group_ids(0))
-        return sum(size - self._decided[group] for group in self._waiting)
+        training = sum(size - self._decided[group] for group in self._waiting)
+        return training + self._rollouts.in_evaluation
 
     def limit(self, rollouts: int) -> None:
         """Dispatch no group while so many rollouts are in progress."""
@@ -241,10 +242,11 @@ class TrainingGroups:
         if step not in self._records:
             chosen = await self._choose_sound()
             self._check([item for group in chosen for item in self._finished[group].rollouts])
-            groups = StepGroups(tuple(chosen), tuple(self._dropped))
-            self._record(step, await self._run.store.record_step(self._run.start.lineage, step, groups))
+            self._record(step, StepGroups(tuple(chosen), tuple(self._dropped)))
         taken = self._records[step]
         found = {group: self._finished.pop(group, None) for group in (*taken.trained, *taken.dropped)}
+        # again if the learners were lost meanwhile: the store may lack it
+        await self._run.store.record_step(self._run.start.lineage, step, taken)
         rollouts: list[FinishedRollout] = []
         for group in taken.trained:
             known = found[group]

@@ -52,6 +52,11 @@ class Runners:
         """Return the number of runners that are up, or send heartbeats."""
         return {"runners/n": float(self.pool.size)}
 
+    def most_rollouts(self) -> int:
+        """Return the number of rollouts that the runners execute at a time, once all that are asked for are
+        up."""
+        return max(self.pool.size, self._config.n) * self._config.max_concurrent
+
     async def counts(self) -> dict[str, int]:
         """Return the numbers of lost and replaced runners."""
         return {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}

@@ -239,7 +239,7 @@ class FakeRun(Run):
         if not self.start.is_fresh:
             await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
         self.serving: Any = Serving(self.world, self.store)
-        self.runners: Any = SimpleNamespace(metrics=dict)
+        self.runners: Any = SimpleNamespace(metrics=dict, most_rollouts=lambda: 1000)
         self._components: list[Any] = [self, self.serving]
 
     def watches(self) -> list[Any]:

@@ -10,9 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_world import GROUP, STEPS, TASKS, World, live, recorded_steps, weights_of
+from training_world import (
+    GROUP,
+    STEPS,
+    TASKS,
+    FakeRun,
+    Publications,
+    World,
+    live,
+    recorded_steps,
+    weights_of,
+)
 
+from raylight.store.client import StoreClient
 from raylight.trainer.training_groups import TrainingGroups
+from raylight.types import StepGroups
 
 SAMPLED = STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
 """Rollouts of a run that drops none: those of training, and two in each evaluation."""
@@ -121,3 +133,57 @@ def test_groups_may_be_sampled_from_the_weights_of_every_step(
     monkeypatch.setattr(TrainingGroups, "publish", record)
     asyncio.run(live(world_of(tmp_path / "a", 2, seed=0), max_staleness=2))
     assert published == list(range(-1, STEPS + 1))
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+def test_learners_that_are_lost_while_a_step_is_recorded(
+    stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups of the step are those that were recorded, and those that it dropped stay dropped."""
+    publications: list[Publications] = []
+    notice, record = Publications.notice_version, StoreClient.record_step
+
+    def note(self: Publications) -> None:
+        publications.append(self)
+        notice(self)
+
+    async def record_step(self: StoreClient, lineage: str, step: int, groups: StepGroups) -> StepGroups:
+        recorded = await record(self, lineage, step, groups)
+        if step in faults:
+            faults.remove(step)
+            publications[-1].stranded.set()
+            await asyncio.Event().wait()
+        return recorded
+
+    faults = {4, 7}
+    monkeypatch.setattr(Publications, "notice_version", note)
+    monkeypatch.setattr(StoreClient, "record_step", record_step)
+    world = world_of(tmp_path / "a", 1, seed=1)
+    check(world, asyncio.run(live(world, **settings_of(world, stale))))
+    assert not faults
+
+
+def test_rollouts_of_an_evaluation_are_in_progress_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise their load of the engines would be taken for that of a few rollouts."""
+    groups: list[TrainingGroups] = []
+    load, run_agent = TrainingGroups.load, FakeRun._run_agent
+    seen: list[int] = []
+
+    async def note(self: TrainingGroups) -> None:
+        groups.append(self)
+        await load(self)
+
+    async def run(self: FakeRun, rollout: Any) -> None:
+        if rollout.mode == "val":
+            seen.append(groups[-1].in_progress)
+        await run_agent(self, rollout)
+
+    monkeypatch.setattr(TrainingGroups, "load", note)
+    monkeypatch.setattr(FakeRun, "_run_agent", run)
+    world = world_of(tmp_path / "a", 0, seed=0)
+    asyncio.run(live(world))
+    assert set(seen) <= {1, 2}
+    assert seen
+    assert groups[-1].in_progress == 0

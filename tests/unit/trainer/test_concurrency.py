@@ -204,3 +204,17 @@ def test_a_queue_counts_once_it_lasts():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="must be positive"):
         Concurrency(0)
+
+
+def test_a_limit_at_the_ceiling_follows_it() -> None:
+    """When runners are added or taken away."""
+    concurrency = Concurrency(10)
+    concurrency.ceiling = 40
+    assert concurrency.limit == 40
+    concurrency.ceiling = 20
+    assert concurrency.limit == 20
+    low = Concurrency(10, start=4)
+    low.ceiling = 40
+    assert low.limit == 4
+    low.ceiling = 3
+    assert low.limit == 3
