@@ -7,7 +7,7 @@ took, by what became of them. Both are equal at any time; `unaccounted` is their
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from raylight.experience.batch import BatchReport
@@ -32,7 +32,13 @@ class TakenTokens:
     """Tokens among these that were recorded after their rollout was decided."""
 
     def __add__(self, other: TakenTokens) -> TakenTokens:
-        return TakenTokens(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return TakenTokens(  # not by `astuple`, which copies deeply: a run adds up all of its steps
+            self.trained + other.trained,
+            self.masked + other.masked,
+            self.dropped + other.dropped,
+            self.failed + other.failed,
+            self.late + other.late,
+        )
 
 
 @dataclass(frozen=True)
