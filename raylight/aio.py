@@ -10,15 +10,16 @@ from typing import Any
 
 
 class _TaskGroup(asyncio.TaskGroup):
-    """A task group that lists its tasks."""
+    """A task group that knows its tasks which have not ended."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.started: list[asyncio.Task[Any]] = []
+        self.unfinished: set[asyncio.Task[Any]] = set()
 
     def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
         task = super().create_task(*args, **kwargs)
-        self.started.append(task)
+        self.unfinished.add(task)
+        task.add_done_callback(self.unfinished.discard)
         return task
 
 
@@ -38,10 +39,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
             yield group
             # Wait for the tasks within the block: Python 3.11 uncounts the group's own cancellation of this
             # task only if it comes before the block ends.
-            waited_for = 0
-            while waited_for < len(group.started):
-                waited_for = len(group.started)
-                await asyncio.wait(group.started)
+            while group.unfinished:
+                await asyncio.wait(group.unfinished)
     except BaseExceptionGroup as errors:
         cancelled = task.cancelling() > cancellations
         first = asyncio.CancelledError() if cancelled else errors.exceptions[0]

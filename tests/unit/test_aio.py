@@ -142,3 +142,12 @@ def test_a_timer_that_fires_just_before_the_end_ends_the_wait() -> None:
         assert loop.run_until_complete(wait()) is False
     finally:
         loop.close()
+
+
+async def test_a_task_group_keeps_no_task_that_has_ended() -> None:
+    """One that lasts as long as a run would grow with it."""
+    async with task_group() as group:
+        task = group.create_task(asyncio.sleep(0))
+        await task
+        await asyncio.sleep(0)
+        assert not group.unfinished  # type: ignore[attr-defined]
