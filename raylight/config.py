@@ -208,8 +208,16 @@ class LoraConfig(Config):
 
 
 class LearnerConfig(Config):
-    """The group of LearnerActors."""
+    """The learners: what trains the policy."""
 
+    kind: Literal["ranks", "local", "simulated"] = "ranks"
+    """ranks: a group of LearnerActors. local: the driver's process trains the only copy of the model, from
+    which it also samples, on a small GPU or a CPU. simulated: nothing is trained, updates and publications
+    only take time, to test rollouts under load."""
+    step_s: float = Field(default=1.0, ge=0, le=MAX_SECONDS)
+    """Seconds of an update of the simulated learner."""
+    sync_s: float = Field(default=0.0, ge=0, le=MAX_SECONDS)
+    """Seconds of a publication of the simulated learner."""
     n: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Learner ranks."""
     num_cpus: float = Field(default=0.5, gt=0, le=MAX_PROCESSES)
@@ -272,6 +280,19 @@ class LearnerConfig(Config):
     sdpa."""
 
     @model_validator(mode="after")
+    def _check_read(self) -> Self:
+        read = READ_BY_KIND.get(self.kind)
+        unread = [
+            name
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) != field.get_default(call_default_factory=True)
+            and (name in SIMULATED_TIMES if read is None else name not in read)
+        ]
+        if unread:
+            raise ValueError(f"nothing reads {', '.join(unread)} with kind={self.kind!r}; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> Self:
         if self.ulysses > 1 and not (
             self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")
@@ -305,6 +326,16 @@ class LearnerConfig(Config):
     def row_limit(self) -> int:
         """Maximum number of tokens of a training row."""
         return self.max_row_tokens or self.max_tokens_per_micro_batch
+
+
+ROW_SETTINGS = frozenset({"kind", "max_tokens_per_micro_batch", "max_row_tokens", "long_rows"})
+"""Settings that every kind of learner reads."""
+SIMULATED_TIMES = frozenset({"step_s", "sync_s"})
+READ_BY_KIND = {
+    "local": ROW_SETTINGS | {"num_threads", "dtype", "lora", "gradient_checkpointing"},
+    "simulated": ROW_SETTINGS | SIMULATED_TIMES,
+}
+"""Settings that a kind of learner reads; the ranks read all but those of the simulated learner."""
 
 
 class CheckpointConfig(Config):

@@ -170,3 +170,25 @@ def test_an_engine_on_several_gpus_is_a_tensor_parallel_one(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"num_gpus=2: .*tensor_parallel_size"):
         EngineConfig(kind=kind, num_gpus=2)
     assert EngineConfig(kind="my_package:Engine", num_gpus=2).num_gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "unread"),
+    [
+        ({"step_s": 3}, "step_s with kind='ranks'"),
+        ({"kind": "simulated", "n": 2, "lora": {}}, "n, lora with kind='simulated'"),
+        ({"kind": "local", "num_gpus": 1, "sync_s": 2}, "sync_s, num_gpus with kind='local'"),
+    ],
+)
+def test_settings_that_a_kind_of_learner_does_not_read_are_refused(given: dict, unread: str) -> None:
+    with pytest.raises(ConfigError, match=f"nothing reads {unread}"):
+        LearnerConfig(**given)
+
+
+def test_settings_of_each_kind_of_learner_are_accepted() -> None:
+    for given in (
+        {"kind": "simulated", "step_s": 30, "sync_s": 2, "long_rows": "drop"},
+        {"kind": "local", "lora": {"rank": 4}, "gradient_checkpointing": True, "num_threads": 2},
+    ):
+        config = LearnerConfig(**given)
+        assert LearnerConfig(**config.model_dump()) == config

@@ -11,8 +11,11 @@ from ray.exceptions import OwnerDiedError
 
 from raylight.aio import cancel_all
 from raylight.engines.protocol import LoraAdapter, UpdateMode
-from raylight.errors import TransferBrokenError
+from raylight.errors import TransferBrokenError, WeightSyncError
+from raylight.weight_sync.client import ReplicaClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weight_sync.orders import Order
+from raylight.weight_sync.transfer_follower import TransferFollower
 from raylight.weight_sync.transfers import PhaseKind
 
 PAYLOAD_REF = ["reference"]
@@ -149,3 +152,46 @@ async def turns(count: int = 20) -> None:
     """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+class Replica:
+    """A replica that executes weights orders on a spy engine."""
+
+    def __init__(self, coordinator: ReplicaCoordinator, name: str, engine: SpyEngine | None = None) -> None:
+        self.engine, self.life = engine or SpyEngine(), Life()
+        self._coordinator, self._name = coordinator, name
+        client = ReplicaClient(name, coordinator)
+        self._follower = TransferFollower(self.engine, client, lambda call: call())  # type: ignore[arg-type]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        state = await self._coordinator.subscribe(self._name, [self.life], f"handle of {self._name}")
+        await self._coordinator.acknowledge(self._name, state.number)
+        self._task = asyncio.create_task(self._run(state.number))
+
+    async def _run(self, after: int) -> None:
+        while True:
+            for order in await self._coordinator.next(self._name, after, 60.0):
+                await self._execute(order)
+                after = order.number
+
+    async def _execute(self, order: Order) -> None:
+        failure = None
+        try:
+            if order.version > self.engine.version:
+                await self._follower.receive(order)
+        except WeightSyncError as error:
+            failure = str(error)
+        await self._coordinator.acknowledge(self._name, order.number, failure)
+
+    async def die(self) -> None:
+        assert self._task
+        await cancel_all([self._task])
+        self.life.end()
+
+
+async def replicas_of(coordinator: ReplicaCoordinator, *names: str) -> list[Replica]:
+    replicas = [Replica(coordinator, name) for name in names]
+    for replica in replicas:
+        await replica.start()
+    return replicas

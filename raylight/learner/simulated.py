@@ -1,0 +1,116 @@
+"""The learner `simulated`: it takes the time of an update and trains nothing, to test rollouts under load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from raylight.aio import pause
+from raylight.config import LearnerConfig
+from raylight.errors import ConfigError, LearnerError, TransferBrokenError, WeightSyncError
+from raylight.experience.batch import TrainBatch
+from raylight.experience.checkpoints import TrainingStates
+from raylight.experience.settings import PolicySettings
+from raylight.weight_sync.client import call_coordinator, call_until_answered
+from raylight.weight_sync.sender_client import PublicationSettings
+from raylight.weight_sync.transfers import PhaseKind
+
+MAX_ATTEMPTS = 3
+"""Number of transfers in a row that may break before a publication fails."""
+
+
+class SimulatedLearner:
+    """A learner without a model, with the interface of `LearnerGroup`.
+
+    An update takes `step_s` seconds and a publication `sync_s`. The engines keep their weights; they are told
+    each version, so that tokens carry it. Training states contain the position of the run and no weights.
+
+    Args:
+        wait: waits for a number of seconds.
+    """
+
+    def __init__(self, config: LearnerConfig, wait: Callable[[float], Awaitable[None]] = pause) -> None:
+        self._config, self._wait = config, wait
+        self.version = 0
+
+    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+        """Return: there is no model to load."""
+
+    async def check_storage(self, folders: Mapping[str, str]) -> None:
+        """Return: the learner's folders are the driver's."""
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Take the time of an update, and return metrics."""
+        start = time.perf_counter()
+        await self._wait(self._config.step_s)
+        self.version += 1
+        return {"learner/rows": float(len(batch.rows)), "learner/update_s": time.perf_counter() - start}
+
+    async def logprobs(self, ids: list[int]) -> None:
+        """Return None: there is nothing to compare the engines with."""
+
+    async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
+        """Have the replicas that lack a version sample under its number, after `sync_s` seconds.
+
+        Raises:
+            WeightSyncError: several transfers in a row broke, or the coordinator is gone.
+        """
+        coordinator, limit, broken = settings.coordinator, settings.limit_s, 0
+        while await call_until_answered(coordinator, "begin_transfer", version, token, within=limit):
+            try:
+                await self._run_phase("start", settings)
+                await self._wait(self._config.sync_s)
+                await self._run_phase("finish", settings)
+                broken = 0
+            except TransferBrokenError as error:
+                broken += 1
+                if broken == MAX_ATTEMPTS:
+                    raise WeightSyncError(
+                        f"version {version} could not be announced to the engines: {error}"
+                    ) from None
+
+    async def _run_phase(self, kind: PhaseKind, settings: PublicationSettings) -> None:
+        """Have all replicas of the transfer execute a phase of vLLM's protocol."""
+        await call_coordinator(
+            settings.coordinator, "run_phase", kind, {}, settings.timeout_s, within=settings.limit_s
+        )
+
+    async def export_adapter(self) -> Any:
+        """Raise ConfigError: there is no adapter."""
+        raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
+
+    async def save(self, folder: str) -> None:
+        """Return: there is no model to save."""
+
+    async def save_state(
+        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+    ) -> None:
+        """Save the position of the run, from which it resumes.
+
+        Args:
+            metadata: JSON values that are stored with the state.
+            keep: number of states to keep.
+        """
+
+        def save() -> None:
+            states = TrainingStates(url)
+            states.complete(step, metadata)
+            states.prune(keep)
+
+        await asyncio.to_thread(save)
+
+    async def finish_saving(self, timeout_s: float) -> None:
+        """Return: the last state is saved."""
+
+    async def load_state(self, url: str, step: int, version: int) -> None:
+        """Continue with a version."""
+        self.version = version
+
+    async def restart(self) -> None:
+        """Raise LearnerError: a simulated learner is never lost."""
+        raise LearnerError("a simulated learner has no process that could be restarted")
+
+    def stop(self) -> None:
+        """Return: there is nothing to stop."""
