@@ -25,8 +25,8 @@ class EngineConfig(Config):
     "auto" is upstream if a `url` is given, vllm if replicas have a GPU and the nodes with GPUs have it, else
     transformers."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine: any engine argument of vLLM; `tool_parser` and `reasoning` of
-    transformers; keyword arguments of an engine class."""
+    """Further arguments of the engine: any engine argument of vLLM; `tool_parser`, `reasoning` and
+    `max_new_tokens` of transformers; keyword arguments of an engine class."""
     url: str | None = None
     """Base URL of an OpenAI-compatible upstream, such as https://api.example.com/v1."""
     api_key: SecretStr | None = None
@@ -218,6 +218,11 @@ class LearnerConfig(Config):
     """Seconds of an update of the simulated learner."""
     sync_s: float = Field(default=0.0, ge=0, le=MAX_SECONDS)
     """Seconds of a publication of the simulated learner."""
+    device: str = "auto"
+    """Torch device of the local learner; auto: cuda if there is a GPU, else cpu."""
+    memory_limit_gb: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
+    """Limit of the local learner's estimated peak memory in 10^9 bytes, with its engine; None: the free
+    memory of the device."""
     n: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Learner ranks."""
     num_cpus: float = Field(default=0.5, gt=0, le=MAX_PROCESSES)
@@ -286,7 +291,7 @@ class LearnerConfig(Config):
             name
             for name, field in type(self).model_fields.items()
             if getattr(self, name) != field.get_default(call_default_factory=True)
-            and (name in SIMULATED_TIMES if read is None else name not in read)
+            and (name in SIMULATED_TIMES | LOCAL_SETTINGS if read is None else name not in read)
         ]
         if unread:
             raise ValueError(f"nothing reads {', '.join(unread)} with kind={self.kind!r}; leave it out")
@@ -331,8 +336,9 @@ class LearnerConfig(Config):
 ROW_SETTINGS = frozenset({"kind", "max_tokens_per_micro_batch", "max_row_tokens", "long_rows"})
 """Settings that every kind of learner reads."""
 SIMULATED_TIMES = frozenset({"step_s", "sync_s"})
+LOCAL_SETTINGS = frozenset({"device", "memory_limit_gb"})
 READ_BY_KIND = {
-    "local": ROW_SETTINGS | {"num_threads", "dtype", "lora", "gradient_checkpointing"},
+    "local": ROW_SETTINGS | LOCAL_SETTINGS | {"num_threads", "dtype", "lora", "gradient_checkpointing"},
     "simulated": ROW_SETTINGS | SIMULATED_TIMES,
 }
 """Settings that a kind of learner reads; the ranks read all but those of the simulated learner."""

@@ -1,8 +1,8 @@
 """Train a small model to solve word problems, on a GPU of 4 GB or on a CPU.
 
-    python examples/small_gpu/train_math_agent.py --model Qwen/Qwen2.5-0.5B-Instruct python
-    examples/small_gpu/train_math_agent.py --model PATH --debug                      one question, with its
-    trace python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint
+    python examples/small_gpu/train_math_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
+    python examples/small_gpu/train_math_agent.py --model PATH --debug      one question, with its trace
+    python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint/adapter
 
 One process holds one copy of the model, samples from it and trains a LoRA adapter in it: see
 docs/minigrpo.md. The memory of the run is estimated before the model is loaded, and a run that needs too much

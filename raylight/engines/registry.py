@@ -38,7 +38,8 @@ class BuiltInEngine:
 
 ENGINES: dict[str, BuiltInEngine] = {
     "transformers": BuiltInEngine(
-        "raylight.engines.transformers.engine:build_engine", frozenset({"tool_parser", "reasoning"})
+        "raylight.engines.transformers.engine:build_engine",
+        frozenset({"tool_parser", "reasoning", "max_new_tokens"}),
     ),
     "vllm": BuiltInEngine(None, args=None),
     "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from raylight.config import LearnerConfig
@@ -46,10 +46,15 @@ class LocalLearner:
     The engine and the learner share one copy of the weights, so nothing is published: a token that the engine
     samples after an update has the new version. A failure is one of the driver, so there is no restart; a run
     continues from its training state.
+
+    Args:
+        load: returns the engine, once it has loaded the model.
     """
 
-    def __init__(self, engine: TrainableModule, config: LearnerConfig) -> None:
-        self._engine, self._config = engine, config
+    _engine: TrainableModule
+
+    def __init__(self, load: Callable[[], Awaitable[TrainableModule]], config: LearnerConfig) -> None:
+        self._load, self._config = load, config
         self._policy: Any = None
         self._states: Any = None
         self._owns_group = False
@@ -60,6 +65,7 @@ class LocalLearner:
         Raises:
             ConfigError: the settings do not fit the model, or this process trains something else.
         """
+        self._engine = await self._load()
         await asyncio.to_thread(self._setup, model_path, settings, total_steps, seed)
 
     def _setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:

@@ -11,9 +11,7 @@ import torch
 from raylight.config import LearnerConfig
 from raylight.learner.fsdp import RaylightEngine
 from raylight.learner.response_logprobs import LogprobHead
-
-CHUNK = 128
-"""Tokens whose logits are in memory at a time: few, as the memory is shared with the engine's cache."""
+from raylight.learner.token_logprobs import SMALL_CHUNK
 
 
 class LocalEngine(RaylightEngine):
@@ -37,7 +35,7 @@ class LocalEngine(RaylightEngine):
         """Add the adapter, and build the optimizer and the learning-rate schedule."""
         if self.model_config.enable_gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        LogprobHead(self.module, CHUNK)
+        LogprobHead(self.module, SMALL_CHUNK)
         if self._is_lora:
             self.module = self._build_lora_module(self.module)
         with contextlib.redirect_stdout(None):  # verl prints the schedule

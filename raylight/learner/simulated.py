@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -48,8 +49,8 @@ class SimulatedLearner:
         self.version += 1
         return {"learner/rows": float(len(batch.rows)), "learner/update_s": time.perf_counter() - start}
 
-    async def logprobs(self, ids: list[int]) -> None:
-        """Return None: there is nothing to compare the engines with."""
+    async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> None:
+        """Return None: there are no weights to copy."""
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Have the replicas that lack a version sample under its number, after `sync_s` seconds.
@@ -82,7 +83,8 @@ class SimulatedLearner:
         raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
 
     async def save(self, folder: str) -> None:
-        """Return: there is no model to save."""
+        """Make the folder, which stays empty."""
+        await asyncio.to_thread(os.makedirs, folder, exist_ok=True)
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float

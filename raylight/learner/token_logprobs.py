@@ -12,6 +12,8 @@ CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**27}
 time: each reads all output weights."""
 BLOCK_LOGITS = {"cpu": 2**18, "cuda": 2**25}
 """Logits whose float32 copies are in memory at a time. On a CPU they stay in its cache."""
+SMALL_CHUNK = 128
+"""Tokens whose logits are in memory at a time, if the memory is shared with an engine's cache."""
 LOWEST_LOGPROB = -1e4
 """Bound of log-probs that are multiplied by their probability, which is 0 there: minus infinity times 0 is
 not."""

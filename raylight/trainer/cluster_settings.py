@@ -24,14 +24,17 @@ def settings_for_cluster(
     Raises:
         ConfigError: the run cannot work on this cluster.
     """
+    if settings.training is not None and settings.training.learner.kind == "local":
+        return finalize_settings(with_local_dtype(settings)), ()
     resources = ray.cluster_resources()
     settings, notes = with_cpu_fallback(settings, requested, resources.get("GPU", 0))
     settings, hardware_notes = settings_for_hardware(settings, requested.engine)
     settings = settings_for_nodes(settings, requested.engine)
     check_memory(settings)
     settings = finalize_settings(settings)
-    if settings.training is not None and settings.serving is not None:
-        notes += tuple(idle_hardware(settings.serving.engine, settings.training.learner, resources))
+    training = settings.training
+    if training is not None and settings.serving is not None and training.learner.kind == "ranks":
+        notes += tuple(idle_hardware(settings.serving.engine, training.learner, resources))
     return settings, notes + hardware_notes
 
 
@@ -46,6 +49,23 @@ def with_cpu_fallback(
         engine = found.engine.model_copy(update={"kind": settings.serving.engine.kind})
         settings = settings.with_engine(engine).with_training(learner=found.learner)
     return settings, found.notes
+
+
+def with_local_dtype(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return the settings of a run with a local learner, with the data type for its device.
+
+    Raises:
+        ConfigError: torch has no such device.
+    """
+    assert settings.training is not None, "the run trains"
+    assert settings.serving is not None, "the run serves a model"
+    from raylight.learner.local_device import select_device
+
+    learner, engine = settings.training.learner, settings.serving.engine
+    on_gpu = select_device(learner.device).type == "cuda"
+    if on_gpu and learner.lora is not None and "dtype" not in engine.model_fields_set:
+        return settings.with_engine(engine.model_copy(update={"dtype": "bfloat16"}))
+    return settings
 
 
 def finalize_settings(settings: ResolvedSettings) -> ResolvedSettings:

@@ -138,7 +138,7 @@ def plan_policy(
     check_lengths(engine, learner)
     serving = ServingSettings(
         resolve_model(algorithm.model),
-        trainable_engine(engine),
+        trainable_engine(engine, learner),
         sampling_parameters=algorithm.sampling_parameters,
         training_temperature=algorithm.training_temperature,
     )

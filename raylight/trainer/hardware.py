@@ -67,7 +67,7 @@ def settings_for_hardware(
     choice = choose(
         hardware,
         serving.engine.model_copy(update={"kind": kind}),
-        None if training is None else training.learner,
+        training.learner if training is not None and training.learner.kind == "ranks" else None,
         longest_sequence(Path(serving.model_path)),
     )
     engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})

@@ -235,7 +235,8 @@ class Training:
             self._groups.publish(step)
         if parity is None:
             return {}
-        return {"mismatch/probe_abs_mean": parity.mean_abs, "time/sync_s": time.perf_counter() - started}
+        probed = {"mismatch/probe_abs_mean": parity.mean_abs} if parity.tokens else {}
+        return probed | {"time/sync_s": time.perf_counter() - started}
 
     # end of the training, training states, and recovery of lost learners
 

@@ -50,6 +50,11 @@ def plan_settings(
 
     settings = settings.for_hardware(cluster.gpus)
     engine, learner = settings.engine, settings.learner
+    if learner.kind != "ranks":
+        raise ConfigError(
+            f"there are no ranks to plan for with learner.kind={learner.kind!r}; a local learner's memory is "
+            "shown, and checked, when its run starts"
+        )
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
     hardware, context = Hardware(cluster.gpus), longest_sequence(Path(model_path))
@@ -81,6 +86,8 @@ def check_memory(settings: ResolvedSettings) -> None:
     """
     serving, training = settings.serving, settings.training
     if serving is None or training is None or serving.engine.kind not in PLANNED_ENGINES:
+        return
+    if training.learner.kind != "ranks":
         return
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
     asked = _asked_gpus(serving.engine, training.learner)

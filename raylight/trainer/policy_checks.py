@@ -20,6 +20,13 @@ from raylight.weight_transfer.transports import choose_transport, find_transport
 
 MANY_CORES = 4
 """Cores of the cluster per learner from which a learner on a single thread is worth a note."""
+LOCAL_ENGINE = frozenset(
+    (
+        *("kind", "args", "dtype", "max_model_len", "max_concurrent", "max_waiting", "token_in"),
+        *("tolerate_rewrites", "max_body_bytes", "ignore_fields", "host", "port", "weight_transfer"),
+    )
+)
+"""Settings of an engine that are read with a local learner; the transport is written to config.yaml."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names that the configurations of mixtures of experts have for the number of experts."""
 
@@ -40,13 +47,22 @@ def check_lengths(engine: EngineConfig, learner: LearnerConfig) -> None:
         )
 
 
-def trainable_engine(engine: EngineConfig) -> EngineConfig:
+def trainable_engine(engine: EngineConfig, learner: LearnerConfig) -> EngineConfig:
     """Return the settings of the engine that samples from the policy, with its kind resolved.
 
     Raises:
-        ConfigError: the engine takes no weights, or is not installed, or there is no such transport.
+        ConfigError: the engine takes no weights, is not installed, or does not fit the learner; or there is
+            no such transport.
     """
     kind = choose_engine(engine)
+    if learner.kind == "local":
+        _check_local_engine(engine, learner)
+        kind = "transformers"
+    if learner.kind == "simulated" and kind == "vllm":
+        raise ConfigError(
+            "vLLM takes a version only with its weights, and a simulated learner has none; use "
+            "engine={'kind': 'transformers'}"
+        )
     if kind == "upstream":
         raise ConfigError(
             "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
@@ -55,6 +71,30 @@ def trainable_engine(engine: EngineConfig) -> EngineConfig:
     if engine.weight_transfer != "auto":
         find_transport(engine.weight_transfer)
     return engine.model_copy(update={"kind": kind})
+
+
+def _check_local_engine(engine: EngineConfig, learner: LearnerConfig) -> None:
+    """Raise a ConfigError for an engine that a local learner cannot train in place."""
+    if engine.kind not in ("auto", "transformers"):
+        raise ConfigError(
+            f"a local learner trains in the transformers engine, and engine.kind is {engine.kind!r}; "
+            "leave it out, or use learner={'kind': 'ranks'}"
+        )
+    unread = [
+        name
+        for name, field in EngineConfig.model_fields.items()
+        if name not in LOCAL_ENGINE and getattr(engine, name) != field.get_default(call_default_factory=True)
+    ]
+    if unread:
+        raise ConfigError(
+            f"nothing reads engine.{', engine.'.join(unread)}: with learner.kind='local' the driver's "
+            "process is the engine; leave it out"
+        )
+    if learner.lora is None and engine.dtype != "float32":
+        raise ConfigError(
+            f"a local learner trains all weights in float32 only, and engine.dtype is {engine.dtype!r}; "
+            "leave it out, or train an adapter with learner.lora"
+        )
 
 
 def with_transport(settings: ResolvedSettings) -> ResolvedSettings:

@@ -33,7 +33,7 @@ class Publications:
     Args:
         timeout_s: time that a version may take to reach all replicas.
         adapter: name under which the learners' adapter is served; None publishes all weights.
-        probe: token ids whose log-probs are compared.
+        probe: token ids whose log-probs are compared; empty if the learners have no weights of their own.
         tolerance: limit of the mean difference of log-probs.
         beside_updates: updates may begin while weights are sent.
     """
@@ -112,9 +112,14 @@ class Publications:
             timeout: seconds that the replicas have.
             logprobs: those of the learners; None if they still hold the version.
 
+        Returns:
+            A parity of no tokens if there is no probe.
+
         Raises:
             MismatchError: a replica's differ from the learners'.
         """
+        if not self._probe:
+            return Parity(0.0, 0.0, 0)
         async with task_group() as tasks:
             probing = tasks.create_task(self._replicas.probe(self._probe, timeout, self._adapter))
             own = logprobs or await self._learners.logprobs(self._probe)

@@ -13,6 +13,7 @@ from raylight.runner.scaling import Resizable, ScaleRequests
 from raylight.store.client import StoreClient
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.components.learners import Learners
+from raylight.trainer.components.local_serving import LocalServing
 from raylight.trainer.components.runners import Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.store import RunStore
@@ -99,21 +100,17 @@ class Run:
         self.store = await store.open(stack)
         if self._prepare_store is not None:
             await self._prepare_store(self.store)
-        self.serving = Serving(
-            settings.name, settings.serving, settings.payload.secret, self.store, show, self._owns_cluster
-        )
+        self.serving = self._make_serving()
         await self.serving.open(stack)
         if learners is not None:
             self.learners = learners
-            learners.open(stack, self.serving.coordinator)
+            learners.open(stack, self.serving)
         self.serving.prepare(await self._sampling_seed(), settings.runner.n * settings.runner.max_concurrent)
         runners = Runners(settings, self.store, show)
         runners.open(stack)
         await self._start(runners)
         self.runners = runners
-        resizable: dict[str, Resizable] = {"runners": runners.pool}
-        if settings.serving is not None:
-            resizable["replicas"] = self.serving.deployment
+        resizable: dict[str, Resizable] = {"runners": runners.pool, **self.serving.resizable}
         scaling = ScaleRequests(settings.name, self.store, resizable, show)
         self._components = [store, runners, self.serving, scaling, *([] if learners is None else [learners])]
 
@@ -122,6 +119,14 @@ class Run:
         if settings.training is None or settings.serving is None:
             return None
         return Learners(settings, settings.training, settings.serving, self.start, self._show_stage)
+
+    def _make_serving(self) -> Serving:
+        settings = self.settings
+        secret, show, owns_cluster = settings.payload.secret, self._show_stage, self._owns_cluster
+        parts = settings.name, settings.serving, secret, self.store, show, owns_cluster
+        if settings.training is not None and settings.training.learner.kind == "local":
+            return LocalServing(settings.training.learner, *parts)
+        return Serving(*parts)
 
     async def _start(self, runners: Runners) -> None:
         """Start the components side by side, then what needs all of them."""

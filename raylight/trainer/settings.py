@@ -59,7 +59,8 @@ class TrainingSettings:
     @property
     def serves_adapter(self) -> bool:
         """True if the engines serve the model with the learners' adapter."""
-        return self.learner.lora is not None and self.learner.lora.serve == "adapter"
+        learner = self.learner
+        return learner.kind == "ranks" and learner.lora is not None and learner.lora.serve == "adapter"
 
 
 @dataclass(frozen=True)

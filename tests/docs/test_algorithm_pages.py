@@ -16,7 +16,7 @@ PAGES = sorted((DOCS / "algorithms").glob("*.md"))
 INDEX = DOCS / "algorithms" / "README.md"
 FAMILY = {
     name: getattr(algorithms, name)
-    for name in sorted(set(algorithms.__all__) - {"VERL", "algo"})
+    for name in sorted(set(algorithms.__all__) - {"VERL", "MiniGRPO", "algo"})  # with pages of their own
     if issubclass(getattr(algorithms, name), PolicyAlgorithm)
 }
 CLASSES = FAMILY | {"CriticSettings": CriticSettings}

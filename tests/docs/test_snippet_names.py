@@ -32,7 +32,8 @@ METHODS = {
 def arguments(called: Any) -> set[str] | None:
     """Return the keyword arguments that a callable accepts; None if it accepts any."""
     if inspect.isclass(called) and issubclass(called, BaseModel):
-        return {*called.model_fields} | ({"name"} if called is rl.LLM else set())  # alias of `model`
+        aliases = {field.alias for field in called.model_fields.values() if field.alias}
+        return {*called.model_fields} | aliases | ({"name"} if called is rl.LLM else set())
     parameters = inspect.signature(called).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 

@@ -14,7 +14,8 @@ from examples.small_gpu.make_problems import DATA, make_problems
 from examples.small_gpu.questions import benchmark_questions, training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
 from raylight.agent.hooks import HookDispatcher
-from raylight.algorithms.minigrpo.memory import estimate_memory_of
+from raylight.planning.local_memory import estimate_memory
+from raylight.trainer.trainer import Trainer
 from raylight.types import Rollout, Span
 
 
@@ -117,7 +118,6 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
     assert args.memory_gb < 4
     assert benchmark.parse(["--model", "m"]).prompt == args.prompt
 
-    import torch
     from transformers import Qwen2Config
 
     shape = Qwen2Config(  # Qwen2.5-0.5B, which the README uses
@@ -130,6 +130,8 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     )
-    needed = estimate_memory_of(shape, train_math_agent.algorithm(args).settings, torch.bfloat16)
+    algorithm = train_math_agent.algorithm(args).model_copy(update={"dtype": "bf16"})
+    trainer = Trainer(algorithm=algorithm)
+    needed = estimate_memory(shape, trainer.engine, trainer.learner)
     assert needed.weights == pytest.approx(0.99e9, rel=0.02)
     assert needed.peak < args.memory_gb * 1e9

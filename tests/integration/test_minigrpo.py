@@ -58,6 +58,7 @@ def test_the_agent_learns_with_an_adapter(tmp_path: Path) -> None:
         "kl_coef": 1e-3,
         "val_every": 6,
         "save_every": 5,
+        "passes": 1,
     }
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=tmp_path, progress=False)
     summary = trainer.fit(adder, train, val_dataset=val)
@@ -78,14 +79,12 @@ def test_the_agent_learns_with_an_adapter(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["algorithm"]["lr"] == 2e-3
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
-    assert {path.name for path in (tmp_path / "checkpoint").iterdir() if path.is_dir()} == {
-        "step-5",
-        "step-10",
-    }
+    assert {path.name for path in (tmp_path / "state").iterdir()} == {"step-10", "step-12"}
+    assert (tmp_path / "best" / "config.json").exists()
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     assert accuracy(base) <= 0.65
-    assert accuracy(PeftModel.from_pretrained(base, tmp_path / "checkpoint")) >= 0.75
+    assert accuracy(PeftModel.from_pretrained(base, tmp_path / "checkpoint" / "adapter")) >= 0.75
     with sqlite3.connect(tmp_path / "store.db") as store:
         assert store.execute("select count(*) from rollouts").fetchone()[0] == 12 * 128 + 3 * 128
 

@@ -1,5 +1,6 @@
 """The local learner: the update of the ranks on the module that an engine samples from, and its states."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,8 +42,12 @@ def adapter_config(dropout: float = 0.0) -> LearnerConfig:
 async def local(
     config: LearnerConfig, settings: PolicySettings = SETTINGS
 ) -> AsyncIterator[tuple[TrainableEngine, LocalLearner]]:
-    engine = TrainableEngine(STARTER_MODEL, "policy", max_new_tokens=8, slots=4, max_model_len=64)
-    learner = LocalLearner(engine, config)
+    engine = TrainableEngine(STARTER_MODEL, "policy", max_new_tokens=8, slots=4, max_model_len=512)
+
+    async def load() -> TrainableEngine:
+        return engine
+
+    learner = LocalLearner(load, config)
     try:
         await learner.setup(STARTER_MODEL, settings, 3, seed=0)
         yield engine, learner
@@ -87,7 +92,9 @@ async def test_the_engine_samples_what_was_trained() -> None:
     async with local(adapter_config(dropout=0.1)) as (engine, learner):
         before = await learner.logprobs(PROBE)
         assert await engine.logprobs(PROBE) == pytest.approx(before, abs=1e-6)
-        assert set((await engine.generate(PROMPTS[0], SamplingParams(4))).weight_versions) == {0}
+        first = await engine.generate(PROMPTS[0], SamplingParams(100, ignore_eos=True))
+        assert len(first.output_ids) == 8, "max_new_tokens overrides the limit of a request"
+        assert set(first.weight_versions) == {0}
         await learner.update(exact_batch())
         after = await learner.logprobs(PROBE)
         assert after != pytest.approx(before, abs=1e-3)
@@ -98,6 +105,25 @@ async def test_the_engine_samples_what_was_trained() -> None:
         assert sample.logprobs == pytest.approx(
             (await learner.logprobs(ids))[len(sample.prompt_ids) - 1 :], abs=1e-4
         )
+
+
+async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
+    async with local(adapter_config()) as (engine, learner):
+        engine._max_new_tokens = 480
+        with engine.begin([PROMPTS[0]], [SamplingParams(480, ignore_eos=True)], streams=True) as choices:
+            (sequence,) = choices.sequences
+            while sequence.count < 3:
+                await asyncio.wait_for(sequence.progressed.wait(), 30)
+                sequence.progressed.clear()
+            await learner.update(exact_batch())
+            sample = (await choices.end())[0].sample
+        versions = sample.weight_versions
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 1}
+        after = versions.index(1)
+        logprobs = await learner.logprobs([*PROMPTS[0], *sample.output_ids])
+        expected = logprobs[len(PROMPTS[0]) - 1 :][after:]
+        assert sample.logprobs[after:] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from raylight.algorithms.minigrpo import trl_backend
-from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
+from raylight.algorithms.minigrpo.settings import TrlSettings
 from raylight.errors import RewardError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
@@ -43,10 +43,9 @@ def score(task: dict, text: str) -> float:
     return float(is_right(task, text))
 
 
-def settings(**given: Any) -> MiniGRPOSettings:
+def settings(**given: Any) -> TrlSettings:
     plain = {
         "model": STARTER_MODEL,
-        "backend": "trl",
         "prompt_of": chat_of,
         "reward_of": score,
         "lr": 2e-3,
@@ -58,7 +57,7 @@ def settings(**given: Any) -> MiniGRPOSettings:
         "device": "cpu",
         "gradient_checkpointing": False,
     }
-    return MiniGRPOSettings(**plain | given)
+    return TrlSettings(**plain | given)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +71,7 @@ def one_thread():
 async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
     train, val = additions(0)
     context = RecordingContext(tmp_path)
-    await trl_backend.train(settings(val_every=4, save_every=4), None, context, train[:512], val)  # type: ignore[arg-type]
+    await trl_backend.train(settings(val_every=4, save_every=4), context, train[:512], val)  # type: ignore[arg-type]
     rows = dict(context.rows)
     assert list(rows) == list(range(9))
     assert [step for step, row in rows.items() if "val/reward" in row] == [0, 4, 8]
@@ -92,4 +91,4 @@ async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
 async def test_a_reward_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
     given = settings(n_steps=1, tasks_per_step=1, reward_of=lambda task, text: float("nan"))
     with pytest.raises(RewardError, match="returned nan; it must return a finite number"):
-        await trl_backend.train(given, None, RecordingContext(tmp_path), additions(0)[0][:8], [])  # type: ignore[arg-type]
+        await trl_backend.train(given, RecordingContext(tmp_path), additions(0)[0][:8], [])  # type: ignore[arg-type]

@@ -20,11 +20,11 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import raylight
-import raylight.algorithms.policy_gradient  # defines settings
+import raylight.algorithms.minigrpo.algorithm  # defines settings, as does the next
+import raylight.algorithms.policy_gradient
 from raylight.agent.resources import LLM, SamplingParameters
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.baseline import BaselineSettings
-from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import flatten, verl_defaults
@@ -41,7 +41,8 @@ from raylight.trainer.trainer import Trainer
 REQUIRED: dict[str, dict[str, Any]] = {
     "RunFile": {"agent": "package:agent", "algorithm": {"name": "GRPO", "model": "m"}},
     "EvalSettings": {"model": "m"},
-    "MiniGRPOSettings": {"model": "m"},
+    "TrlSettings": {"model": "m", "prompt_of": str, "reward_of": lambda task, text: 0.0},
+    "MiniGRPO": {"model": "m"},
     "BaselineSettings": {
         "n_epochs": 1,
         "train_split": 0.5,
@@ -169,7 +170,7 @@ def entry_cases() -> dict[str, list[tuple[Callable[[], Any], str, Any]]]:
         ),
         "APO": cases_of(ApoSettings, lambda **values: raylight.APO(client, **values)),
         "Baseline": cases_of(BaselineSettings, raylight.Baseline),
-        "MiniGRPO": cases_of(MiniGRPOSettings, raylight.MiniGRPO, model="m"),
+        "MiniGRPO": cases_of(raylight.MiniGRPO, raylight.MiniGRPO, model="m"),
         "LLM": cases_of(SamplingParameters, lambda **values: LLM(sampling_parameters=values)),
         "GRPO.sampling_parameters": cases_of(
             SamplingParameters, lambda **values: raylight.GRPO(model="m", sampling_parameters=values)

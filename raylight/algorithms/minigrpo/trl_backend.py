@@ -7,12 +7,14 @@ import asyncio
 import importlib.util
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from raylight.algorithms.base import RunContext
-from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
+from raylight.algorithms.minigrpo.settings import TrlSettings
 from raylight.errors import ConfigError, RewardError
-from raylight.store.client import StoreClient
+from raylight.files import atomic_files
+from raylight.learner.local_device import select_device
 
 Metrics = dict[str, float]
 METRIC_NAMES = {
@@ -40,8 +42,7 @@ def check_installed() -> None:
 
 
 async def train(
-    settings: MiniGRPOSettings,
-    store: StoreClient,
+    settings: TrlSettings,
     context: RunContext,
     tasks: list[Any],
     val_tasks: list[Any],
@@ -77,7 +78,7 @@ class TrlRun:
     """
 
     def __init__(
-        self, settings: MiniGRPOSettings, context: RunContext, report_step: Callable[[int, Metrics], Any]
+        self, settings: TrlSettings, context: RunContext, report_step: Callable[[int, Metrics], Any]
     ) -> None:
         self._settings = settings
         self._context = context
@@ -88,8 +89,6 @@ class TrlRun:
 
     def train(self, path: str, tasks: list[Any], val_tasks: list[Any]) -> None:
         """Train for the planned number of steps, and save the adapter."""
-        from raylight.algorithms.minigrpo.adapter_trainer import save_adapter
-
         settings = self._settings
         trainer = self._trainer(path, tasks, val_tasks)
         if val_tasks and settings.val_before_train:
@@ -111,12 +110,12 @@ class TrlRun:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 
-        from raylight.algorithms.minigrpo.setup import select_device, select_dtype
         from raylight.learner.adapter import peft_config
 
-        device = select_device(self._settings)
+        device = select_device(self._settings.device)
+        half = self._settings.dtype == "bf16" or (self._settings.dtype == "auto" and device.type == "cuda")
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=select_dtype(self._settings, device), attn_implementation="sdpa"
+            path, dtype="bfloat16" if half else "float32", attn_implementation="sdpa"
         )
         arguments = self._arguments(device.type, len(tasks), bool(val_tasks))
         return GRPOTrainer(
@@ -149,7 +148,7 @@ class TrlRun:
             weight_decay=settings.weight_decay,
             max_grad_norm=settings.grad_clip,
             beta=settings.kl_coef,
-            num_iterations=settings.passes,
+            num_iterations=settings.ppo_epochs,
             epsilon=settings.clip_ratio_low,
             epsilon_high=settings.clip_ratio_high,
             scale_rewards="group" if settings.norm_adv_by_std else "none",
@@ -159,7 +158,7 @@ class TrlRun:
             bf16=False,
             fp16=False,
             use_cpu=device == "cpu",
-            seed=settings.seed,
+            seed=settings.seed or 0,
             logging_steps=1,
             logging_first_step=False,
             save_strategy="no",
@@ -176,14 +175,12 @@ class TrlRun:
         from datasets import Dataset
 
         prompt_of = self._settings.prompt_of
-        assert prompt_of is not None
         return Dataset.from_list(
             [{"prompt": prompt_of(task), "number": first + i} for i, task in enumerate(tasks)]
         )
 
     def _reward(self, tasks: list[Any]) -> Callable[..., list[float | None]]:
         reward_of = self._settings.reward_of
-        assert reward_of is not None
 
         def reward(completions: list[Any], number: list[int], **rest: Any) -> list[float | None]:
             texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
@@ -193,8 +190,6 @@ class TrlRun:
 
     def _callback(self) -> Any:
         from transformers import TrainerCallback
-
-        from raylight.algorithms.minigrpo.adapter_trainer import save_adapter
 
         run, every = self, self._settings.save_every
 
@@ -228,3 +223,9 @@ def _finite(reward: Any) -> float:
     if isinstance(reward, bool | int | float) and math.isfinite(reward):
         return float(reward)
     raise RewardError(f"reward_of returned {reward!r:.80}; it must return a finite number")
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter of a model in peft's format, each file atomically."""
+    with atomic_files(folder) as partial:
+        model.save_pretrained(partial)

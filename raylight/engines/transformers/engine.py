@@ -18,7 +18,7 @@ from raylight.engines.protocol import EngineLoad, EngineSettings, LoraAdapter, U
 from raylight.engines.transformers.app import build_app
 from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.worker import CLOSED
-from raylight.errors import WeightSyncError
+from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.errors import RequestError
 from raylight.weight_transfer.transports import make_receiver
 
@@ -30,8 +30,14 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
     """Make the engine of a replica.
 
     Args:
-        args: `tool_parser` and `reasoning` of the engine.
+        args: `tool_parser`, `reasoning` and `max_new_tokens` of the engine.
+
+    Raises:
+        ConfigError: `max_new_tokens` is no positive integer.
     """
+    limit = args.get("max_new_tokens")
+    if limit is not None and not (type(limit) is int and limit > 0):
+        raise ConfigError(f"engine.args['max_new_tokens'] is {limit!r:.80}; give a positive integer")
     config = settings.config
     torch.set_num_threads(cpu_threads(config))
     return TransformersEngine(

@@ -44,6 +44,7 @@ class Sampler:
             tools.
         reasoning: True if the model writes its reasoning between `<think>` and `</think>`; "auto" detects it
             from the chat template.
+        max_new_tokens: longest response, in tokens; a request can only lower it. None: no limit.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Sampler:
         device: str = "cpu",
         tool_parser: ToolParserName | Literal["auto"] | None = "auto",
         reasoning: bool | Literal["auto"] = "auto",
+        max_new_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._decoder = Decoder(path, dtype, device, slots, max_model_len)
         config = self._decoder.module.config
         self.max_model_len = min(max_model_len, config.max_position_embeddings)
+        self._max_new_tokens = max_new_tokens or self.max_model_len
         self.vocab_size: int = config.vocab_size
         self.style: MessageStyle = find_style(self.tokenizer, tool_parser, reasoning)
         self.vocabulary = Vocabulary(self.tokenizer, MARKERS)
@@ -109,7 +112,8 @@ class Sampler:
                 f"n: this engine takes at most {self._max_in_flight} choices at a time; the request has "
                 f"{len(prompts)}"
             )
-        longest = min(max(p.max_tokens for p in params), self.max_model_len - min(map(len, prompts)))
+        limits = (self._max_new_tokens, self.max_model_len - min(map(len, prompts)))
+        longest = min(max(p.max_tokens for p in params), *limits)
         check_answer_size(len(prompts), longest, max(p.top_logprobs for p in params))
         if self._in_flight + len(prompts) > self._max_in_flight:
             raise RequestError(
@@ -119,7 +123,7 @@ class Sampler:
         new_sample = capture.sample if capture is not None else Sample
         sequences = []
         for index, (prompt, requested) in enumerate(zip(prompts, params, strict=True)):
-            limit = min(requested.max_tokens, self.max_model_len - len(prompt))
+            limit = min(requested.max_tokens, self._max_new_tokens, self.max_model_len - len(prompt))
             if capture is not None and capture.max_tokens is not None:
                 limit = min(limit, capture.max_tokens)
             capped = replace(requested, max_tokens=limit)

@@ -14,13 +14,16 @@ from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
+from raylight.learner.local import LocalLearner
+from raylight.learner.simulated import SimulatedLearner
 from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
+from raylight.trainer.components.local_serving import LocalServing
+from raylight.trainer.components.serving import Serving
 from raylight.trainer.parity import Parity, make_probe
 from raylight.trainer.publication import Publications
 from raylight.trainer.resume import ResumePoint, resume_point_of
 from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
-from raylight.weight_sync.actor import RunningCoordinator
 from raylight.weight_sync.client import CoordinatorClient
 
 
@@ -34,6 +37,7 @@ class Learners:
     """
 
     group: LearnerGroup
+    """The ranks, or a learner of another kind with their interface."""
     publications: Publications
     replicas: CoordinatorClient
 
@@ -62,29 +66,41 @@ class Learners:
             PlacementError: the cluster has too few resources.
         """
         config = self._training.learner
+        if config.kind != "ranks":
+            return
         self._placement = await reserve(
             f"{self._settings.name}-learners", bundles(config), config.strategy, config.placement_timeout_s
         )
         stack.callback(remove_placement_group, self._placement)
 
-    def open(self, stack: contextlib.AsyncExitStack, coordinator: RunningCoordinator) -> None:
+    def open(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
         """Start the processes of the ranks, and serve replicas that join from them."""
+        coordinator = serving.coordinator
         self.replicas = coordinator.client
-        self.group = LearnerGroup(self._settings.name, self._training.learner, self._placement)
+        self.group = self._make_group(serving)
         stack.callback(self.group.stop)
-        serving, algorithm = self._serving, self._training.algorithm
+        model, algorithm, kind = self._serving, self._training.algorithm, self._training.learner.kind
+        probe = make_probe(model.model_path, model.engine.max_model_len, self._settings.seed)
         self.publications = Publications(
             self.group,
             coordinator,
-            serving.engine,
+            model.engine,
             algorithm.sync_timeout_s,
             adapter=self._adapter,
-            probe=make_probe(serving.model_path, serving.engine.max_model_len, self._settings.seed),
+            probe=() if kind == "simulated" else probe,
             tolerance=algorithm.max_logprob_mismatch,
-            beside_updates=algorithm.max_staleness > 0,
+            beside_updates=algorithm.max_staleness > 0 and kind != "local",  # whose engine has the weights
         )
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])
+
+    def _make_group(self, serving: Serving) -> Any:
+        config = self._training.learner
+        if isinstance(serving, LocalServing):
+            return LocalLearner(serving.engine, config)
+        if config.kind == "simulated":
+            return SimulatedLearner(config)
+        return LearnerGroup(self._settings.name, config, self._placement)
 
     async def start(self) -> None:
         """Load the model.

@@ -15,6 +15,7 @@ import ray
 from raylight.agent.resources import LLM, NamedResources
 from raylight.config import EngineConfig
 from raylight.engines.protocol import LoraAdapter
+from raylight.runner.scaling import Resizable
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
 from raylight.serving.deploy.replica import ReplicaSettings
@@ -41,6 +42,7 @@ class Serving:
     """
 
     coordinator: RunningCoordinator
+    """The coordinator, or what stands in its place for a local learner."""
     deployment: Deployment
     """Deployment of the run's model, if it has one, once it is prepared."""
     resources: NamedResources
@@ -135,12 +137,16 @@ class Serving:
             if resource is not resources[name]:
                 self._monitor(f"{self._app_name}-{name}", resource.endpoint, EngineConfig())
         if self.model is not None:
-            keeper, url = self.coordinator.keeper, self._llm.endpoint
-            self._monitor(self._app_name, url, self.model.engine, lambda: keeper.live_replicas)
+            self._monitor_model(self._llm.endpoint, self.model.engine)
             self.resources = fill_resources(self.resources, self._llm, self.model.sampling_overrides)
-            self._show_stage(f"the model is served at {url}")
+            self._show_stage(f"the model is served at {self._llm.endpoint}")
         if self.resources:
             await self._store.add_resources(self.resources)
+
+    def _monitor_model(self, url: str, engine: EngineConfig) -> None:
+        """Have `watches` probe the run's model."""
+        keeper = self.coordinator.keeper
+        self._monitor(self._app_name, url, engine, lambda: keeper.live_replicas)
 
     def _monitor(
         self, app_name: str, url: str, config: EngineConfig, count_replicas: CountReplicas = lambda: None
@@ -168,9 +174,14 @@ class Serving:
         await asyncio.gather(*(monitor.confirm() for monitor in self.monitors))
         return self.outages
 
+    @property
+    def resizable(self) -> dict[str, Resizable]:
+        """Parts that `raylight scale` can resize, by name."""
+        return {} if self.model is None else {"replicas": self.deployment}
+
     def metrics(self) -> dict[str, float]:
         """Return the number of live replicas, and the number and the total length of outages so far."""
-        replicas = {} if self.model is None else {"serving/replicas": float(self.deployment.size)}
+        replicas = {f"serving/{name}": float(part.size) for name, part in self.resizable.items()}
         return replicas | {
             "serving/outages": float(self.outages),
             "serving/away_s": sum(monitor.seconds_away for monitor in self.monitors),

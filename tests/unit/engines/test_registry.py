@@ -81,7 +81,10 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
         ({"kind": f"{__name__}:ECHO"}, "ECHO is not callable"),
         ({"kind": f"{__name__}:factory_without_parameters"}, "takes no arguments; its first one must be"),
         ({"kind": ECHO, "args": {"prefix": "?"}}, "no argument 'prefix'; its arguments: suffix"),
-        ({"args": {"tool_praser": "hermes"}}, "'tool_praser'; its arguments: reasoning, tool_parser"),
+        (
+            {"args": {"tool_praser": "hermes"}},
+            "'tool_praser'; its arguments: max_new_tokens, reasoning",
+        ),
         (
             {"url": "http://up/v1", "args": {"reasoning": True}},
             "no argument 'reasoning'; its arguments: none",

@@ -53,7 +53,6 @@ async def test_an_update_takes_its_time_and_counts_the_version() -> None:
     assert waited == [30, 30]
     assert learner.version == 2
     assert metrics["learner/rows"] == 0
-    assert await learner.logprobs([1, 2]) is None
 
 
 async def test_engines_keep_their_weights_and_learn_the_version() -> None:

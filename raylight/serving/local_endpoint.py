@@ -1,4 +1,4 @@
-"""HTTP endpoint of the model: the engine behind capture and gateway, in the algorithm's process."""
+"""HTTP endpoint of an engine in this process, behind capture and gateway."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import functools
 import secrets
 import socket
 from collections.abc import Iterator
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, NoReturn, Self
 
 import uvicorn
 
-from raylight.engines.protocol import Engine
+from raylight.config import EngineConfig
+from raylight.engines.protocol import Engine, EngineLoad
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
+from raylight.serving.gateway.metrics import Metrics
 from raylight.store.client import StoreClient
 from raylight.types import Span
 
@@ -38,8 +41,8 @@ class Endpoint:
 
     Args:
         secret: secret of the run, from which the API keys of attempts are derived.
-        host: address to listen on; None: one that all runners can reach.
-        port: port to listen on; 0: any free port.
+        config: settings of the engine. Without a `host`, the server listens on an address that all runners
+            can reach; without a `port`, on any free one.
         training_temperature: temperature of all calls of training rollouts; None leaves the sampling to the
             agents.
 
@@ -52,19 +55,17 @@ class Endpoint:
         engine: Engine,
         store: StoreClient,
         secret: str,
-        host: str | None,
-        port: int,
+        config: EngineConfig,
         training_temperature: float | None = None,
     ) -> None:
-        self._engine = engine
-        self._store = store
-        self._secret = secret
+        self._engine, self._store, self._secret, self._config = engine, store, secret, config
         self._training_temperature = training_temperature
-        self._host, self._port = host or reachable_host(), port
-        self._name = f"minigrpo-{secrets.token_hex(4)}"
+        self._metrics = Metrics()
+        self._name = f"local-{secrets.token_hex(4)}"
 
     async def __aenter__(self) -> Self:
-        self._socket = _listen(self._host, self._port)
+        config = self._config
+        self._socket = _listen(config.host or reachable_host(), config.port or 0)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
         self._recorder = Recorder(functools.partial(self._store.capture, recorder=self._name))
@@ -74,10 +75,15 @@ class Endpoint:
             self._secret,
             self._recorder,
             self._add_spans,
+            max_body=config.max_body_bytes,
+            token_in=config.token_in,
+            tolerate_rewrites=config.tolerate_rewrites,
+            ignore_fields=config.ignore_fields,
             history=self._store.chat_history,
             is_finished=self._store.is_attempt_finished,
             check_budgets=self._store.check_budgets,
             training_temperature=self._training_temperature,
+            metrics=self._metrics,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -96,12 +102,20 @@ class Endpoint:
             await self._recorder.aclose(FLUSH_TIMEOUT_S)
             self._socket.close()
 
-    def check(self) -> None:
-        """Raise EngineStartError if the server has stopped."""
-        if self._serving.done():
-            raise EngineStartError(
-                f"the HTTP server at {self.url} has stopped unexpectedly"
-            ) from self._serving.exception()
+    def load(self) -> EngineLoad:
+        """Return the engine's load, with the time for which it had no request."""
+        return replace(self._engine.load(), idle_s=self._metrics.idle_s)
+
+    async def watch(self) -> NoReturn:
+        """Wait until the server has stopped.
+
+        Raises:
+            EngineStartError: it has stopped.
+        """
+        await asyncio.wait([self._serving])
+        raise EngineStartError(
+            f"the HTTP server at {self.url} has stopped unexpectedly"
+        ) from self._serving.exception()
 
     async def _add_spans(self, spans: list[Span]) -> None:
         await self._store.add_many_spans(spans)
@@ -125,6 +139,6 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
         raise PortInUseError(
-            f"MiniGRPO cannot listen on {host}:{port} ({error.strerror}); choose another port, or 0 for a "
-            f"free one"
+            f"the model cannot be served on {host}:{port} ({error.strerror}); choose another port, or none "
+            "for a free one"
         ) from None

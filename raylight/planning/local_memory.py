@@ -1,11 +1,12 @@
-"""Estimate of a run's peak memory before the model is loaded.
+"""Estimate of the peak memory of a local learner and its engine, before the model is loaded.
 
-The real model and loss run on the meta device, where tensors have shapes and no memory, and every live tensor
-is counted.
+The real model and its log-probs run on the meta device, where tensors have shapes and no memory, and every
+live tensor is counted.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
-from raylight.algorithms.minigrpo.adapter_trainer import add_adapter, trainable_parameters, trained_logprobs
-from raylight.algorithms.minigrpo.loss import clipped_loss
-from raylight.algorithms.minigrpo.rows import TokenBatch
-from raylight.algorithms.minigrpo.settings import MiniGRPOSettings
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
+from raylight.errors import DeviceMemoryError
+from raylight.learner.adapter import peft_config
+from raylight.learner.token_logprobs import SMALL_CHUNK, token_logprobs
 
 ATTENTION = "raylight_memory_estimate"
 """Name in transformers of the attention that only allocates."""
@@ -33,11 +34,12 @@ class MemoryEstimate:
     counts."""
 
     weights: int
-    """Frozen weights of the model."""
-    adapter: int
+    """Frozen weights."""
+    trained: int
+    """Trained weights: the adapter's, or all."""
     gradients: int
     optimizer: int
-    """Two moments per parameter of the adapter."""
+    """Two moments per trained parameter."""
     cache: int
     """Key-value cache of all concurrent sequences."""
     training: int
@@ -48,7 +50,7 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """Bytes in use at the peak."""
-        held = self.weights + self.adapter + self.gradients + self.optimizer + self.cache
+        held = self.weights + self.trained + self.gradients + self.optimizer + self.cache
         return held + max(self.training, self.sampling)
 
     def __str__(self) -> str:
@@ -97,102 +99,107 @@ class TensorMemoryCounter(TorchDispatchMode):
         self.now -= size
 
 
-def estimate_memory(path: str, settings: MiniGRPOSettings, dtype: torch.dtype) -> MemoryEstimate:
+def check_memory(
+    path: str, engine: EngineConfig, learner: LearnerConfig, device: torch.device, limit: int | None
+) -> MemoryEstimate:
     """Return the memory that a run needs.
 
     Args:
         path: folder of the model, of which only the configuration is read.
+        limit: bytes that the run may use; None for the free memory of the device.
+
+    Raises:
+        DeviceMemoryError: it needs more.
     """
-    return estimate_memory_of(AutoConfig.from_pretrained(path), settings, dtype)
+    needed = estimate_memory(AutoConfig.from_pretrained(path), engine, learner)
+    available = free_bytes(device) if limit is None else limit
+    if needed.peak > available:
+        checkpointing = "" if learner.gradient_checkpointing else ", set gradient_checkpointing=True"
+        bf16 = ", compute in bf16" if engine.dtype == "float32" and learner.lora is not None else ""
+        raise DeviceMemoryError(
+            f"the run needs {needed} on {device}, where {available / 1e9:.2f} GB are available; "
+            f"lower max_model_len, max_concurrent or max_tokens_per_micro_batch{checkpointing}{bf16}, "
+            "or use a smaller model"
+        )
+    return needed
 
 
-def estimate_memory_of(config: Any, settings: MiniGRPOSettings, dtype: torch.dtype) -> MemoryEstimate:
+def estimate_memory(config: Any, engine: EngineConfig, learner: LearnerConfig) -> MemoryEstimate:
     """Return the memory that a run needs, given a transformers configuration of the model."""
-    module, model = build_on_meta(config, settings, dtype)
-    adapter = sum(parameter.nbytes for parameter in trainable_parameters(model))
-    total = sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
-    rows = settings.row_budget // settings.max_model_len
-    training = _training(module, settings, rows) - adapter  # gradients are a field of their own
+    module = build_on_meta(config, engine, learner)
+    trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    rows = max(learner.max_tokens_per_micro_batch // engine.max_model_len, 1)
     return MemoryEstimate(
-        weights=total - adapter,
-        adapter=adapter,
-        gradients=adapter,
-        optimizer=2 * adapter,
-        cache=_cache(config, settings, dtype),
-        training=training,
-        sampling=_sampling(module, settings),
+        weights=total - trained + sum(buffer.nbytes for buffer in module.buffers()),
+        trained=trained,
+        gradients=trained,
+        optimizer=2 * trained,
+        cache=_cache(config, engine, module.dtype),
+        training=_training(module, rows, engine.max_model_len) - trained,  # gradients are a field
+        sampling=_sampling(module, engine),
     )
 
 
-def build_on_meta(config: Any, settings: MiniGRPOSettings, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the module and its peft model on the meta device."""
+def build_on_meta(config: Any, engine: EngineConfig, learner: LearnerConfig) -> Any:
+    """Return the module, with the adapter in it, on the meta device."""
+    import peft
+
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-        model = add_adapter(module, settings.lora)
+        module: Any = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=getattr(torch, engine.dtype), attn_implementation=ATTENTION
+        )
+        if learner.lora is not None:
+            peft.get_peft_model(module, peft_config(learner.lora, "CAUSAL_LM", module))
     module.tie_weights()
-    if settings.gradient_checkpointing:
+    if learner.gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-    return module, model
+    return module
 
 
-def _training(module: Any, settings: MiniGRPOSettings, rows: int) -> int:
+def _training(module: Any, rows: int, width: int) -> int:
     """Return the peak bytes of a pass over `rows` rows of the maximum length, gradients included.
 
     All tokens but the first of a row are trained.
     """
-    width = settings.max_model_len
     count = rows * (width - 1)
     with torch.device("meta"):
-        integers = torch.empty(count, dtype=torch.long)
-        floats = torch.empty(count)
+        positions = torch.empty(count, dtype=torch.long)
+        temperatures = torch.empty(count)
         ids = torch.empty(rows, width, dtype=torch.long)
-    tokens = TokenBatch(ids, integers, integers, floats, floats, floats, integers)
     module.train()
+    head = module.get_output_embeddings()
     with TensorMemoryCounter() as counter:
-        for tensor in [*module.parameters(), *module.buffers(), ids, integers, floats]:
+        for tensor in [*module.parameters(), *module.buffers(), ids, positions, temperatures]:
             counter.ignore(tensor)
-        logprobs = trained_logprobs(module, tokens)
-        ref = logprobs.detach() if settings.kl_coef else None
-        loss = _loss(logprobs, tokens, ref, settings)
-        loss.backward()
+        hidden = module.base_model(input_ids=ids, use_cache=False)[0].flatten(0, 1)[positions]
+        logprobs, _ = token_logprobs(
+            head, head.parameters(), hidden, positions, temperatures, chunk=SMALL_CHUNK, entropy=True
+        )
+        logprobs.sum().backward()
         peak = counter.peak
     module.zero_grad(set_to_none=True)
     module.eval()
     return peak
 
 
-def _loss(
-    logprobs: torch.Tensor, tokens: TokenBatch, ref: torch.Tensor | None, settings: MiniGRPOSettings
-) -> torch.Tensor:
-    clip = (settings.clip_ratio_low, settings.clip_ratio_high)
-    return clipped_loss(
-        logprobs,
-        logprobs.detach(),
-        tokens.advantages,
-        ref,
-        clip=clip,
-        kl_coef=settings.kl_coef,
-        tokens=len(tokens.targets),
-    ).value
-
-
 @torch.no_grad()
-def _sampling(module: Any, settings: MiniGRPOSettings) -> int:
+def _sampling(module: Any, engine: EngineConfig) -> int:
     """Return the peak bytes of a prefill with as many prompts as one pass allows, and of its logits.
 
     Prompts of different lengths produce the most logits.
     """
-    rows = max(1, min(settings.max_concurrent, PREFILL_TOKENS // settings.max_model_len))
+    rows = max(1, min(engine.max_concurrent, PREFILL_TOKENS // engine.max_model_len))
     with torch.device("meta"):
-        ids = torch.empty(rows, settings.max_model_len, dtype=torch.long)
+        ids = torch.empty(rows, engine.max_model_len, dtype=torch.long)
     with TensorMemoryCounter() as counter:
         for tensor in [*module.parameters(), *module.buffers(), ids]:
             counter.ignore(tensor)
         module.base_model(input_ids=ids, use_cache=False)
         transformer = counter.peak
-    rows = settings.max_concurrent
+    rows = engine.max_concurrent
     with TensorMemoryCounter() as counter, torch.device("meta"):
         logits = module.get_output_embeddings()(
             torch.empty(rows, rows, module.config.hidden_size, dtype=module.dtype)
@@ -202,14 +209,14 @@ def _sampling(module: Any, settings: MiniGRPOSettings) -> int:
     return max(transformer, counter.peak)
 
 
-def _cache(config: Any, settings: MiniGRPOSettings, dtype: torch.dtype) -> int:
+def _cache(config: Any, engine: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the key-value cache at the maximum length; its length grows by doubling."""
     length = GROWTH
-    while length < settings.max_model_len:
+    while length < engine.max_model_len:
         length *= 2
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * settings.max_concurrent * heads * head_dim * length * dtype.itemsize
+    return 2 * config.num_hidden_layers * engine.max_concurrent * heads * head_dim * length * dtype.itemsize
 
 
 class _Attention(torch.autograd.Function):

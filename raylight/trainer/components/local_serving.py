@@ -1,0 +1,122 @@
+"""The model of a run with a local learner, which its own process serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from raylight.agent.resources import LLM
+from raylight.config import EngineConfig, LearnerConfig
+from raylight.engines.protocol import EngineLoad
+from raylight.runner.scaling import Resizable
+from raylight.serving.local_endpoint import Endpoint
+from raylight.trainer.components.serving import Serving
+from raylight.trainer.settings import ServingSettings
+from raylight.weight_sync.local_replica import LocalReplica
+
+
+class LocalServing(Serving):
+    """An engine in this process whose module the learner trains, behind an HTTP server.
+
+    Args:
+        learner: settings of the local learner.
+        others: arguments of `Serving`.
+    """
+
+    def __init__(self, learner: LearnerConfig, *others: Any) -> None:
+        super().__init__(*others)
+        self._learner = learner
+        self._loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._endpoint: Endpoint | None = None
+
+    async def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Take the place of the coordinator: there is one replica."""
+        self._stack = stack
+        self.coordinator = cast("Any", LocalReplica(self._logprobs, self._load))
+
+    async def _logprobs(self, ids: list[int]) -> list[float]:
+        return await (await self.engine()).logprobs(ids)
+
+    def _load(self) -> EngineLoad:
+        assert self._endpoint is not None, "the endpoint listens"
+        return self._endpoint.load()
+
+    async def engine(self) -> Any:
+        """Return the engine, once it has loaded the model."""
+        return await asyncio.shield(self._loaded)
+
+    def prepare(self, seed: int, rollouts: int = 0) -> None:
+        self._seed = seed
+
+    async def start(self) -> str:
+        """Load the model, and listen for requests; return the model's base URL. Agents learn it only when the
+        learner is set up.
+
+        Raises:
+            DeviceMemoryError: the run needs more memory than the device has.
+            PortInUseError: the requested port is taken.
+        """
+        model = self.model
+        assert model is not None, "the run serves a model"
+        assert self._store is not None, "a run that trains has a store"
+        engine = await asyncio.to_thread(load_engine, model, self._learner, self._seed, self._show_stage)
+        self._stack.push_async_callback(asyncio.to_thread, engine.close)
+        self._endpoint = Endpoint(
+            engine, self._store, self._secret or "", model.engine, model.training_temperature
+        )
+        await self._stack.enter_async_context(self._endpoint)
+        self._loaded.set_result(engine)
+        url = self._endpoint.url
+        self._llm = LLM(
+            endpoint=url, model=model.name, traced=True, sampling_parameters=model.sampling_parameters
+        )
+        return url
+
+    @property
+    def resizable(self) -> dict[str, Resizable]:
+        return {}
+
+    def _monitor_model(self, url: str, engine: EngineConfig) -> None:
+        """Do nothing: the server ends only with this process, see `watches`."""
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        endpoint = [] if self._endpoint is None else [self._endpoint.watch()]
+        return [*super().watches(), *endpoint]
+
+
+def load_engine(
+    model: ServingSettings, learner: LearnerConfig, seed: int, report: Callable[[str], None]
+) -> Any:
+    """Load a model into a `TrainableEngine` on this machine's device, after a check of its memory.
+
+    Args:
+        report: receives the estimate of the memory.
+
+    Raises:
+        DeviceMemoryError: the run needs more memory than the device has.
+        ConfigError: torch has no such device.
+    """
+    import torch
+
+    from raylight.engines.transformers.trainable import TrainableEngine
+    from raylight.learner.local_device import select_device
+    from raylight.planning.local_memory import check_memory
+
+    engine, device = model.engine, select_device(learner.device)
+    limit = None if learner.memory_limit_gb is None else int(learner.memory_limit_gb * 1e9)
+    report(f"the run needs {check_memory(model.model_path, engine, learner, device, limit)}")
+    if learner.num_threads is not None:
+        torch.set_num_threads(learner.num_threads)
+    return TrainableEngine(
+        model.model_path,
+        model.name,
+        dtype=engine.dtype,
+        slots=engine.max_concurrent,
+        max_waiting=engine.max_waiting,
+        max_model_len=engine.max_model_len,
+        seed=seed,
+        device=str(device),
+        **engine.args,
+    )
