@@ -181,8 +181,8 @@ class Experiment:
         return "untyped"
 
     def _measure(self) -> None:
-        """Set the seconds from the fault to the next rollout that began after it and completed, and to the
-        next step. After a fault that ends the driver, only those of the resumed run count."""
+        """Set the seconds from the fault to the end of the next rollout that began after it, and of the next
+        step whose update did. After a fault that ends the driver, only those of the resumed run count."""
         self._events.drain()
         if self._struck_at is None:
             return
@@ -190,7 +190,8 @@ class Experiment:
         later = [event for event in self._events.seen if event.at > since]
         begun = {event.fields["attempt"] for event in later if event.kind == "begun"}
         finished = [e.at for e in later if e.kind == "finished" and e.fields["attempt"] in begun]
-        steps = [event.at for event in later if event.kind == "step"]
+        updates = [event.at for event in later if event.kind == "update"]
+        steps = [event.at for event in later if event.kind == "step" and updates and event.at > updates[0]]
         start = self._struck_at + self._waited
         self._row.rollout_s = min(finished) - start if finished else None
         self._row.step_s = min(steps) - start if steps else None

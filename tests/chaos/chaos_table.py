@@ -16,7 +16,7 @@ class Row:
     Attributes:
         ends: how each driver ended: "completed", an error's name, "signal N", "untyped" or "hang".
         rollout_s: seconds from the fault to the end of the next rollout that began after it.
-        step_s: seconds from the fault to the end of the next step.
+        step_s: seconds from the fault to the end of the next step whose update began after it.
         left: processes and files that were left behind.
         notes: further facts for a person.
     """
