@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from chaos_log import AttemptLog, questions
+from chaos_log import HELD_ROLLOUTS, HOLD_VARIABLE, AttemptLog, questions
 
 import raylight as rl
 
@@ -25,6 +27,8 @@ def client() -> Any:
 @rl.rollout
 async def asker(task: dict, llm: rl.LLM, rollout: rl.AttemptedRollout) -> float:
     with AttemptLog(rollout.rollout_id, rollout.attempt.attempt_id, rollout.mode or "") as log:
+        if HOLD_VARIABLE in os.environ and rollout.rollout_id.endswith(HELD_ROLLOUTS):
+            await asyncio.Event().wait()
         model = client().with_options(base_url=llm.endpoint, api_key=llm.api_key)
         messages: list[Any] = []
         for question in questions(task):

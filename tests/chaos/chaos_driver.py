@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos_agent import asker, asker_program
-from chaos_log import BATCHES, SAMPLES, STEPS, TASKS, append_line, send_event
+from chaos_log import BATCHES, HELD_UPDATE, HOLD_VARIABLE, SAMPLES, STEPS, TASKS, append_line, send_event
 
 import raylight as rl
 from raylight.learner.group import LearnerGroup
@@ -93,13 +93,14 @@ def log_finished(groups: TrainingGroups, group: int) -> None:
     send_event("group", finished=len(groups._finished), waiting=len(groups._waiting))
 
 
-def hold_update(number: int) -> None:
-    """Let an update last until the driver is killed, so that the groups after it wait for it."""
+def hold() -> None:
+    """Let an update and some rollouts last until the driver is killed; the groups between them wait."""
+    os.environ[HOLD_VARIABLE] = "1"
     updated, calls = LearnerGroup.update, itertools.count(1)
 
     @functools.wraps(updated)
     async def update(*args: Any) -> dict[str, float]:
-        if next(calls) == number:
+        if next(calls) == HELD_UPDATE:
             send_event("held")
             await asyncio.Event().wait()
         return await updated(*args)
@@ -116,11 +117,11 @@ def main(
     program: bool = False,
     address: str = "local",
     resume: bool = False,
-    held_update: int | None = None,
+    holds: bool = False,
     **algorithm_settings: Any,
 ) -> None:
-    if held_update and not resume:
-        hold_update(held_update)
+    if holds and not resume:
+        hold()
     watch()
     train, val = additions(0)
     algorithm = LoggedGRPO(

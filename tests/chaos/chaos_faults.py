@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from chaos_events import Event, Predicate
-from chaos_log import TASKS
+from chaos_log import HELD_ROLLOUTS, TASKS
 
 Action = Literal[
     "kill", "freeze", "interrupt", "terminate", "fill the disk", "remove the node", "replace the node"
@@ -29,8 +29,9 @@ def is_of_run(event: Event) -> bool:
 
 
 def is_full_buffer(event: Event) -> bool:
-    """Match a finished group after which a step's groups wait to be trained, and others are in progress."""
-    return event.kind == "group" and event.fields["finished"] >= TASKS and event.fields["waiting"] > 0
+    """Match the group after which all groups wait to be trained, but for those with a held rollout."""
+    waiting = len(HELD_ROLLOUTS)
+    return event.kind == "group" and event.fields == {"finished": 2 * TASKS - waiting, "waiting": waiting}
 
 
 def is_event(kind: str, mode: str | None = None) -> Predicate:
@@ -222,8 +223,8 @@ ASYNCHRONOUS = [
     # a start is the same in all runs
     *(_asynchronous("wait", fault, **WAIT) for fault in SYNCHRONOUS.values() if fault.when != "start"),
     *(_asynchronous("mask", fault, **MASK) for fault in SYNCHRONOUS.values() if fault.when == "random"),
-    _fault("wait-driver-buffer", "driver", "full buffer", error="", settings={**WAIT, "held_update": 3}),
-    _fault("mask-driver-buffer", "driver", "full buffer", error="", settings={**MASK, "held_update": 3}),
+    _fault("wait-driver-buffer", "driver", "full buffer", error="", settings={**WAIT, "holds": True}),
+    _fault("mask-driver-buffer", "driver", "full buffer", error="", settings={**MASK, "holds": True}),
 ]
 FAULTS = SYNCHRONOUS | {fault.name: fault for fault in ASYNCHRONOUS}
 """All faults: of synchronous runs, and, with the prefixes wait- and mask-, of asynchronous ones with this

@@ -16,6 +16,10 @@ FOLDER_VARIABLE = "RAYLIGHT_CHAOS_FOLDER"
 LOG, BATCHES, EVENTS = "agent.jsonl", "batches.jsonl", "events"
 STEPS, TASKS, SAMPLES = 8, 8, 4
 """Steps of a run, groups of each step, and rollouts of each group."""
+HOLD_VARIABLE = "RAYLIGHT_CHAOS_HOLD"
+HELD_UPDATE, HELD_ROLLOUTS = 3, ("-train-33-0", "-train-36-0")
+"""With HOLD_VARIABLE in the environment, an update and the agents of some rollouts after it last until the
+driver is killed. Meanwhile the other groups that may be dispatched finish."""
 QUESTIONS = 3
 """Questions of one attempt, in one conversation."""
 
