@@ -102,8 +102,8 @@ def add_row(folder: Path, ledger: dict | None = None, **row: float) -> None:
     append(folder / "metrics.jsonl", row | {f"ledger/{name}": count for name, count in counts.items()})
 
 
-def findings(folder: Path, may_fail: int = 0) -> list:
-    return check(read_evidence(folder, folder, replace(PLAN, may_fail=may_fail)))
+def findings(folder: Path, **plan: Any) -> list:
+    return check(read_evidence(folder, folder, replace(PLAN, **plan)))
 
 
 Doctor = Callable[[Path], None]
@@ -262,3 +262,10 @@ def test_a_correct_run_has_no_findings(folder: Path) -> None:
 def test_a_fault_may_fail_rollouts(folder: Path) -> None:
     DOCTORED["abc-train-0-0 failed"][1](folder)
     assert not [f for f in findings(folder, may_fail=1) if f.kind == "lost"]
+
+
+def test_masked_tokens_may_be_of_any_age(folder: Path) -> None:
+    plan = {"max_staleness": 0, "stale": "mask"}
+    assert {f.text for f in findings(folder, **plan)} == {"step 2 trained tokens of 0 at version 1"}
+    change(BATCHES, oldest=None)(folder)  # all are masked
+    assert findings(folder, **plan) == []
