@@ -76,6 +76,8 @@ class World:
         """Numbers of the confirmations that find an outage."""
         self.reward_of: Callable[[str], float | None] = lambda rollout_id: None
         """Returns the reward of a rollout; None draws it at random."""
+        self.steps, self.max_restarts, self.deadline_s = STEPS, 2, 30.0
+        """Length of the run, allowed restarts of the learners, and the limit of the time of a life."""
         self.staleness = 0
         """Allowed age of a token at its update."""
         self.delays: random.Random | None = None
@@ -325,13 +327,17 @@ async def live(
         model=STARTER_MODEL,
         group_size=GROUP,
         tasks_per_step=TASKS,
-        n_steps=STEPS,
+        n_steps=world.steps,
         val_every=2,
         max_logprob_mismatch=1,
         **{"best": None, **settings},
     )
     training = TrainingSettings(
-        algorithm, LearnerConfig(max_restarts=2), CheckpointConfig(every=3), str(folder / "state"), STEPS
+        algorithm,
+        LearnerConfig(max_restarts=world.max_restarts),
+        CheckpointConfig(every=3),
+        str(folder / "state"),
+        world.steps,
     )
     chosen = ResolvedSettings(
         name=f"life-{world.lives}",
@@ -352,7 +358,7 @@ async def live(
     start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
     report = Report(folder, Quiet(), config, None, start.last_logged_step, loggers)
     prepare_states(start, training.state_url, config)
-    async with within(30), FakeRun(chosen, start, world, die_after) as run:
+    async with within(world.deadline_s), FakeRun(chosen, start, world, die_after) as run:
         run._stack.callback(report.close)
         work = Training(run, tasks, [100, 101], report, config).run()
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():

@@ -43,11 +43,11 @@ def settings_of(world: World, stale: str) -> dict[str, Any]:
 
 def check(world: World, rows: list[dict]) -> None:
     """Assert that every step was taken once, and every group by one step."""
-    assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert [row["weights/version"] for row in rows[1:]] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(world.steps + 1))
+    assert [row["weights/version"] for row in rows[1:]] == list(range(1, world.steps + 1))
     assert rows[-1]["ledger/trained"] > 0
     steps = asyncio.run(recorded_steps(world))
-    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert sorted(steps) == list(range(1, world.steps + 1))
     assert {len(step.trained) for step in steps.values()} == {TASKS}
     taken = [group for step in steps.values() for group in (*step.trained, *step.dropped)]
     assert max(Counter(taken).values()) == 1
@@ -55,7 +55,7 @@ def check(world: World, rows: list[dict]) -> None:
     assert set(world.trained) == set(lineage.items()), "a step that is taken again has the same rollouts"
     trained = Counter(name for names in lineage.values() for name in names)
     assert set(trained.values()) == {1}
-    assert len(trained) <= STEPS * TASKS * GROUP
+    assert len(trained) <= world.steps * TASKS * GROUP
     assert weights_of(world) not in lineage, "the model is the last one"
 
 
@@ -187,3 +187,20 @@ def test_rollouts_of_an_evaluation_are_in_progress_too(
     assert set(seen) <= {1, 2}
     assert seen
     assert groups[-1].in_progress == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
+def test_500_steps_with_outages_and_lost_learners_end(stale: str, tmp_path: Path) -> None:
+    """The ledger of each step closes, and no step waits for ever."""
+    world = world_of(tmp_path / "a", 2, seed=11)
+    world.steps, world.deadline_s = 500, 240.0
+    luck = random.Random(stale)
+    world.faults = dict.fromkeys(luck.sample(range(world.steps), 20), 1)
+    world.faulty_saves = set(luck.sample(range(3, world.steps, 3), 3))
+    world.outages_at = set(luck.sample(range(1, world.steps), 40))
+    world.max_restarts = len(world.faults) + len(world.faulty_saves)
+    rows = asyncio.run(live(world, **settings_of(world, stale)))
+    check(world, rows)
+    assert rows[-1]["learner/restarts"] == world.max_restarts
+    assert rows[-1]["serving/outages"] >= 40
