@@ -1,0 +1,131 @@
+"""`raylight scale` on a run that trains asynchronously."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray_cluster import BIN, Cluster
+
+import raylight as rl
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions
+from raylight.quickstart.agent import adder
+from raylight.store.actor import STORE_NAME
+from raylight.store.client import StoreClient
+
+DEADLINE_S = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    with shared_cluster.connected():
+        yield
+
+
+@rl.rollout
+async def patient_adder(task: dict, llm: rl.LLM) -> float:
+    """The quickstart's agent. As a validation task it gets better until a file exists."""
+    if "end" in task:
+        return 0.0 if os.path.exists(task["end"]) else time.monotonic()
+    return await adder(task, llm)
+
+
+class Scaling:
+    """Scales a run back and forth when its first step is logged. It is a logger of the run.
+
+    Args:
+        end: file that is written at the end.
+    """
+
+    def __init__(self, cluster: Cluster, option: str, end: Path) -> None:
+        self._cluster, self._option, self._end = cluster, option, end
+        self.outputs: list[str] = []
+        self.run = self.error = ""
+        self.thread = threading.Thread(target=self._scale)
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Do nothing; the run is not up."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Begin."""
+        if step == 1:
+            self.thread.start()
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def _scale(self) -> None:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+        (self.run,) = (actor["namespace"] for actor in actors if actor["name"] == STORE_NAME)
+        unknown = self._begin("nowhere", 2)
+        try:
+            for size in (2, 1):
+                self.outputs.append(self._begin(self.run, size).communicate(timeout=DEADLINE_S)[0])
+        finally:
+            self._end.touch()
+        self.error = unknown.communicate(timeout=DEADLINE_S)[1]
+
+    def _begin(self, run: str, size: int) -> subprocess.Popen[str]:
+        command = [str(BIN / "raylight"), "scale", run, f"--{self._option}", str(size)]
+        return subprocess.Popen(
+            command, env=self._cluster.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+
+@pytest.mark.parametrize("option", ["runners", pytest.param("replicas", marks=pytest.mark.slow)])
+def test_a_run_is_scaled_up_and_back(option: str, shared_cluster: Cluster, tmp_path: Path) -> None:
+    """No rollout fails, and none is executed twice."""
+    scaling = Scaling(shared_cluster, option, tmp_path / "end")
+    algorithm = rl.GRPO(
+        model=STARTER_MODEL,
+        group_size=2,
+        tasks_per_step=4,
+        n_steps=1000,
+        max_steps_without_signal=1000,
+        max_staleness=1,
+        val_every=3,
+        patience=1,
+    )
+    folder = tmp_path / "run"
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        n_runners=1,
+        output_dir=folder,
+        loggers=["jsonl", scaling],
+        progress=False,
+    )
+    summary = trainer.fit(patient_adder, additions(0)[0], [{"end": str(tmp_path / "end")}])
+    scaling.thread.join(DEADLINE_S)
+    assert scaling.outputs == [f"{option}: 1 -> 2\n", f"{option}: 2 -> 1\n"]
+    assert "no run 'nowhere'" in scaling.error
+    assert f"it has: {scaling.run}" in scaling.error
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    sizes = [row["runners/n" if option == "runners" else "serving/replicas"] for row in rows]
+    assert (sizes[0], max(sizes), sizes[-1]) == (1, 2, 1)
+    assert summary["tokens"]["failed"] == 0
+    assert all(row["ledger/unaccounted"] == 0 for row in rows)
+    statuses, attempts = asyncio.run(_rollouts(folder))
+    assert statuses.keys() <= {"succeeded", "cancelled"}, "those in progress at the end are cancelled"
+    assert attempts <= {1}
+
+
+async def _rollouts(folder: Path) -> tuple[Counter[str], set[int]]:
+    """Return the number of rollouts of each status, and the numbers of attempts of the decided ones."""
+    service = rl.StoreService(folder / "store.db", read_only=True)
+    try:
+        rollouts = await StoreClient(service).query_rollouts()
+    finally:
+        await service.close()
+    attempts = {rollout.attempt.sequence_id for rollout in rollouts if rollout.attempt is not None}
+    return Counter(rollout.status for rollout in rollouts), attempts
