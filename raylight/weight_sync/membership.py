@@ -196,6 +196,7 @@ class Membership:
             self._ever_subscribed,
             frozenset(self._quorum.lacking()),
             self._received_version,
+            tuple(self._ended_tokens),
         )
 
     async def next_snapshot(self, after: int, timeout: float) -> Snapshot | None:
@@ -218,6 +219,7 @@ class Membership:
         self._evicted = dict(snapshot.evicted)
         self._ever_subscribed = snapshot.ever_subscribed
         self._received_version = max(self._received_version, snapshot.received)
+        self._ended_tokens.extend(snapshot.ended_tokens)
         for replica, handle in snapshot.replicas.items():
             subscription = self._quorum.add(replica, handle, present=False)
             waiting = self._watch_return(replica, subscription)

@@ -104,6 +104,7 @@ class Snapshot:
         ever_subscribed: True once any replica has subscribed.
         lacking: live replicas that lack the current weights, and serve only when they have received them.
         received: highest version of the weights that any replica has received.
+        ended_tokens: tokens of publications that have ended, for their senders.
     """
 
     generation: int = 0
@@ -116,3 +117,4 @@ class Snapshot:
     ever_subscribed: bool = False
     lacking: frozenset[str] = frozenset()
     received: int = 0
+    ended_tokens: tuple[str, ...] = ()

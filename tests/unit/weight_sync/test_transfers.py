@@ -243,6 +243,18 @@ async def test_a_received_version_is_never_issued_again_after_a_restart(returns:
             await restarted.publish(1, None, 0.01, token="third")
 
 
+async def test_a_sender_learns_after_a_restart_that_its_publication_has_ended() -> None:
+    """Otherwise it waits for replicas that lack the version, and there will be none."""
+    coordinator = ReplicaCoordinator()
+    async with within():
+        await replicas_of(coordinator, "a")
+        await publish_weights(coordinator, 1)
+    restarted = ReplicaCoordinator(restored=False)
+    async with within():
+        await restarted.restore(coordinator.snapshot())
+        assert await restarted.begin_transfer(1, "publication of 1") is None
+
+
 async def test_too_few_replicas_wait_for_replacements_and_then_fail() -> None:
     coordinator = ReplicaCoordinator(replacement_timeout_s=0.2, min_replicas=2)
     async with within():
