@@ -37,8 +37,12 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
 async def patient_adder(task: dict, llm: rl.LLM) -> float:
     """The quickstart's agent. As a validation task it gets better until a file exists."""
     if "end" in task:
-        return 0.0 if os.path.exists(task["end"]) else time.monotonic()
+        return _validation_reward(task["end"])
     return await adder(task, llm)
+
+
+def _validation_reward(end: str) -> float:
+    return 0.0 if os.path.exists(end) else time.monotonic()
 
 
 class Scaling:
