@@ -1,7 +1,7 @@
 """Driver of a run under fault: python chaos_driver.py '{"folder": ..., "resume": ...}'
 
 Besides what a user's script does, it sends events to the test: each step, each finished group, and the start
-of each update, weight sync and training state. It also logs the batches and the finished groups.
+of each update, weight sync and training state. It also logs the batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -84,12 +83,11 @@ def watch() -> None:
         "load_state",
         lambda group, url, step, version: append_line(BATCHES, loaded=step, driver=os.getpid()),
     )
-    around(TrainingGroups, "_wait", after=log_finished)
+    around(TrainingGroups, "_wait", after=send_finished)
 
 
-def log_finished(groups: TrainingGroups, group: int) -> None:
-    """Log a finished group, and send the numbers of finished groups that no step took, and of open ones."""
-    append_line(BATCHES, finished=group, at=time.time(), driver=os.getpid())
+def send_finished(groups: TrainingGroups, group: int) -> None:
+    """Send the numbers of finished groups that no step took, and of those in progress."""
     send_event("group", finished=len(groups._finished), waiting=len(groups._waiting))
 
 

@@ -62,7 +62,7 @@ class Evidence:
 
     Attributes:
         log: lines of the agent's own log.
-        batches: lines of the driver's log: batches, loaded training states, and finished groups.
+        batches: lines of the driver's log of batches and of loaded training states.
         rollouts: all rollouts, each with its deciding attempt.
         attempts: all attempts of each rollout, by its id.
         recorded: groups of each step of the run's last lineage, from the store.

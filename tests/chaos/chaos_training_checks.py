@@ -14,7 +14,7 @@ SUMS = ("generated", "trained", "masked", "dropped", "failed")
 
 
 def check_groups(evidence: Evidence) -> Iterator[Finding]:
-    """Each step took as many groups as planned, each group was taken once, and a finished group was not
+    """Each step took as many groups as planned, each group was taken once, and no finished rollout was
     sampled again."""
     plan = evidence.plan
     for step in range(1, plan.steps + 1):
@@ -35,22 +35,13 @@ def check_groups(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _check_not_sampled_again(evidence: Evidence) -> Iterator[Finding]:
-    """No agent ran for a rollout after its group had finished with the reward of an earlier attempt, unless
-    that attempt is lost to an outage of serving."""
-    finished_at: dict[int | None, float] = {}
-    for line in evidence.batches:
-        if "finished" in line:
-            finished_at.setdefault(line["finished"], line["at"])
+    """No agent ran for a rollout after an attempt of it had succeeded. One that an outage of serving made
+    doubtful has failed since."""
     sound = {a.attempt_id for made in evidence.attempts.values() for a in made if a.status == "succeeded"}
-    returned = {
-        line["rollout"]
-        for line in evidence.log
-        if line["attempt"] in sound and line["at"] < finished_at.get(group_of(line["rollout"]), 0.0)
-    }
+    ended = {line["rollout"]: line["at"] for line in evidence.log if line["attempt"] in sound}
     for line in evidence.log:
-        name = line["rollout"]
-        if name in returned and line["began"] > finished_at.get(group_of(name), math.inf):
-            yield Finding("twice", f"{name} was sampled again after its group had finished")
+        if line["began"] > ended.get(line["rollout"], math.inf):
+            yield Finding("twice", f"{line['rollout']} was sampled again after it had succeeded")
 
 
 def _step_of(batch: dict[str, Any], evidence: Evidence) -> int:

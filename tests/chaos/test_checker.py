@@ -43,9 +43,7 @@ def log_attempt(folder: Path, rollout: Rollout, answers: list[str], **end: Any) 
 async def add_group(box: Box, folder: Path, group: int, version: int) -> dict[str, float]:
     """Execute the rollouts of a group; return their rewards."""
     names = [name for name in ROLLOUTS if name.startswith(f"abc-train-{group}-")]
-    rewards = {name: await add_rollout(box, folder, name, version) for name in names}
-    append(folder / BATCHES, {"finished": group, "at": next(_times), "driver": 1})
-    return rewards
+    return {name: await add_rollout(box, folder, name, version) for name in names}
 
 
 async def add_rollout(box: Box, folder: Path, name: str, version: int) -> float:
@@ -162,7 +160,7 @@ def reward_again(number: int) -> Doctor:
 
 
 def sample_again(folder: Path) -> None:
-    """Let an agent run for a rollout after its group has finished."""
+    """Let an agent run for a rollout that has succeeded."""
     line = json.loads((folder / LOG).read_text().splitlines()[0])
     append(folder / LOG, {**line, "attempt": "at-late", "began": next(_times), "at": next(_times)})
 
