@@ -116,6 +116,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     seconds = time.monotonic() - started
     sampler.stop()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"]]  # the first row is of the evaluation before training
     rollouts = GROUP_SIZE * (args.agents // GROUP_SIZE)
     sampling = sum(row["time/rollout_s"] for row in rows)
     print(
