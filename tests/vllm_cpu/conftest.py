@@ -5,6 +5,7 @@ Without vLLM, the tests are skipped, or an error if RAYLIGHT_REQUIRE_VLLM=1 is i
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -144,6 +145,20 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def bench(model_path: str) -> AsyncIterator[Bench]:
+    async with open_bench(model_path) as bench:
+        yield bench
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small_bench(model_path: str) -> AsyncIterator[Bench]:
+    """Bench of an engine of its own with eight slots."""
+    async with open_bench(model_path, slots=8) as bench:
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def open_bench(model_path: str, slots: int = 64) -> AsyncIterator[Bench]:
+    """Run an engine until the block ends."""
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -158,7 +173,7 @@ async def bench(model_path: str) -> AsyncIterator[Bench]:
         {"lora_target_modules": ["q_proj", "v_proj", "down_proj"]},
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        max_concurrent=64,
+        max_concurrent=slots,
         max_waiting=100,
         seed=0,
         gpus=0,
