@@ -11,7 +11,7 @@ from vllm_helpers import within
 
 from raylight.engines.capture_context import CURRENT, Sample
 
-SLOTS, UPDATES = 8, 100
+SLOTS, UPDATES = 8, 500
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400), pytest.mark.slow]
 
