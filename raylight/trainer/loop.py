@@ -114,7 +114,7 @@ class Training:
             metrics |= await self._publish(step, waits=evaluates or not self._is_asynchronous)
         if evaluates:
             metrics |= await self._until_failure(self._evaluator.evaluate(step))
-        if is_new:
+        if is_new and (step or evaluates):  # without an evaluation, step 0 is nothing
             self._steps_without_signal = without_signal
             await self._log(step, metrics)
         if step >= self._reported and self._is_saved(step):

@@ -85,6 +85,7 @@ def test_rollouts_go_on_beside_updates_of_a_local_learner(tmp_path: Path) -> Non
     assert rows[-1]["weights/version"] == 3
 
 
+@pytest.mark.slow
 def test_a_simulated_learner_gives_tokens_new_versions_and_resumes(tmp_path: Path) -> None:
     learner = {"kind": "simulated", "step_s": 0.05, "sync_s": 0.01}
     fit(tmp_path, 2, learner, max_staleness=1)

@@ -29,7 +29,7 @@ DEADLINE_S = 150
 
 @pytest.fixture(scope="module", autouse=True)
 def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
+    with shared_cluster.connected(Path(__file__).parent):
         yield
 
 
@@ -87,7 +87,8 @@ class Scaling:
         )
 
 
-@pytest.mark.parametrize("option", ["runners", pytest.param("replicas", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["runners"])
 def test_a_run_is_scaled_up_and_back(option: str, shared_cluster: Cluster, tmp_path: Path) -> None:
     """No rollout fails, and none is executed twice."""
     scaling = Scaling(shared_cluster, option, tmp_path / "end")
