@@ -103,11 +103,10 @@ def assert_one_trajectory_of_two_turns(item: FinishedRollout) -> None:
     prefix = first.prompt["token_ids"] + sampled
     assert second.prompt["token_ids"][: len(prefix)] == prefix
     (row,) = build_trajectories(item.generations).rows
-    assert row.token_ids == second.prompt["token_ids"] + last
+    assert row.token_ids.tolist() == second.prompt["token_ids"] + last
     between = len(second.prompt["token_ids"]) - len(prefix)  # the answer of the tool
-    assert row.mask == [0] * len(first.prompt["token_ids"]) + [1] * len(sampled) + [0] * between + [1] * len(
-        last
-    )
+    masked = [0] * len(first.prompt["token_ids"])
+    assert row.mask.tolist() == [*masked, *[1] * len(sampled), *[0] * between, *[1] * len(last)]
     assert item.reward == second.reward
 
 
