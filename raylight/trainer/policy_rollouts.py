@@ -15,6 +15,7 @@ from raylight.types import (
     TRAINABLE_AGENTS,
     EnqueueRolloutRequest,
     FinishedRollout,
+    ResourcesUpdate,
     Rollout,
     RolloutStatus,
 )
@@ -47,8 +48,7 @@ class PolicyRollouts:
     async def _add_resources(self, sampling: dict[str, Any]) -> str:
         """Add resources whose model has these sampling parameters, without making them the latest; return
         their id."""
-        latest = await self._store.get_latest_resources()
-        assert latest is not None, "the resources were published"
+        latest = await self._latest_resources()
         added = await self._store.add_resources(with_sampling(latest.resources, sampling))
         await self._store.update_resources(latest.resources_id, latest.resources)
         return added.resources_id
@@ -115,17 +115,23 @@ class PolicyRollouts:
             repeats_lost: those that the infrastructure failed run again too.
         """
         stored = await self._store.enqueue_many_rollouts(requests)
-        for request, rollout in zip(requests, stored, strict=True):
-            if rollout.status == "cancelled" or (repeats_lost and _is_lost(rollout)):
-                resources_id = request.resources_id or await self._latest_resources_id()
-                await self._store.update_rollout(
-                    rollout.rollout_id, status="requeuing", resources_id=resources_id
-                )
+        again = [
+            request
+            for request, rollout in zip(requests, stored, strict=True)
+            if rollout.status == "cancelled" or (repeats_lost and _is_lost(rollout))
+        ]
+        latest_id = (await self._latest_resources()).resources_id if again else None
+        for request in again:
+            assert request.rollout_id is not None, "the rollouts of a run have names"
+            resources_id = request.resources_id or latest_id
+            await self._store.update_rollout(
+                request.rollout_id, status="requeuing", resources_id=resources_id
+            )
 
-    async def _latest_resources_id(self) -> str:
+    async def _latest_resources(self) -> ResourcesUpdate:
         latest = await self._store.get_latest_resources()
         assert latest is not None, "the resources were published"
-        return latest.resources_id
+        return latest
 
     async def collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or

@@ -36,7 +36,7 @@ class TakenGroups:
 
     def add(self, step: StepGroups) -> None:
         """Mark the groups of a step as taken."""
-        groups = {*step.trained, *step.dropped}
+        groups = set(step.all)
         end = max(self.next, *(group + 1 for group in groups))
         self.open = (self.open | set(range(self.next, end))) - groups
         self.next = end
@@ -82,6 +82,9 @@ class FinishedGroup:
     rollouts: list[FinishedRollout]
     is_informative: bool
     """True if its rewards are not all equal."""
+    oldest_version: int | None
+    """Oldest version that sampled a token that it would be trained on; None for no token, or if groups are
+    not dropped."""
 
 
 class TrainingGroups:
@@ -107,8 +110,8 @@ class TrainingGroups:
         self._sampler = TaskSampler(tasks, run.settings.seed)
         self._pacer = Pacer(algorithm.tasks_per_step, algorithm.max_staleness, run.training.total_steps)
         self._taken = TakenGroups()
-        self._saved, self._saved_step = TakenGroups(), 0
-        """Groups that were taken up to the step of the last training state."""
+        self._passed, self._passed_step = TakenGroups(), 0
+        """Groups that were taken up to a step that is not taken again as a new one."""
         self._records: dict[int, StepGroups] = {}
         """Groups of each step since the starting point."""
         self._waiting: dict[int, asyncio.Task[None]] = {}
@@ -128,20 +131,24 @@ class TrainingGroups:
     async def load(self) -> None:
         """Continue from the starting point, with the steps that the store has recorded since."""
         step, taken = self._run.start.step, self._run.start.groups
-        self._taken, self._saved, self._saved_step = TakenGroups(**taken), TakenGroups(**taken), step
+        self._taken, self._passed, self._passed_step = TakenGroups(**taken), TakenGroups(**taken), step
         self._pacer.dispatched = len(self._taken)
         self._pacer.replaced = len(self._taken) - step * self._pacer.groups_per_step
         for recorded, groups in sorted((await self._run.store.query_steps(self._run.start.lineage)).items()):
             if recorded > step:
-                self._pacer.dispatched += len(groups.trained) + len(groups.dropped)
+                self._pacer.dispatched += len(groups.all)
                 self._record(recorded, groups)
 
     def taken_up_to(self, step: int) -> dict[str, Any]:
-        """Return the groups that were taken up to a step whose training state is saved, as plain JSON."""
-        for later in range(self._saved_step + 1, step + 1):
-            self._saved.add(self._records[later])
-        self._saved_step = step
-        return self._saved.to_json()
+        """Return the groups that were taken up to a step that is logged, or about to be, as plain JSON."""
+        self._pass(step)
+        return self._passed.to_json()
+
+    def _pass(self, step: int) -> None:
+        """Add the groups of the steps up to this one to `_passed`."""
+        for later in range(self._passed_step + 1, step + 1):
+            self._passed.add(self._records[later])
+        self._passed_step = max(step, self._passed_step)
 
     def is_recorded(self, step: int) -> bool:
         """Return True if a step was taken before, so that it samples nothing."""
@@ -154,14 +161,12 @@ class TrainingGroups:
 
     async def sampled_tokens(self, step: int) -> TokenTotals:
         """Return the store's counts of the tokens of all groups, and of those that were not taken up to a
-        step."""
-        taken = TakenGroups(**self._saved.to_json())
-        for later in range(self._saved_step + 1, step + 1):
-            taken.add(self._records[later])
+        step that is about to be logged."""
+        self._pass(step)
         # of groups that were dispatched meanwhile, or before a resume, only the largest number is known
         algorithm, last = self._algorithm, max([self._taken.next, *self._decided])
         end = last + (algorithm.max_staleness + 2) * algorithm.tasks_per_step * algorithm.max_rounds
-        groups = itertools.takewhile(lambda group: group <= end, taken.rest())
+        groups = itertools.takewhile(lambda group: group <= end, self._passed.rest())
         open_ids = [name for group in groups for name in self._rollouts.group_ids(group)]
         return await self._run.store.token_totals(f"{self._run.start.lineage}-train-", open_ids)
 
@@ -230,9 +235,15 @@ class TrainingGroups:
         await wait_for_rollouts(self._run, ids, show)
         rollouts = await self._rollouts.collect(ids)
         algorithm = self._algorithm
-        informative = is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards)
+        finished = FinishedGroup(
+            rollouts,
+            is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards),
+            algorithm.oldest_version(rollouts, self._run.training.trained_agents)
+            if algorithm.stale == "drop"
+            else None,
+        )
         del self._waiting[group]
-        self._finished[group] = FinishedGroup(rollouts, informative)
+        self._finished[group] = finished
         self._changed.notify_all()
 
     # training steps
@@ -244,7 +255,7 @@ class TrainingGroups:
             self._check([item for group in chosen for item in self._finished[group].rollouts])
             self._record(step, StepGroups(tuple(chosen), tuple(self._dropped)))
         taken = self._records[step]
-        found = {group: self._finished.pop(group, None) for group in (*taken.trained, *taken.dropped)}
+        found = {group: self._finished.pop(group, None) for group in taken.all}
         # again if the learners were lost meanwhile: the store may lack it
         await self._run.store.record_step(self._run.start.lineage, step, taken)
         rollouts: list[FinishedRollout] = []
@@ -307,8 +318,7 @@ class TrainingGroups:
             return
         oldest_allowed = self._run.learners.version - self._algorithm.max_staleness
         for group, finished in list(self._finished.items()):
-            version = self._algorithm.oldest_version(finished.rollouts, self._run.training.trained_agents)
-            if version is not None and version < oldest_allowed:
+            if finished.oldest_version is not None and finished.oldest_version < oldest_allowed:
                 self._dropped.append(group)
                 del self._finished[group]
                 self._changed.notify_all()
@@ -317,7 +327,7 @@ class TrainingGroups:
         """Note the groups that a step took."""
         self._records[step] = groups
         self._taken.add(groups)
-        self._pacer.replaced += len(groups.trained) + len(groups.dropped) - self._pacer.groups_per_step
+        self._pacer.replaced += len(groups.all) - self._pacer.groups_per_step
         self._dropped.clear()
-        for group in (*groups.trained, *groups.dropped):
+        for group in groups.all:
             self._decided.pop(group, None)

@@ -247,3 +247,8 @@ class StepGroups(NamedTuple):
     trained: tuple[int, ...]
     dropped: tuple[int, ...] = ()
     """Groups that were too old to be trained."""
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Trained and dropped groups."""
+        return self.trained + self.dropped
