@@ -1,9 +1,9 @@
-"""Fixtures of tests that kill drivers."""
+"""Fixtures of tests that kill drivers, or train in their own process."""
 
 from collections.abc import Iterator
 
 import pytest
-from ray_cluster import kill_orphaned_proxies, ray_processes
+from ray_cluster import Cluster, kill_orphaned_proxies, ray_processes
 
 
 @pytest.fixture
@@ -12,3 +12,15 @@ def kill_leftover_proxies(no_processes_left: None) -> Iterator[None]:
     before = ray_processes(("haproxy",))
     yield
     kill_orphaned_proxies(before)
+
+
+@pytest.fixture(scope="module")
+def connected_on_one_thread(shared_cluster: Cluster) -> Iterator[None]:
+    """Connect this process as a driver that trains on a single thread, beside the engine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with shared_cluster.connected():
+        yield
+    torch.set_num_threads(threads)

@@ -3,14 +3,11 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from ray_cluster import Cluster
 from safetensors.numpy import load_file
 
 import raylight as rl
@@ -21,14 +18,7 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import FinishedRollout
 
-
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with shared_cluster.connected():
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("connected_on_one_thread")
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

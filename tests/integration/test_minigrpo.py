@@ -2,27 +2,18 @@
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.quickstart.agent import adder
 
-
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with shared_cluster.connected():
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("connected_on_one_thread")
 
 
 def accuracy(model: torch.nn.Module) -> float:
