@@ -31,6 +31,8 @@ RESERVED_FILES = 600
 """Open files that are not connections of requests: sockets, health checks, libraries."""
 END_TIMEOUT_S = 5.0
 """Longest time that a killed HAProxy takes to release its ports."""
+MAX_SERVER_ID = 2**31 - 1
+"""Largest id of a server that HAProxy takes."""
 PR_SET_PDEATHSIG = 1
 COMMAND_LENGTH = 15
 """Characters of a process's name that the kernel keeps."""
@@ -66,6 +68,7 @@ def harden(config: str, folder: str, connections: int) -> str:
     - Headers must arrive within HEADER_TIMEOUT_S.
     - A source that is not this machine gets at most half of the connections. This machine's own connections
       come from loopback, or from the address that they reach.
+    - Rollouts stay with their replicas when others join or leave (see `identify_servers`).
 
     Args:
         config: configuration as Serve writes it.
@@ -110,7 +113,26 @@ def harden(config: str, folder: str, connections: int) -> str:
                 f"Ray's HAProxy configuration has {name} {count} times instead of once, so raylight cannot "
                 "close it to others; install the version of Ray that raylight requires (`raylight doctor`)"
             )
-    return MARK + config
+    return MARK + identify_servers(config)
+
+
+def identify_servers(config: str) -> str:
+    """Return a configuration whose servers have ids that follow from their names.
+
+    Consistent hashing places a server by its id, which would otherwise be its position in the configuration:
+    each change of the servers, or of their order, would then move most rollouts to other replicas.
+    """
+    used: set[int] = set()
+
+    def identify(line: re.Match[str]) -> str:
+        number = zlib.crc32(line["name"].encode()) % MAX_SERVER_ID + 1
+        while number in used:
+            number = number % MAX_SERVER_ID + 1
+        used.add(number)
+        return f"{line[0]} id {number}"
+
+    pattern = r"^    server (?P<name>\S+) \S+ check(?!.* backup$).*$"
+    return re.sub(pattern, identify, config, flags=re.MULTILINE)
 
 
 def connection_limit() -> int:

@@ -31,6 +31,7 @@ from ray.serve.config import HTTPOptions, gRPCOptions
 from ray_cluster import eventually, free_port
 
 from raylight.serving.deploy import haproxy_launcher as launcher
+from raylight.serving.deploy.ingress import STICKY_ROUTING
 
 OTHER = "127.0.0.2"
 """Address of this machine that stands for another machine's."""
@@ -40,25 +41,44 @@ IDLE = 5000
 """Connections of a large run at the same time, above Ray's own limit of 4096."""
 
 
-@pytest.fixture(scope="module")
-def replica() -> Iterator[int]:
-    """Port of a server that stands for a replica."""
+class Answer(BaseHTTPRequestHandler):
+    """Answers every request with the port of its server."""
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"ok")
+    def do_GET(self) -> None:
+        port = str(self.server.server_port).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(port)))
+        self.end_headers()
+        self.wfile.write(port)
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def log_message(self, *_: object) -> None:
+        pass
 
+
+@contextlib.contextmanager
+def serving() -> Iterator[int]:
+    """Serve one replica's port during the block."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
         server.handle_error = lambda request, address: None  # health checks close early
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_address[1]
-        server.shutdown()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[int]:
+    """Port of a server that stands for a replica."""
+    with serving() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[list[int]]:
+    """Ports of three servers that stand for replicas."""
+    with serving() as first, serving() as second, serving() as third:
+        yield [first, second, third]
 
 
 class Ingress:
@@ -74,11 +94,12 @@ class Ingress:
             socket_path=str(folder / "admin.sock"),
             server_state_base=str(folder),
             server_state_file=str(folder / "server-state"),
+            balance_algorithm=STICKY_ROUTING,
         )
         (folder / "server-state").write_text("1\n")
         servers = [ServerConfig("replica", "127.0.0.1", replica)]
-        backend = BackendConfig("http-app", "/app", servers=servers, app_name="app")
-        self.api = HAProxyApi(config, {"http-app": backend}, str(folder / "haproxy.cfg"))
+        self.backend = BackendConfig("http-app", "/app", servers=servers, app_name="app")
+        self.api = HAProxyApi(config, {"http-app": self.backend}, str(folder / "haproxy.cfg"))
         self.config = folder / "haproxy.cfg"
         self.write_config()
         self.script = launcher.install(folder, get_haproxy_binary())
@@ -113,6 +134,17 @@ class Ingress:
         with contextlib.suppress(OSError):
             return int(re.search(r"^Pid: (\d+)$", self.ask("show info\n"), re.MULTILINE).group(1))
         return 0
+
+    def serve(self, ports: list[int]) -> None:
+        """Have HAProxy send requests to these replicas after its next start."""
+        self.backend.servers = [ServerConfig(f"replica-{port}", "127.0.0.1", port) for port in ports]
+        self.write_config()
+
+    def home(self, rollout: int) -> int:
+        """Return the port of the replica that a rollout's requests reach."""
+        with contextlib.closing(HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
+            connection.request("GET", f"/app/rollout/r{rollout}/attempt/1/v1/models")
+            return int(connection.getresponse().read())
 
     def get(self, timeout: float = 10, source: str = "127.0.0.1") -> int:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=timeout, source_address=(source, 0))
@@ -165,6 +197,21 @@ def test_a_reload_takes_over_and_keeps_the_process_id(ingress: Ingress) -> None:
             assert first.wait(30) == 0
             assert ingress.get() == 200
             second.kill()
+
+
+def test_rollouts_stay_with_their_replicas_when_others_leave_and_join(
+    ingress: Ingress, replicas: list[int]
+) -> None:
+    first, second, third = replicas
+    homes = []
+    for ports in ([first, second, third], [third, second], [second, first, third]):
+        ingress.serve(ports)
+        with ingress.running():
+            homes.append([ingress.home(rollout) for rollout in range(60)])
+    before, without_first, after = homes
+    assert set(before) == set(replicas)
+    assert all(new == old for new, old in zip(without_first, before, strict=True) if old != first)
+    assert after == before
 
 
 def test_as_many_connections_as_the_open_files_allow(ingress: Ingress) -> None:
