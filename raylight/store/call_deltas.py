@@ -20,7 +20,9 @@ from raylight.store.rows import Row, span_row
 from raylight.types import CallKey, Generation, IntArray, Span
 
 CAPACITY = 2**26
-"""Bytes of tokens and texts that a client remembers. The attempts that were used last are kept."""
+"""Bytes that a client remembers. The attempts that were used last are kept."""
+OVERHEAD = 1_400
+"""Memory of a branch beside its tokens and texts, in bytes."""
 MAX_BRANCHES = 64
 """Branches of an attempt that are remembered."""
 MIN_TOKENS = 16
@@ -42,7 +44,7 @@ class _Branch:
     """Id of its span; "" if it has none."""
     texts: dict[str, str]
     size: int
-    """Bytes of tokens and texts."""
+    """Memory in bytes."""
 
     @property
     def messages(self) -> str:
@@ -76,7 +78,7 @@ class CallDeltas:
     """Encoder of the calls that one client records.
 
     Args:
-        capacity: bytes of tokens and texts that are remembered.
+        capacity: bytes that are remembered.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -127,7 +129,7 @@ class CallDeltas:
 
 
 def _branch(call_id: str, generation: Generation | None, span: Span | None, texts: dict[str, str]) -> _Branch:
-    size = sum(map(sys.getsizeof, texts.values()))
+    size = OVERHEAD + sum(map(sys.getsizeof, texts.values()))
     tokens = () if generation is None else (generation.prompt_ids, generation.output_ids)
     size += sum(part.nbytes for part in tokens)
     return _Branch(call_id, tokens, span.span_id if span else "", texts, size)

@@ -28,6 +28,18 @@ Metrics = dict[str, float]
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "reward.png"
+PLOTTED = (
+    "step",
+    "train/reward",
+    "train/reward_std",
+    "train/rollouts",
+    "val/reward",
+    "val/reward_error",
+    "time/rollout_s",
+    "time/update_s",
+    "time/sync_s",
+)
+"""Metrics that `plot_rewards` reads."""
 logger = logging.getLogger(__name__)
 
 
@@ -103,6 +115,7 @@ class JsonlLogger:
 
     def start(self, config: dict[str, Any]) -> None:
         write_atomic(self._file, "".join(map(_json_line, self._history)))
+        self._history = ()
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._unwritten += _json_line({"step": step, **metrics}).encode()
@@ -129,13 +142,13 @@ class PlotLogger:
 
     def __init__(self, folder: Path, history: Sequence[Metrics] = ()) -> None:
         self._folder = folder
-        self._rows = list(history)
+        self._rows = [_plotted(row) for row in history]
 
     def start(self, config: dict[str, Any]) -> None:
         pass
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._rows.append({"step": step, **metrics})
+        self._rows.append(_plotted({"step": step, **metrics}))
 
     def finish(self) -> None:
         if not self._rows:
@@ -183,6 +196,10 @@ def _find(entry: Any) -> Any:
         f"loggers: there is no logger {entry!r}; the nearest are: {', '.join(nearest)}. A logger of your own "
         "has a dotted name: package.module:MyLogger"
     )
+
+
+def _plotted(row: Metrics) -> Metrics:
+    return {name: row[name] for name in PLOTTED if name in row}
 
 
 class LoggerGroup:

@@ -20,8 +20,11 @@ from raylight.trainer.loggers import PLOT_FILE, Display, LoggerGroup, Metrics, f
 from raylight.types import FinishedRollout
 
 MAX_SHOWN_ERRORS = 10
-"""Number of distinct rollout errors that are shown with a traceback and listed in the summary; all are
-counted."""
+"""Number of distinct rollout errors that are shown with a traceback and listed in the summary."""
+MAX_COUNTED_ERRORS = 1_000
+"""Number of distinct rollout errors that are counted one by one."""
+SUMMARISED = ("step", "val/reward", "train/reward", "off_policy/calls", "off_policy/overridden_calls")
+"""Metrics of each step that the summary is made of."""
 
 
 class ProgressReporter:
@@ -30,7 +33,7 @@ class ProgressReporter:
     def __init__(self, display: Display) -> None:
         self._display = display
         self._failures: Counter[str] = Counter()
-        self._lost = 0
+        self._failed = self._lost = 0
 
     def stage(self, text: str) -> None:
         """Show what the run is doing now."""
@@ -52,11 +55,13 @@ class ProgressReporter:
             if item.rollout.attempt and item.rollout.attempt.failure
         ]
         for failure in failed:
-            if not self._failures[failure.error] and len(self._failures) < MAX_SHOWN_ERRORS:
+            if failure.error not in self._failures and len(self._failures) < MAX_SHOWN_ERRORS:
                 self._display.note(
                     f"a rollout failed ({failure.kind}): {failure.error}\n{failure.trace}".rstrip()
                 )
-            self._failures[failure.error] += 1
+            if failure.error in self._failures or len(self._failures) < MAX_COUNTED_ERRORS:
+                self._failures[failure.error] += 1
+        self._failed += len(failed)
         self._lost += sum(failure.kind == "infrastructure" for failure in failed)
 
 
@@ -94,13 +99,19 @@ class Report(ProgressReporter):
         """The best evaluation so far: its metric, mode, step, value and metrics."""
         try:
             self._prepare_folder(config, fresh=last_logged_step is None)
-            self._history = read_history(folder, last_logged_step)
+            history = read_history(folder, last_logged_step)
         except OSError as error:
             raise ConfigError(
                 f"output_dir {folder} cannot be written: {error.strerror}; choose another folder"
             ) from None
-        self._started -= max((row["time/total_s"] for row in self._history), default=0.0)
-        self._loggers = LoggerGroup(find_loggers(loggers), folder, display, tuple(self._history))
+        self._history: list[Metrics] = []
+        """Columns `SUMMARISED` of all steps."""
+        self._tokens: dict[str, int] = {}
+        """The ledger after the last step."""
+        for row in history:
+            self._keep(row)
+        self._started -= max((row["time/total_s"] for row in history), default=0.0)
+        self._loggers = LoggerGroup(find_loggers(loggers), folder, display, tuple(history))
         self._loggers.start(config)
 
     def _prepare_folder(self, config: dict[str, Any], fresh: bool) -> None:
@@ -121,8 +132,16 @@ class Report(ProgressReporter):
     def step(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step; step 0 is the evaluation before training."""
         timed = {"time/total_s": time.perf_counter() - self._started, **metrics}
-        self._history.append({"step": step, **timed})
+        self._keep({"step": step, **timed})
         self._loggers.log(step, timed)
+
+    def _keep(self, row: Metrics) -> None:
+        """Keep of a step what the summary needs: all metrics would take megabytes in a long run."""
+        self._history.append({name: row[name] for name in SUMMARISED if name in row})
+        if "ledger/generated" in row:
+            self._tokens = {
+                name.removeprefix("ledger/"): int(n) for name, n in row.items() if name.startswith("ledger/")
+            }
 
     def batch(self, content: BatchReport) -> None:
         """Count calls that do not continue the tokens of their conversations, and show the first ones. Show
@@ -195,11 +214,11 @@ class Report(ProgressReporter):
                 "rollouts": counts.get("total_rollouts", 0),
                 "rollouts_lost": self._lost,
                 "failures": dict(self._failures.most_common(MAX_SHOWN_ERRORS)),
-                "rollouts_failed": self._failures.total(),
+                "rollouts_failed": self._failed,
                 "drifts": self._drifts.summary(),
                 "masked_calls": self._total("off_policy/calls"),
                 "overridden_calls": self._total("off_policy/overridden_calls"),
-                "tokens": self._ledger(),
+                "tokens": self._tokens,
                 "checkpoint": str(self.checkpoint),
                 "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
                 "counts": counts,
@@ -225,13 +244,6 @@ class Report(ProgressReporter):
     def close(self) -> None:
         """Finish the loggers, after a success or an error."""
         self._loggers.finish()
-
-    def _ledger(self) -> dict[str, int]:
-        """Return what became of all tokens that training rollouts sampled, up to the last step."""
-        last = next((row for row in reversed(self._history) if "ledger/generated" in row), {})
-        return {
-            name.removeprefix("ledger/"): int(n) for name, n in last.items() if name.startswith("ledger/")
-        }
 
     def _total(self, metric: str) -> int:
         """Return the sum of a count over all steps."""

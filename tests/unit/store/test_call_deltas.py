@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -166,7 +167,7 @@ async def roll_out(box: Box, calls: list[tuple[list[Message], str, bool]], rng: 
     ]
     await box.store.capture([(key, float(n)) for n, (key, *_) in enumerate(records)], [])
     replicas = [box.store, StoreClient(box.service)]
-    replicas[1]._deltas = CallDeltas(capacity=2_000)
+    replicas[1]._deltas = CallDeltas(capacity=5_000)
     left = list(records)
     while left:
         batch, left = left[: (size := rng.randint(1, 3))], left[size:]
@@ -252,6 +253,30 @@ def test_memory_is_bounded_and_forgets_the_oldest() -> None:
     huge = CallKey("ro", "at-huge", "one")
     deltas.encode(huge, make_generation([5] * 60_000, [6], key=huge), None)
     assert deltas._attempts.currsize <= 100_000
+
+
+def test_the_bound_holds_for_short_calls_too() -> None:
+    """Most of their memory is beside their tokens and texts."""
+    capacity = 1_000_000
+    deltas = CallDeltas(capacity)
+    tracemalloc.start()
+    try:
+        for i in range(2_000):
+            key = CallKey(f"ro-{i}", f"at-{i:016x}", f"{i:032x}")
+            texts = {INPUT_MESSAGES: json.dumps([{"role": "user", "content": f"{i}"}])}
+            span = Span.from_attributes(
+                name="call",
+                attributes=texts,
+                rollout_id=key.rollout_id,
+                attempt_id=key.attempt_id,
+                span_id=key.call_id[:16],
+            )
+            deltas.encode(key, make_generation([5] * 20, [6] * 8, key=key), span)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(deltas._attempts) < 2_000
+    assert used < 1.2 * capacity
 
 
 def test_a_thousand_branches_are_bounded() -> None:

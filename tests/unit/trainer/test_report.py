@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
+import pytest
 import yaml
 from unit_helpers import make_finished
 
@@ -33,6 +35,30 @@ def test_metrics_are_one_object_a_step(report: Report, shown: RecordingDisplay) 
     assert [row["step"] for row in rows] == shown.steps == [0, 1]
     assert (rows[0]["val/reward"], rows[1]["train/reward"]) == (0.25, 0.5)
     assert rows[0]["time/total_s"] <= rows[1]["time/total_s"]
+
+
+def test_a_long_run_keeps_little_of_each_step(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingDisplay, "step", lambda *_: None)
+    steps = 300
+    tracemalloc.start()
+    try:
+        for step in range(steps):
+            metrics = {f"metric/{number}": step + number / 7 for number in range(100)}
+            report.step(step, metrics | {"train/reward": step / 7, "ledger/generated": 8.0 * step})
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 1_000 * steps
+    summary = report.finish({})
+    assert (summary["steps"], summary["tokens"]) == (steps - 1, {"generated": 8 * (steps - 1)})
+
+
+def test_distinct_errors_are_counted_up_to_a_limit(report: Report) -> None:
+    failures = [Failure(kind="agent", error=f"ValueError: {number}") for number in range(1_200)]
+    report.failures([make_finished(failure=failure) for failure in failures])
+    assert len(report._failures) == 1_000
+    summary = report.finish({})
+    assert summary["rollouts_failed"] == 1_200
 
 
 def test_the_summary_compares_the_first_and_last_validation(report: Report) -> None:
