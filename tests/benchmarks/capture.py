@@ -28,6 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from raylight.engines.protocol import EngineLoad
+
 TOKENS = 32
 BODY = {
     "model": "m",
@@ -106,6 +108,9 @@ class MockEngine:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+
+    def load(self) -> EngineLoad:
+        return EngineLoad()
 
     async def app(self) -> Any:
         from starlette.applications import Starlette
