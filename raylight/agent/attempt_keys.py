@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 from typing import Literal, get_args
@@ -25,16 +26,26 @@ def _segment(name: str) -> str:
 
 def attempt_key(secret: str, rollout_id: str, attempt_id: str, use: KeyUse = "model") -> str:
     """Return a key of an attempt, derived from the run's secret, the attempt's unique path and the use."""
-    # a path has no "#"
-    message = attempt_path(rollout_id, attempt_id) + ("" if use == "model" else f"#{use}")
-    return f"rl-{hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()[:40]}"
+    return _keys(secret, rollout_id, attempt_id)[use].decode()
 
 
 def key_use(key: str, secret: str, rollout_id: str, attempt_id: str) -> KeyUse | None:
     """Return the use of a key of the attempt; None if it is not one. Comparisons take constant time."""
-    uses: tuple[KeyUse, ...] = get_args(KeyUse)
-    matches = [
-        hmac.compare_digest(key.encode(), attempt_key(secret, rollout_id, attempt_id, use).encode())
-        for use in uses
-    ]
-    return uses[matches.index(True)] if any(matches) else None
+    given, found = key.encode(), None
+    for use, known in _keys(secret, rollout_id, attempt_id).items():
+        if hmac.compare_digest(given, known):
+            found = use
+    return found
+
+
+@functools.lru_cache(8192)
+def _keys(secret: str, rollout_id: str, attempt_id: str) -> dict[KeyUse, bytes]:
+    """Return the keys of an attempt by use."""
+    path = attempt_path(rollout_id, attempt_id)
+    messages = {
+        use: path if use == "model" else f"{path}#{use}" for use in get_args(KeyUse)
+    }  # a path has no "#"
+    return {
+        use: f"rl-{hmac.digest(secret.encode(), message.encode(), hashlib.sha256).hex()[:40]}".encode()
+        for use, message in messages.items()
+    }

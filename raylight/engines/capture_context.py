@@ -7,7 +7,7 @@ both to the recorder.
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -113,4 +113,4 @@ def new_keys(scope: AttemptScope, count: int, request: str = "") -> list[CallKey
     Args:
         request: digest of the request.
     """
-    return [CallKey(scope.rollout_id, scope.attempt_id, uuid.uuid4().hex, request) for _ in range(count)]
+    return [CallKey(scope.rollout_id, scope.attempt_id, secrets.token_hex(16), request) for _ in range(count)]
