@@ -31,6 +31,10 @@ def quickstart(
     output_dir: Annotated[Path, typer.Option(help="The run directory.")] = Path("outputs/quickstart"),
     steps: Annotated[int, typer.Option(min=0, help="Training steps of 16 tasks with 8 rollouts each.")] = 25,
     seed: Annotated[int, typer.Option(help="Seed of the task order and of sampling.")] = 0,
+    max_staleness: Annotated[
+        int,
+        typer.Option(min=0, help="Age in updates of the oldest weights that sample; above 0, asynchronous."),
+    ] = 0,
     n_learners: Annotated[int, typer.Option(min=1, help="Number of learner ranks (FSDP2).")] = 1,
     n_runners: Runners = 2,
     port: Port = None,
@@ -56,6 +60,7 @@ def quickstart(
         n_steps=steps,
         lr=2e-4,
         kl_coef=1e-3,
+        max_staleness=max_staleness,
         val_every=5,
         val_samples=2,
     )
