@@ -32,7 +32,7 @@ class TakenTokens:
     """Tokens among these that were recorded after their rollout was decided."""
 
     def __add__(self, other: TakenTokens) -> TakenTokens:
-        return TakenTokens(  # not by `astuple`, which copies deeply: a run adds up all of its steps
+        return TakenTokens(
             self.trained + other.trained,
             self.masked + other.masked,
             self.dropped + other.dropped,
@@ -66,16 +66,14 @@ class LedgerRow:
 
 
 class Ledger:
-    """Tokens of the training rollouts of a lineage. A step that is taken again replaces its own entry."""
+    """Tokens of the training rollouts that the steps of a lineage took. Before steps are taken again, the
+    state of that time is loaded."""
 
     def __init__(self) -> None:
-        self._before = TakenTokens()
-        """Sum of the steps up to the starting point."""
-        self._steps: dict[int, TakenTokens] = {}
+        self._taken = TakenTokens()
 
     def take(
         self,
-        step: int,
         rollouts: list[FinishedRollout],
         report: BatchReport,
         counts: Mapping[str, RolloutTokens],
@@ -93,7 +91,7 @@ class Ledger:
         trained = report.trained_tokens if report.has_signal else 0
         late = sum(_count_late(seen, counts[name]) for name, seen in collected.items())
         lost = [counts[name] for name in dropped]
-        self._steps[step] = TakenTokens(
+        self._taken += TakenTokens(
             trained=trained,
             masked=sum(collected.values()) - trained - report.excluded_tokens,
             dropped=sum(count.latest for count in lost),
@@ -109,7 +107,7 @@ class Ledger:
         Args:
             totals: the store's counts, in which all rollouts are open that no step in the ledger took.
         """
-        taken = sum(self._steps.values(), self._before)
+        taken = self._taken
         return LedgerRow(
             generated=totals.sampled + totals.late,
             trained=taken.trained,
@@ -119,13 +117,13 @@ class Ledger:
             open=totals.open,
         )
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the sums up to a step as plain JSON."""
-        return asdict(sum((entry for n, entry in self._steps.items() if n <= step), self._before))
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums as plain JSON."""
+        return asdict(self._taken)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state_dict`."""
-        self._before, self._steps = TakenTokens(**state), {}
+        """Continue from the result of `state_dict`; an empty one is that of the first step."""
+        self._taken = TakenTokens(**state)
 
 
 def _count_tokens(item: FinishedRollout) -> int:

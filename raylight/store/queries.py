@@ -298,18 +298,20 @@ class Queries:
             [json.dumps(rollout_ids)],
         )
 
-    def token_totals(self, prefix: str, open_ids: list[str]) -> Row:
-        """TokenTotals of the rollouts whose ids begin with a prefix."""
-        total, late = self._fetch_all(
-            "SELECT COALESCE(SUM(tokens), 0), COALESCE(SUM(late), 0) FROM sampled WHERE rollout_id >= ? AND "
-            "rollout_id < ?",
-            [prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)],
+    def token_totals(self, prefix: str, next_group: int, open_groups: list[int]) -> Row:
+        """TokenTotals of the rollouts whose ids begin with a prefix, which the number of a group follows."""
+        return self._fetch_all(
+            "SELECT COALESCE(SUM(tokens), 0), COALESCE(SUM(iif(number >= ? OR number IN (SELECT value FROM "
+            "json_each(?)), tokens, 0)), 0), COALESCE(SUM(late), 0) FROM (SELECT tokens, late, CAST(substr("
+            "rollout_id, ?) AS INTEGER) AS number FROM sampled WHERE rollout_id >= ? AND rollout_id < ?)",
+            [
+                next_group,
+                json.dumps(open_groups),
+                len(prefix) + 1,
+                prefix,
+                prefix[:-1] + chr(ord(prefix[-1]) + 1),
+            ],
         )[0]
-        in_progress = self._fetch_all(
-            "SELECT COALESCE(SUM(tokens), 0) FROM json_each(?) w JOIN sampled s ON s.rollout_id = w.value",
-            [json.dumps(open_ids)],
-        )[0][0]
-        return total, in_progress, late
 
     def resources_by_id(self, resources_id: str) -> Row:
         """Columns RESOURCES of a version; raises UnknownIdError."""

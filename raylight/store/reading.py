@@ -124,14 +124,18 @@ class StoreReader:
         rows = await self._channel.send("query", "sampled_tokens", list(rollout_ids))
         return {rollout_id: RolloutTokens(*counts) for rollout_id, *counts in rows}
 
-    async def token_totals(self, prefix: str, open_ids: Sequence[str]) -> TokenTotals:
+    async def token_totals(
+        self, prefix: str, next_group: int = 0, open_groups: Sequence[int] = ()
+    ) -> TokenTotals:
         """Return the numbers of tokens that all rollouts of a lineage and mode sampled.
 
         Args:
-            prefix: beginning of the rollouts' ids.
-            open_ids: rollouts that no training step has taken.
+            prefix: beginning of the rollouts' ids; the number of a group follows it.
+            next_group: number from which on no training step has taken a group.
+            open_groups: groups below it that no training step has taken.
         """
-        return TokenTotals(*await self._channel.send("query", "token_totals", prefix, list(open_ids)))
+        totals = await self._channel.send("query", "token_totals", prefix, next_group, list(open_groups))
+        return TokenTotals(*totals)
 
     async def query_attempts(
         self,

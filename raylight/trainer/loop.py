@@ -62,7 +62,7 @@ class Training:
         self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)
         self._loads = LoadWatch(run.learners.replicas, self._groups, run.runners.most_rollouts)
         self._ledger = Ledger()
-        if start.ledger and not start.starts_new_lineage:
+        if not start.starts_new_lineage:
             self._ledger.load_state_dict(start.ledger)
         self._evaluation = self._evaluator.state_dict()
         """State of the evaluator after the last logged step."""
@@ -178,7 +178,7 @@ class Training:
         dropped = self._groups.dropped_ids(step)
         ids = [item.rollout.rollout_id for item in rollouts]
         counts = await self._run.store.count_sampled_tokens([*ids, *dropped])
-        self._ledger.take(step, rollouts, content, counts, dropped)
+        self._ledger.take(rollouts, content, counts, dropped)
 
     async def _log(self, step: int, metrics: Metrics) -> None:
         """Report a step."""
@@ -282,7 +282,7 @@ class Training:
             groups=self._groups.taken_up_to(step),
             steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict(),
-            ledger=self._ledger.state_dict(step),
+            ledger=self._ledger.state_dict(),
         )
         await self._learners.save_state(step, metadata)
 
@@ -316,5 +316,7 @@ class Training:
         self._publication = self._published = None
         point = await self._learners.recover(fault)
         self._evaluator.load_state_dict(self._evaluation)
+        self._ledger.load_state_dict(point.ledger)
+        await self._groups.reload(point.step)
         # step 0 follows a restart with the initial weights, if it was not logged
         self._next = point.step + 1 if point.step or self._reported >= 0 else 0

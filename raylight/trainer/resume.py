@@ -60,7 +60,7 @@ class ResumePoint:
         step: last completed step.
         version: weight version after that step.
         groups: groups of rollouts that were taken up to that step, as arguments of `TakenGroups`.
-        ledger: result of `Ledger.state_dict` up to that step.
+        ledger: result of `Ledger.state_dict` after that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
         parent_lineage: the lineage that was abandoned if this point starts a new one in the same run

@@ -113,7 +113,7 @@ class TrainingGroups:
         self._passed, self._passed_step = TakenGroups(), 0
         """Groups that were taken up to a step that is not taken again as a new one."""
         self._records: dict[int, StepGroups] = {}
-        """Groups of each step since the starting point."""
+        """Groups of the steps that were taken, but not passed, and of those that are taken again."""
         self._waiting: dict[int, asyncio.Task[None]] = {}
         """Tasks that wait for the groups in progress."""
         self._decided: dict[int, int] = {}
@@ -134,10 +134,15 @@ class TrainingGroups:
         self._taken, self._passed, self._passed_step = TakenGroups(**taken), TakenGroups(**taken), step
         self._pacer.dispatched = len(self._taken)
         self._pacer.replaced = len(self._taken) - step * self._pacer.groups_per_step
-        for recorded, groups in sorted((await self._run.store.query_steps(self._run.start.lineage)).items()):
-            if recorded > step:
-                self._pacer.dispatched += len(groups.all)
-                self._record(recorded, groups)
+        await self.reload(step)
+        for recorded, groups in sorted(self._records.items()):
+            self._pacer.dispatched += len(groups.all)
+            self._record(recorded, groups)
+
+    async def reload(self, step: int) -> None:
+        """Read the groups of the steps after a step, which are taken again."""
+        stored = await self._run.store.query_steps(self._run.start.lineage)
+        self._records |= {later: groups for later, groups in stored.items() if later > step}
 
     def taken_up_to(self, step: int) -> dict[str, Any]:
         """Return the groups that were taken up to a step that is logged, or about to be, as plain JSON."""
@@ -147,7 +152,7 @@ class TrainingGroups:
     def _pass(self, step: int) -> None:
         """Add the groups of the steps up to this one to `_passed`."""
         for later in range(self._passed_step + 1, step + 1):
-            self._passed.add(self._records[later])
+            self._passed.add(self._records.pop(later))
         self._passed_step = max(step, self._passed_step)
 
     def is_recorded(self, step: int) -> bool:
@@ -162,13 +167,9 @@ class TrainingGroups:
     async def sampled_tokens(self, step: int) -> TokenTotals:
         """Return the store's counts of the tokens of all groups, and of those that were not taken up to a
         step that is about to be logged."""
-        self._pass(step)
-        # of groups that were dispatched meanwhile, or before a resume, only the largest number is known
-        algorithm, last = self._algorithm, max([self._taken.next, *self._decided])
-        end = last + (algorithm.max_staleness + 2) * algorithm.tasks_per_step * algorithm.max_rounds
-        groups = itertools.takewhile(lambda group: group <= end, self._passed.rest())
-        open_ids = [name for group in groups for name in self._rollouts.group_ids(group)]
-        return await self._run.store.token_totals(f"{self._run.start.lineage}-train-", open_ids)
+        return await self._run.store.token_totals(
+            f"{self._run.start.lineage}-train-", **self.taken_up_to(step)
+        )
 
     def dropped_ids(self, step: int) -> list[str]:
         """Return the ids of the rollouts that a step dropped."""

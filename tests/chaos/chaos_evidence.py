@@ -149,7 +149,7 @@ async def _read_store(
             await store.collect(ids, with_spans=True),
             attempts,
             await store.query_steps(lineage),
-            await store.token_totals(f"{lineage}-train-", []),
+            await store.token_totals(f"{lineage}-train-"),
         )
     finally:
         await service.close()

@@ -57,7 +57,7 @@ async def use_everything(box: Box) -> None:
     await store.collect([first.rollout_id, second.rollout_id], with_spans=True)
     await store.get_latest_attempt(first.rollout_id)
     await store.count_sampled_tokens([first.rollout_id])
-    await store.token_totals("ro-", [first.rollout_id])
+    await store.token_totals("ro-", 1, [0])
     await store.get_resources_by_id(old.resources_id)
     await store.get_latest_resources()
     await store.get_worker_by_id("w")
