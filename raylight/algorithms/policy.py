@@ -240,7 +240,6 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         )
 
     def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None, version: int) -> BatchRules:
-        limit = self.max_staleness if self.stale == "mask" else None
         return BatchRules(
             failure_reward=self.failure_reward,
             min_group=min(self.group_size, 2) if self.baseline_kind == "group" else 1,
@@ -251,7 +250,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             turn_rewards=self.turn_rewards,
             baseline_kind=self.baseline_kind,
             off_policy_sampling=self.off_policy_sampling,
-            stale=StaleMask(version, limit) if self.max_staleness else None,
+            stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,
         )
 
 

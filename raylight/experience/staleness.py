@@ -33,20 +33,17 @@ class StaleMask:
 
     Args:
         version: the learners' version before the update.
-        limit: highest staleness of a trained token; None for no limit.
+        limit: highest staleness of a trained token.
     """
 
     version: int
-    limit: int | None
+    limit: int
 
     def apply(self, trajectories: Trajectories) -> Trajectories:
         """Return the trajectories with stale tokens masked."""
-        if self.limit is None:
-            return trajectories
         return replace(trajectories, rows=[self._mask(row) for row in trajectories.rows])
 
     def _mask(self, row: Trajectory) -> Trajectory:
-        assert self.limit is not None
         keep = (row.mask == 1) & (self.version - row.weight_versions <= self.limit)
         if int(keep.sum()) == row.trained_tokens:
             return row

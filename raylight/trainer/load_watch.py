@@ -36,6 +36,7 @@ class LoadWatch:
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watch the loads during the block."""
+        self._groups.limit(self._concurrency.limit)
         async with task_group() as tasks:
             watching = tasks.create_task(self._watch())
             try:

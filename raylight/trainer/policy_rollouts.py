@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any, get_args
 
+from raylight.errors import StoreError
 from raylight.store.client import StoreClient
+from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.resume import ResumePoint
-from raylight.trainer.rollouts import Progress, wait_for_sound
+from raylight.trainer.rollouts import CANCEL_TIMEOUT_S, Progress, wait_for_sound
 from raylight.trainer.run import Run
 from raylight.trainer.run_resources import with_sampling
 from raylight.types import (
@@ -145,6 +149,13 @@ class PolicyRollouts:
         with_spans = await self._store.collect(chosen, with_spans=True, with_span_tokens=False)
         by_id = {item.rollout.rollout_id: item for item in with_spans}
         return [by_id.get(item.rollout.rollout_id, item) for item in finished]
+
+
+async def cancel_left(run: Run) -> None:
+    """Cancel what is undecided at the end of a run's work, so that no runner goes on with it."""
+    if not is_cluster_lost():
+        with contextlib.suppress(TimeoutError, StoreError):
+            await asyncio.wait_for(cancel_undecided(run.store, run.start), CANCEL_TIMEOUT_S)
 
 
 async def cancel_undecided(store: StoreClient, start: ResumePoint) -> None:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from raylight.errors import StoreError
+from raylight.errors import InvalidTransitionError, StoreError
+from raylight.store.client import StoreClient
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.run import Run
-from raylight.types import EnqueueRolloutRequest
+from raylight.types import FINISHED, EnqueueRolloutRequest, FinishedRollout
 
 CANCEL_TIMEOUT_S = 5.0
 Progress = Callable[[int, int], None]
@@ -37,7 +38,7 @@ async def wait_for_sound(run: Run, ids: Sequence[str], progress: Progress) -> No
                 return
             outages = confirmed
     except asyncio.CancelledError:
-        await cancel_rollouts(run, ids)
+        await cancel_rollouts(run.store, ids)
         raise
 
 
@@ -50,8 +51,26 @@ async def wait_for_rollouts(run: Run, ids: Sequence[str], progress: Progress) ->
         progress(done, len(ids))
 
 
-async def cancel_rollouts(run: Run, ids: Sequence[str]) -> None:
+async def settle(store: StoreClient, rollouts: list[FinishedRollout]) -> bool:
+    """Return True if none of these rollouts can change any more.
+
+    An attempt that failed its rollout because it did not respond may respond again, and revive the rollout.
+    It is ended, which may return the rollout to the queue if it was revived just before.
+    """
+    is_final = all(item.rollout.status in FINISHED for item in rollouts)
+    for rollout in (item.rollout for item in rollouts):
+        attempt = rollout.attempt
+        if rollout.status == "failed" and attempt is not None and attempt.status == "unresponsive":
+            is_final = False
+            with contextlib.suppress(InvalidTransitionError):  # it has ended meanwhile
+                await store.update_attempt(
+                    rollout.rollout_id, attempt.attempt_id, status="failed", failure=attempt.failure
+                )
+    return is_final
+
+
+async def cancel_rollouts(store: StoreClient, ids: Sequence[str]) -> None:
     """Cancel rollouts that nothing waits for any more, so that no runner goes on with them."""
     if ids and not is_cluster_lost():
         with contextlib.suppress(TimeoutError, StoreError):  # the run ends in any case
-            await asyncio.wait_for(run.store.cancel_rollouts(list(ids)), CANCEL_TIMEOUT_S)
+            await asyncio.wait_for(store.cancel_rollouts(list(ids)), CANCEL_TIMEOUT_S)

@@ -22,8 +22,8 @@ from raylight.aio import BroadcastCondition, cancel_all, task_group
 from raylight.experience.rewards import is_informative
 from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.pacer import Pacer
-from raylight.trainer.policy_rollouts import PolicyRollouts
-from raylight.trainer.rollouts import Progress, cancel_rollouts, wait_for_rollouts
+from raylight.trainer.policy_rollouts import PolicyRollouts, cancel_left
+from raylight.trainer.rollouts import Progress, settle, wait_for_rollouts
 from raylight.trainer.run import Run
 from raylight.types import FinishedRollout, StepGroups, TokenTotals
 
@@ -81,7 +81,7 @@ class FinishedGroup:
 
     rollouts: list[FinishedRollout]
     is_informative: bool
-    """True if its rewards are not all equal."""
+    """True if its rewards are not all equal, so that it needs no replacement."""
     oldest_version: int | None
     """Oldest version that sampled a token that it would be trained on; None for no token, or if groups are
     not dropped."""
@@ -122,11 +122,15 @@ class TrainingGroups:
         """Finished groups that no step took, in the order in which they finished."""
         self._dropped: list[int] = []
         """Groups that the next step drops."""
+        self._equal: set[int] = set()
+        """Groups that had their replacements, because their rewards were all equal, before an outage returned
+        them to the queue."""
         self._outages = run.serving.outages
         self._limit: int | None = None
+        self._group_size = len(rollouts.group_ids(0))
         self.ended = 0
         """Number of rollouts that were decided since the start of this process."""
-        self._changed = BroadcastCondition()
+        self._room_changed, self._finished_changed = BroadcastCondition(), BroadcastCondition()
 
     async def load(self) -> None:
         """Continue from the starting point, with the steps that the store has recorded since."""
@@ -162,7 +166,7 @@ class TrainingGroups:
     def publish(self, step: int) -> None:
         """Let groups be sampled from the weights after a step, which the engines hold now."""
         self._pacer.published = step
-        self._changed.notify_all()
+        self._room_changed.notify_all()
 
     async def sampled_tokens(self, step: int) -> TokenTotals:
         """Return the store's counts of the tokens of all groups, and of those that were not taken up to a
@@ -180,14 +184,13 @@ class TrainingGroups:
     @property
     def in_progress(self) -> int:
         """Number of dispatched rollouts that are not decided, those of an evaluation included."""
-        size = len(self._rollouts.group_ids(0))
-        training = sum(size - self._decided[group] for group in self._waiting)
+        training = self._group_size * len(self._decided) - sum(self._decided.values())
         return training + self._rollouts.in_evaluation
 
     def limit(self, rollouts: int) -> None:
         """Dispatch no group while so many rollouts are in progress."""
         self._limit = rollouts
-        self._changed.notify_all()
+        self._room_changed.notify_all()
 
     @contextlib.asynccontextmanager
     async def dispatching(self) -> AsyncIterator[None]:
@@ -197,14 +200,13 @@ class TrainingGroups:
             try:
                 yield
             finally:
-                left = [name for group in self._waiting for name in self._rollouts.group_ids(group)]
                 await cancel_all([dispatching, *self._waiting.values()])
-                await cancel_rollouts(self._run, left)
+                await cancel_left(self._run)
 
     async def _dispatch(self) -> NoReturn:
         """Dispatch groups whenever the pacer allows."""
         while True:
-            await self._changed.wait_for(lambda: self._room() > 0)
+            await self._room_changed.wait_for(lambda: self._room() > 0)
             unknown = (group for group in self._taken.rest() if group not in self._decided)
             groups = list(itertools.islice(unknown, self._room()))
             requests = [self._rollouts.group_requests(group, self._sampler.task(group)) for group in groups]
@@ -221,31 +223,37 @@ class TrainingGroups:
         room = self._pacer.room(len(self._dropped) + min(without_signal, most))
         if self._limit is None or not room:
             return room
-        size = len(self._rollouts.group_ids(0))
-        return min(room, max(-(-(self._limit - self.in_progress) // size), 0 if self._waiting else 1))
+        free = -(-(self._limit - self.in_progress) // self._group_size)
+        return min(room, max(free, 0 if self._waiting else 1))
 
     async def _wait(self, group: int) -> None:
-        """Wait until all rollouts of a group are decided, and read them."""
+        """Wait until all rollouts of a group are decided for good, and read them."""
         ids = self._rollouts.group_ids(group)
 
         def show(done: int, _: int) -> None:
             self.ended += max(done - self._decided[group], 0)
             self._decided[group] = done
             self._progress(sum(self._decided.values()), len(self._decided) * len(ids))
+            self._room_changed.notify_all()
 
-        await wait_for_rollouts(self._run, ids, show)
-        rollouts = await self._rollouts.collect(ids)
+        rollouts, is_final = list[FinishedRollout](), False
+        while not is_final:
+            await wait_for_rollouts(self._run, ids, show)
+            rollouts = await self._rollouts.collect(ids)
+            is_final = await settle(self._run.store, rollouts)
         algorithm = self._algorithm
         finished = FinishedGroup(
             rollouts,
-            is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards),
+            group not in self._equal
+            and is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards),
             algorithm.oldest_version(rollouts, self._run.training.trained_agents)
             if algorithm.stale == "drop"
             else None,
         )
         del self._waiting[group]
         self._finished[group] = finished
-        self._changed.notify_all()
+        self._room_changed.notify_all()
+        self._finished_changed.notify_all()
 
     # training steps
 
@@ -279,7 +287,7 @@ class TrainingGroups:
                 chosen = self._choose()
                 return chosen is not None
 
-            await self._changed.wait_for(has_chosen)
+            await self._finished_changed.wait_for(has_chosen)
             assert chosen is not None
             outages = await self._run.serving.confirm()
             if outages == self._outages:
@@ -293,6 +301,7 @@ class TrainingGroups:
         for waiting in self._waiting.values():
             waiting.cancel()
         groups = [*self._waiting, *self._finished, *self._dropped]
+        self._equal |= {group for group, finished in self._finished.items() if not finished.is_informative}
         self._finished.clear()
         self._dropped.clear()
         self._waiting = {group: self._tasks.create_task(self._wait(group)) for group in groups}
@@ -322,7 +331,7 @@ class TrainingGroups:
             if finished.oldest_version is not None and finished.oldest_version < oldest_allowed:
                 self._dropped.append(group)
                 del self._finished[group]
-                self._changed.notify_all()
+                self._room_changed.notify_all()
 
     def _record(self, step: int, groups: StepGroups) -> None:
         """Note the groups that a step took."""
@@ -330,5 +339,6 @@ class TrainingGroups:
         self._taken.add(groups)
         self._pacer.replaced += len(groups.all) - self._pacer.groups_per_step
         self._dropped.clear()
+        self._equal -= set(groups.all)
         for group in groups.all:
             self._decided.pop(group, None)

@@ -389,3 +389,8 @@ def told(rows: list[dict]) -> list[tuple]:
 def weights_of(world: World) -> str:
     """Return the weights of the model that a run saved."""
     return TrainingStates(str(world.folder / "checkpoint")).metadata(0)["weights"]
+
+
+def settings_of(world: World, stale: str) -> dict[str, Any]:
+    """Return the settings of an algorithm that trains tokens as old as the world allows."""
+    return {"max_staleness": world.staleness} | ({"stale": stale} if stale != "wait" else {})

@@ -19,12 +19,16 @@ from training_world import (
     World,
     live,
     recorded_steps,
+    settings_of,
     weights_of,
 )
 
 from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.trainer import load_watch
+from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.training_groups import TrainingGroups
-from raylight.types import StepGroups
+from raylight.types import FINISHED, EnqueueRolloutRequest, Rollout, StepGroups
 
 SAMPLED = STEPS * TASKS * GROUP + 2 * (1 + STEPS // 2 + STEPS % 2)
 """Rollouts of a run that drops none: those of training, and two in each evaluation."""
@@ -35,10 +39,6 @@ def world_of(folder: Path, staleness: int, seed: int) -> World:
     world = World(folder)
     world.staleness, world.delays = staleness, random.Random(seed)
     return world
-
-
-def settings_of(world: World, stale: str) -> dict[str, Any]:
-    return {"max_staleness": world.staleness} | ({"stale": stale} if stale != "wait" else {})
 
 
 def check(world: World, rows: list[dict]) -> None:
@@ -187,6 +187,71 @@ def test_rollouts_of_an_evaluation_are_in_progress_too(
     assert set(seen) <= {1, 2}
     assert seen
     assert groups[-1].in_progress == 0
+
+
+def test_a_group_begins_when_a_rollout_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits neither for the other rollouts of a group, nor for the next look at the engines' loads."""
+    groups: list[TrainingGroups] = []
+    load, requests, start = TrainingGroups.load, PolicyRollouts.group_requests, FakeRun._open
+    in_progress: list[int] = []
+
+    async def note(self: TrainingGroups) -> None:
+        groups.append(self)
+        await load(self)
+
+    def request(self: PolicyRollouts, group: int, task: Any) -> list[EnqueueRolloutRequest]:
+        in_progress.append(groups[-1].in_progress)
+        return requests(self, group, task)
+
+    async def start_two(self: FakeRun) -> None:
+        await start(self)
+        self.runners.most_rollouts = lambda: GROUP
+
+    monkeypatch.setattr(load_watch, "POLL_S", 1000.0)
+    monkeypatch.setattr(TrainingGroups, "load", note)
+    monkeypatch.setattr(PolicyRollouts, "group_requests", request)
+    monkeypatch.setattr(FakeRun, "_open", start_two)
+    asyncio.run(live(world_of(tmp_path / "a", 2, seed=0), max_staleness=2))
+    assert in_progress.count(GROUP - 1) > len(in_progress) / 2
+
+
+def test_nothing_is_left_in_the_queue_of_a_run_that_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even groups that it was queueing."""
+    enqueue, queued = StoreClient.enqueue_many_rollouts, Counter[Any]()
+    run_agent = FakeRun._run_agent
+
+    async def hang(self: StoreClient, rollouts: Any) -> list[Rollout]:
+        stored = await enqueue(self, rollouts)
+        queued.update(rollout.mode for rollout in rollouts)
+        if rollouts[0].mode == "train" and queued["train"] > 9 * TASKS * GROUP:
+            await asyncio.Event().wait()
+        return stored
+
+    async def run(self: FakeRun, rollout: Any) -> None:
+        if rollout.mode == "train" and int(rollout.rollout_id.split("-")[2]) >= 9 * TASKS:
+            await asyncio.Event().wait()
+        await run_agent(self, rollout)
+
+    monkeypatch.setattr(StoreClient, "enqueue_many_rollouts", hang)
+    monkeypatch.setattr(FakeRun, "_run_agent", run)
+    world = world_of(tmp_path / "a", 8, seed=0)
+    world.steps, world.reward_of = 100, lambda rollout_id: 0.5
+    rows = asyncio.run(live(world, max_staleness=8, max_steps_without_signal=3))
+    assert rows[-1]["step"] == 3
+    assert queued["train"] > 9 * TASKS * GROUP
+    assert asyncio.run(undecided(world)) == 0
+
+
+async def undecided(world: World) -> int:
+    """Return the number of undecided rollouts in the store."""
+    service = StoreService(world.folder / "store.db", read_only=True)
+    try:
+        counts = await StoreClient(service).statistics()
+        return counts["total_rollouts"] - sum(counts[f"rollouts_{status}"] for status in FINISHED)
+    finally:
+        await service.close()
 
 
 @pytest.mark.slow
