@@ -75,6 +75,10 @@ class RunnerActor:
         responsive."""
         return ray.get_runtime_context().get_node_id()
 
+    async def store(self) -> StoreClient:
+        """Return the client of the run's store, for those that know only the run's name."""
+        return self._runner.get_store()
+
     async def serve(self) -> RunnerExit:
         """Execute rollouts; see `Runner.serve`."""
         return await self._runner.serve()

@@ -32,6 +32,8 @@ from raylight.types import Failure
 
 logger = logging.getLogger(__name__)
 
+RUNNER_PREFIX = "runner-"
+"""Beginning of the names of a pool's actors."""
 RELEASE_TIMEOUT_S = 5.0
 PROBE_INTERVAL_S = 10.0
 """Longest interval between two probes of a runner's event loop."""
@@ -162,7 +164,7 @@ class RunnerPool:
         return [self._start_runner() for _ in range(self._config.n - len(self._runners))]
 
     def _start_runner(self) -> PooledRunner:
-        name = f"runner-{self._started}"
+        name = f"{RUNNER_PREFIX}{self._started}"
         self._started += 1
         config, worker_id = self._config, f"{self._namespace}/{name}"
         actor = (

@@ -1,4 +1,7 @@
-"""Watch over the store: one that hangs is restarted, and continues with its file."""
+"""Watch over the store: one that hangs is restarted, and continues with its file.
+
+A store that the run did not start is not restarted; the run ends if it hangs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from raylight.aio import pause
-from raylight.errors import StoreLostError
+from raylight.errors import StoreError, StoreLostError
 
 INTERVAL_S = 10.0
 """Time between a response and the next request."""
@@ -24,14 +27,14 @@ class StoreWatch:
 
     Args:
         request: sends a request to the store. Ray repeats it after a restart.
-        restart: kills the store's process; Ray starts it again.
+        restart: kills the store's process; Ray starts it again. None for a store that the run did not start.
         report: receives messages for the user.
     """
 
     def __init__(
         self,
         request: Callable[[], Awaitable[object]],
-        restart: Callable[[], None],
+        restart: Callable[[], None] | None,
         report: Callable[[str], None],
         patience_s: float = PATIENCE_S,
         interval_s: float = INTERVAL_S,
@@ -42,7 +45,11 @@ class StoreWatch:
         """Number of times that the store was restarted."""
 
     async def run(self) -> None:
-        """Watch until cancelled, or until the actor is gone for good: then its callers raise the error."""
+        """Watch until cancelled, or until the actor is gone for good: then its callers raise the error.
+
+        Raises:
+            StoreError: a store that the run did not start hangs.
+        """
         while True:
             try:
                 await self._await_response()
@@ -55,10 +62,20 @@ class StoreWatch:
         response = asyncio.ensure_future(self._request())
         try:
             while not await _is_done(response, patience) and not await _is_done(response, GRACE_S):
-                self._report(f"the store did not respond for {patience:g} s and is restarted from its file")
-                self.restarts += 1
+                silence = f"the store did not respond for {patience:g} s"
+                if self._restart is not None:
+                    self._report(f"{silence} and is restarted from its file")
+                    self.restarts += 1
+                    self._restart()
+                elif patience == self._patience_s:
+                    self._report(f"{silence}; it is waited for, because this run did not start it")
+                else:
+                    raise StoreError(
+                        f"{silence}, and this run did not start it (Trainer(store=...)), so it does not "
+                        "restart it; end the store's process, which Ray starts again if it has max_restarts, "
+                        "and resume the run"
+                    )
                 patience *= 2
-                self._restart()
             response.result()
         finally:
             response.cancel()

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util import list_named_actors
 
 from raylight.errors import ConfigError, ScaleError, StoreLostError
+from raylight.runner.external_runners import RENDEZVOUS_NAME
+from raylight.runner.pool import RUNNER_PREFIX
 from raylight.store.actor import STORE_NAME
 from raylight.store.client import StoreClient
 from raylight.trainer.cluster import ray_session, running_cluster
+
+ANSWER_TIMEOUT_S = 30.0
+"""Time in which a runner must respond that knows the run's store."""
 
 
 def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: float) -> None:
@@ -33,7 +41,7 @@ def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: f
             "it has a token"
         )
     with ray_session(address, log_to_driver=False):
-        reply = asyncio.run(_ask(_store_of(run), run, sizes, timeout_s))
+        reply = asyncio.run(_ask(run, sizes, timeout_s))
     failures = []
     for name, change in reply.items():
         if "before" in change:
@@ -44,7 +52,8 @@ def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: f
         raise ScaleError("; ".join(failures))
 
 
-async def _ask(store: StoreClient, run: str, sizes: dict[str, int], timeout_s: float) -> dict[str, dict]:
+async def _ask(run: str, sizes: dict[str, int], timeout_s: float) -> dict[str, dict]:
+    store = await _store_of(run)
     try:
         reply = await store.ask_driver(run, sizes, timeout_s)
     except StoreLostError:
@@ -57,19 +66,37 @@ async def _ask(store: StoreClient, run: str, sizes: dict[str, int], timeout_s: f
     return reply
 
 
-def _store_of(run: str) -> StoreClient:
-    """Return a client of a run's store.
+async def _store_of(run: str) -> StoreClient:
+    """Return a client of a run's store: of the run's own one, or of the user's, which the runners know.
 
     Raises:
-        ConfigError: no run of this name has a store on the connected cluster.
+        ConfigError: no run of this name is on the connected cluster.
+        ScaleError: the run has a store of the user's, and none of its runners responds.
     """
-    try:
+    actors = list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == run]
+    if STORE_NAME in names:
         return StoreClient(ray.get_actor(STORE_NAME, namespace=run))
-    except ValueError:
-        actors = list_named_actors(all_namespaces=True)
-        runs = sorted(actor["namespace"] for actor in actors if actor["name"] == STORE_NAME)
-        found = f"it has: {', '.join(runs)}" if runs else "it has no run in progress"
-        raise ConfigError(
-            f"the cluster has no run {run!r} with a store of its own; {found}. A run shows its name at its "
-            "start"
-        ) from None
+    if RENDEZVOUS_NAME in names:
+        return (await _first_answer(run, [RENDEZVOUS_NAME], "access")).store
+    if runners := [name for name in names if name.startswith(RUNNER_PREFIX)]:
+        return await _first_answer(run, runners, "store")
+    own = (RENDEZVOUS_NAME, STORE_NAME)
+    runs = {a["namespace"] for a in actors if a["name"] in own or a["name"].startswith(RUNNER_PREFIX)}
+    found = f"it has: {', '.join(sorted(runs))}" if runs else "it has no run in progress"
+    raise ConfigError(f"the cluster has no run {run!r}; {found}. A run shows its name at its start")
+
+
+async def _first_answer(run: str, names: list[str], method: str) -> Any:
+    """Call a method of a run's actors, and return the first answer."""
+    calls = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # it has ended
+            calls.append(getattr(ray.get_actor(name, namespace=run), method).remote())
+    for call in asyncio.as_completed(map(asyncio.ensure_future, calls), timeout=ANSWER_TIMEOUT_S):
+        with contextlib.suppress(RayActorError, TimeoutError):
+            return await call
+    raise ScaleError(
+        f"no runner of run {run} responds within {ANSWER_TIMEOUT_S:g} s, and only they know its store, which "
+        "is not its own; try again when they respond"
+    )

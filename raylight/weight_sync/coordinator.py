@@ -79,8 +79,9 @@ class ReplicaCoordinator(TransferSequence):
         if self._start_failure:
             raise EngineStartError(f"an engine replica failed to start: {self._start_failure}")
 
-    async def wait_for_replicas(self, count: int) -> None:
-        """Wait until exactly `count` replicas are subscribed, all of which have caught up.
+    async def wait_for_replicas(self, count: int) -> Snapshot:
+        """Wait until exactly `count` replicas are subscribed, all of which have caught up; return the state
+        then.
 
         Raises:
             EngineStartError: a replica has failed to start since `forget_start_failure`.
@@ -93,6 +94,7 @@ class ReplicaCoordinator(TransferSequence):
         )
         if self._start_failure:
             raise EngineStartError(f"an engine replica failed to start: {self._start_failure}")
+        return self.snapshot()
 
     async def issue(self, key: str, method: str, *args: Any) -> tuple[Any, Snapshot]:
         """Call a method that issues an order; return its result and the state thereafter.

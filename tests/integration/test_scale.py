@@ -18,10 +18,11 @@ import ray
 from ray_cluster import BIN, Cluster
 
 import raylight as rl
+from raylight.config import StoreConfig
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.store.actor import STORE_NAME
+from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 
 DEADLINE_S = 150
@@ -71,7 +72,7 @@ class Scaling:
 
     def _scale(self) -> None:
         actors = ray.util.list_named_actors(all_namespaces=True)
-        (self.run,) = (actor["namespace"] for actor in actors if actor["name"] == STORE_NAME)
+        (self.run,) = (actor["namespace"] for actor in actors if actor["name"] == "runner-0")
         unknown = self._begin("nowhere", 2)
         try:
             for size in (2, 1):
@@ -88,9 +89,14 @@ class Scaling:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["runners"])
-def test_a_run_is_scaled_up_and_back(option: str, shared_cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "own_store"), [("runners", True), ("replicas", True), ("runners", False)])
+def test_a_run_is_scaled_up_and_back(
+    option: str, own_store: bool, shared_cluster: Cluster, tmp_path: Path
+) -> None:
     """No rollout fails, and none is executed twice."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    actor = None if own_store else start_store("mine", str(folder / "store.db"), StoreConfig())
     scaling = Scaling(shared_cluster, option, tmp_path / "end")
     algorithm = rl.GRPO(
         model=STARTER_MODEL,
@@ -102,16 +108,19 @@ def test_a_run_is_scaled_up_and_back(option: str, shared_cluster: Cluster, tmp_p
         val_every=3,
         patience=1,
     )
-    folder = tmp_path / "run"
     trainer = rl.Trainer(
         algorithm=algorithm,
         n_runners=1,
         output_dir=folder,
+        store=None if actor is None else rl.StoreClient(actor),
         loggers=["jsonl", scaling],
         progress=False,
     )
     summary = trainer.fit(patient_adder, additions(0)[0], [{"end": str(tmp_path / "end")}])
     scaling.thread.join(DEADLINE_S)
+    if actor is not None:
+        ray.get(actor.close.remote())
+        ray.kill(actor)
     assert scaling.outputs == [f"{option}: 1 -> 2\n", f"{option}: 2 -> 1\n"]
     assert "no run 'nowhere'" in scaling.error
     assert f"it has: {scaling.run}" in scaling.error

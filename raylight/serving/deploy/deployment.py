@@ -22,9 +22,9 @@ from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
 from raylight.serving.deploy.haproxy_launcher import RESERVED_FILES
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
-from raylight.serving.deploy.monitor import CountReplicas
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.weight_sync.client import call_until_answered
+from raylight.weight_sync.keeper import CoordinatorKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Deployment:
         settings: constructor argument of each replica.
         cluster_ends: True if the whole cluster ends with the run, so that nothing need be deleted one by one.
         rollouts: most rollouts that call the model at a time.
-        count_replicas: returns the number of live replicas; None if it is unknown.
+        keeper: follows the coordinator; None if the number of replicas never changes.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Deployment:
         settings: ReplicaSettings,
         cluster_ends: bool,
         rollouts: int = 0,
-        count_replicas: CountReplicas = lambda: None,
+        keeper: CoordinatorKeeper | None = None,
     ) -> None:
         self._settings = settings
         self._cluster_ends = cluster_ends
         self._rollouts = rollouts
-        self._count_replicas = count_replicas
+        self._keeper = keeper
         self._stopped = False
         self._deploy_lock = threading.Lock()
         """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all
@@ -85,7 +85,7 @@ class Deployment:
     @property
     def size(self) -> int:
         """Number of live replicas."""
-        count = self._count_replicas()
+        count = None if self._keeper is None else self._keeper.live_replicas
         return self._settings.config.replicas if count is None else count
 
     async def resize(self, n: int) -> None:
@@ -107,21 +107,32 @@ class Deployment:
         values = before.model_dump(exclude_unset=True) | {"replicas": n}
         config = type(before)(**values | ({"max_replicas": n} if before.max_replicas is not None else {}))
         self._settings = dataclasses.replace(self._settings, config=config)
-        within = config.start_timeout_s + config.drain_timeout_s
-        coordinator = self._settings.coordinator
-        await call_until_answered(coordinator, "forget_start_failure", within=within)
-        await asyncio.to_thread(self._set_replicas, n)
         try:
-            async with asyncio.timeout(within):
-                await call_until_answered(coordinator, "wait_for_replicas", n, within=within)
+            await self._reach(n, config.start_timeout_s + config.drain_timeout_s)
         except (TimeoutError, EngineStartError) as error:
             if self._settings.config is not config:
                 return  # a later call decides
             late = isinstance(error, TimeoutError)
             message = await asyncio.to_thread(self._start_timeout_message) if late else f"{error}."
             self._settings = dataclasses.replace(self._settings, config=before)
-            await asyncio.to_thread(self._set_replicas, before.replicas)
+            with contextlib.suppress(TimeoutError, EngineStartError):
+                await self._reach(before.replicas, config.drain_timeout_s)
             raise EngineStartError(f"{message} The run goes on with {before.replicas} replica(s)") from None
+
+    async def _reach(self, n: int, within: float) -> None:
+        """Set the number of replicas, and wait until it is reached.
+
+        Raises:
+            TimeoutError: it was not reached within so many seconds.
+            EngineStartError: a new replica failed to start.
+        """
+        coordinator = self._settings.coordinator
+        await call_until_answered(coordinator, "forget_start_failure", within=within)
+        await asyncio.to_thread(self._set_replicas, n)
+        async with asyncio.timeout(within):
+            state = await call_until_answered(coordinator, "wait_for_replicas", n, within=within)
+        if self._keeper is not None:  # which receives it from the coordinator later
+            self._keeper.update(state)
 
     def _set_replicas(self, n: int) -> None:
         """Set the deployment's target, as Serve's REST API for external scalers does."""

@@ -101,8 +101,7 @@ class Serving:
             coordinator=self.coordinator.handle,
             training_temperature=model.training_temperature,
         )
-        keeper = self.coordinator.keeper
-        self.deployment = Deployment(settings, self._owns_cluster, rollouts, lambda: keeper.live_replicas)
+        self.deployment = Deployment(settings, self._owns_cluster, rollouts, self.coordinator.keeper)
         self._stack.push_async_callback(self.deployment.stop)
 
     async def start(self) -> str:

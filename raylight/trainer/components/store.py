@@ -38,7 +38,6 @@ class RunStore:
 
     def __init__(self, settings: ResolvedSettings, reopens: bool, show_stage: Callable[[str], None]) -> None:
         self._settings, self._reopens, self._show_stage = settings, reopens, show_stage
-        self._watch: StoreWatch | None = None
 
     async def open(self, stack: contextlib.AsyncExitStack) -> StoreClient:
         """Start the run's own store, or use the one that the user passed in.
@@ -49,6 +48,7 @@ class RunStore:
         config, path = self._settings.store, self._settings.store_path
         if isinstance(config, StoreClient):
             self.client = config
+            self._watch = StoreWatch(config.lease_seconds, None, logger.warning)
             return config
         if self._reopens:
             await wait_for_store(Path(path))
@@ -69,8 +69,9 @@ class RunStore:
         self._watch = StoreWatch(self.client.lease_seconds, restart, logger.warning)
 
     def watches(self) -> list[Coroutine[Any, Any, object]]:
-        """Return a coroutine that restarts the run's own store while it does not respond."""
-        return [] if self._watch is None else [self._watch.run()]
+        """Return a coroutine that restarts the run's own store while it does not respond, and fails if the
+        user's does not."""
+        return [self._watch.run()]
 
     async def counts(self) -> dict[str, int]:
         """Return the counters of the store that are not 0."""

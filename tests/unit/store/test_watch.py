@@ -2,10 +2,11 @@
 
 import asyncio
 
+import pytest
 from unit_helpers import until, within
 
 from raylight.aio import cancel_all
-from raylight.errors import StoreLostError
+from raylight.errors import StoreError, StoreLostError
 from raylight.store import watch
 from raylight.store.watch import StoreWatch
 
@@ -41,6 +42,15 @@ async def test_a_store_that_hangs_is_restarted_until_it_responds(monkeypatch) ->
         "the store did not respond for 0.01 s and is restarted from its file",
         "the store did not respond for 0.02 s and is restarted from its file",
     ]
+
+
+async def test_a_store_that_the_run_did_not_start_is_waited_for_and_then_an_error(monkeypatch) -> None:
+    monkeypatch.setattr(watch, "GRACE_S", 0.001)
+    store, notes = FrozenStore(restarts=1), []
+    with pytest.raises(StoreError, match=r"did not respond for 0\.02 s, and this run did not start it"):
+        async with within():
+            await StoreWatch(store.request, None, notes.append, patience_s=0.01).run()
+    assert len(notes) == 1
 
 
 async def test_a_store_that_responds_late_is_not_restarted() -> None:

@@ -18,6 +18,7 @@ from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.serving.deploy import deployment as module
 from raylight.serving.deploy.deployment import Deployment
 from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weight_sync.keeper import CoordinatorKeeper
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,9 @@ async def resizable(monkeypatch: pytest.MonkeyPatch, n: int, **config: Any) -> t
     replicas = Replicas(ReplicaCoordinator())
     await replicas.set(n)
     settings: Any = Settings(EngineConfig(replicas=n, **config), coordinator=replicas.coordinator)
-    deployment = Deployment(settings, cluster_ends=False, count_replicas=lambda: len(replicas.names))
+    keeper = CoordinatorKeeper(replicas.coordinator, lambda text: None)  # does not follow it
+    keeper.update(replicas.coordinator.snapshot())
+    deployment = Deployment(settings, cluster_ends=False, keeper=keeper)
     loop = asyncio.get_running_loop()
 
     def set_replicas(n: int) -> None:
