@@ -150,14 +150,10 @@ class TrainingGroups:
 
     def taken_up_to(self, step: int) -> dict[str, Any]:
         """Return the groups that were taken up to a step that is logged, or about to be, as plain JSON."""
-        self._pass(step)
-        return self._passed.to_json()
-
-    def _pass(self, step: int) -> None:
-        """Add the groups of the steps up to this one to `_passed`."""
         for later in range(self._passed_step + 1, step + 1):
             self._passed.add(self._records.pop(later))
         self._passed_step = max(step, self._passed_step)
+        return self._passed.to_json()
 
     def is_recorded(self, step: int) -> bool:
         """Return True if a step was taken before, so that it samples nothing."""
@@ -270,11 +266,9 @@ class TrainingGroups:
         rollouts: list[FinishedRollout] = []
         for group in taken.trained:
             known = found[group]
-            rollouts += known.rollouts if known else await self._collect(group)
+            ids = self._rollouts.group_ids(group)
+            rollouts += known.rollouts if known else await self._rollouts.collect(ids)
         return rollouts
-
-    async def _collect(self, group: int) -> list[FinishedRollout]:
-        return await self._rollouts.collect(self._rollouts.group_ids(group))
 
     async def _choose_sound(self) -> list[int]:
         """Wait for the groups of the next step; return them when it is known that no outage affected them."""
@@ -284,7 +278,12 @@ class TrainingGroups:
             def has_chosen() -> bool:
                 nonlocal chosen
                 self._drop_stale()
-                chosen = self._choose()
+                chosen = choose_groups(
+                    self._in_order(),
+                    lambda group: self._finished[group].is_informative,
+                    self._pacer.groups_per_step,
+                    self._pacer.groups_per_step * self._algorithm.max_rounds,
+                )
                 return chosen is not None
 
             await self._finished_changed.wait_for(has_chosen)
@@ -305,16 +304,6 @@ class TrainingGroups:
         self._finished.clear()
         self._dropped.clear()
         self._waiting = {group: self._tasks.create_task(self._wait(group)) for group in groups}
-
-    def _choose(self) -> list[int] | None:
-        """Return the groups of the next step, or None if more must finish first."""
-        per_step = self._algorithm.tasks_per_step
-        return choose_groups(
-            self._in_order(),
-            lambda group: self._finished[group].is_informative,
-            per_step,
-            per_step * self._algorithm.max_rounds,
-        )
 
     def _in_order(self) -> Iterator[int]:
         """Yield finished groups in the order in which steps take them."""
