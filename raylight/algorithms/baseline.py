@@ -193,7 +193,7 @@ class BaselineReport:
         if succeeded and finished.reward is not None:
             self.rewards.setdefault(mode, []).append(finished.reward)
         if not succeeded:
-            failure = rollout.attempt.failure if rollout.attempt else None
+            failure = rollout.failure
             self.failures[failure.error if failure else rollout.status] += 1
         reward = "no reward" if finished.reward is None else f"reward {finished.reward:g}"
         duration = _duration(rollout.start_time, rollout.end_time)

@@ -33,11 +33,8 @@ def effective_reward(item: FinishedRollout, failure_reward: float | None) -> flo
     """
     if item.rollout.status == "succeeded":
         return item.reward
-    attempt = item.rollout.attempt
-    infrastructure = (
-        attempt is None or attempt.failure is None or attempt.failure.kind in ("infrastructure", "cancelled")
-    )
-    return None if infrastructure else failure_reward
+    failure = item.rollout.failure
+    return None if failure is None or failure.kind in ("infrastructure", "cancelled") else failure_reward
 
 
 def group_key(item: FinishedRollout) -> str:

@@ -69,7 +69,7 @@ def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[st
                 name: getattr(call, name).tolist() for name in ("prompt_ids", "output_ids", "logprobs")
             }
         calls.append(values)
-    failure = rollout.attempt.failure if rollout.attempt else None
+    failure = rollout.failure
     return {
         "rollout": rollout.rollout_id,
         "mode": rollout.mode,
@@ -107,7 +107,7 @@ class _Transcript:
         for span in self._finished.spans:
             yield ""
             yield from self._span(span)
-        failure = rollout.attempt.failure if rollout.attempt else None
+        failure = rollout.failure
         if failure is not None:
             yield f"\n{failure.kind} failed: {failure.error}"
             if failure.trace:

@@ -208,11 +208,7 @@ def describe_evaluation(
     """Return the content of `eval.json`."""
     config = evaluation_config(settings, chosen, scores.tasks)
     primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
-    failures = [
-        item.rollout.attempt.failure
-        for item in finished
-        if item.rollout.attempt and item.rollout.attempt.failure
-    ]
+    failures = [item.rollout.failure for item in finished if item.rollout.failure]
     return {
         "agent": settings.payload.agent.display_name,
         "model": config["model"],
@@ -274,7 +270,7 @@ def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
         "sample": sample,
         "rollout_id": rollout.rollout_id,
         "status": rollout.status,
-        "error": attempt.failure.error if attempt and attempt.failure else None,
+        "error": rollout.failure.error if rollout.failure else None,
         "reward": item.reward,
         "rewards": item.rewards,
         "calls": len(texts),

@@ -133,11 +133,7 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
     """
     if any(effective_reward(item, None) is not None for item in finished):
         return
-    failures = [
-        item.rollout.attempt.failure
-        for item in finished
-        if item.rollout.attempt and item.rollout.attempt.failure
-    ]
+    failures = [item.rollout.failure for item in finished if item.rollout.failure]
     if not failures:
         raise RolloutsFailedError(
             f"none of {len(finished)} rollouts was scored: the agent returns None; return a float, or a dict "

@@ -169,5 +169,5 @@ async def cancel_undecided(store: StoreClient, start: ResumePoint) -> None:
 
 def _is_lost(rollout: Rollout) -> bool:
     """Return True if the infrastructure failed a rollout."""
-    failure = rollout.attempt.failure if rollout.attempt else None
+    failure = rollout.failure
     return rollout.status == "failed" and failure is not None and failure.kind == "infrastructure"

@@ -49,11 +49,7 @@ class ProgressReporter:
 
     def failures(self, finished: list[FinishedRollout]) -> None:
         """Count failed rollouts, and show the first one of each distinct error with its traceback."""
-        failed = [
-            item.rollout.attempt.failure
-            for item in finished
-            if item.rollout.attempt and item.rollout.attempt.failure
-        ]
+        failed = [item.rollout.failure for item in finished if item.rollout.failure]
         for failure in failed:
             if failure.error not in self._failures and len(self._failures) < MAX_SHOWN_ERRORS:
                 self._display.note(

@@ -159,6 +159,11 @@ class RolloutState(StrictModel):
     attempt: Attempt | None = None
     """The latest attempt, which alone decides the rollout."""
 
+    @property
+    def failure(self) -> Failure | None:
+        """Failure of the latest attempt; None if there is none."""
+        return self.attempt.failure if self.attempt else None
+
 
 class Rollout(RolloutState, EnqueueRolloutRequest):
     """One task given to the agent."""

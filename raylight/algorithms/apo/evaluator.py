@@ -118,7 +118,7 @@ class PromptEvaluator:
         )
 
     def _trial(self, item: FinishedRollout) -> Trial:
-        failure = item.rollout.attempt.failure if item.rollout.attempt else None
+        failure = item.rollout.failure
         conversations = self._messages.adapt(item.spans)
         spans = [] if conversations else [span for span in item.spans if not is_reward_span(span)]
         return Trial(
@@ -136,7 +136,7 @@ def _outcome(item: FinishedRollout) -> Outcome:
         return "succeeded"
     if item.rollout.status == "cancelled":  # by the evaluator, after its timeout
         return "timed out"
-    failure = item.rollout.attempt.failure if item.rollout.attempt else None
+    failure = item.rollout.failure
     if failure is None or failure.kind in ("infrastructure", "cancelled"):
         return "lost"
     return "timed out" if failure.kind in ("timeout", "unresponsive") else "failed"
