@@ -58,11 +58,6 @@ def trainable_engine(engine: EngineConfig, learner: LearnerConfig) -> EngineConf
     if learner.kind == "local":
         _check_local_engine(engine, learner)
         kind = "transformers"
-    if learner.kind == "simulated" and kind == "vllm":
-        raise ConfigError(
-            "vLLM takes a version only with its weights, and a simulated learner has none; use "
-            "engine={'kind': 'transformers'}"
-        )
     if kind == "upstream":
         raise ConfigError(
             "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "

@@ -159,6 +159,19 @@ async def test_an_update_that_was_broken_off_is_repaired_by_the_next_one(
     await bench.engine.check_health()
 
 
+async def test_a_version_without_weights_keeps_those_before(bench: Any, learner: Any) -> None:
+    """So a simulated learner publishes."""
+    await load_weights(bench.engine, next(bench.versions), change(learner, 12))
+    old, new = bench.engine.version, next(bench.versions)
+    tasks, contexts = await in_flight(bench, 2, 200)
+    await bench.engine.start_weight_update()
+    await bench.engine.finish_weight_update(new)
+    await asyncio.gather(*tasks)
+    for context in contexts:
+        assert set(context.samples[0].weight_versions) == {old, new}
+        assert difference(learner, context.samples[0]).max() < TOLERANCE
+
+
 async def test_a_tensor_of_another_shape_is_an_error(bench: Any, learner: Any) -> None:
     state = change(learner, 11)
     with pytest.raises(WeightSyncError):

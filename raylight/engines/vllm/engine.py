@@ -148,18 +148,22 @@ class VllmEngine:
             # the client's own method adds a pause of 20 ms; cached keys and values are recomputed afterwards
             await self._client.engine_core.pause_scheduler_async(mode, True)
             await self._capture.wait_until_recorded()
-            await self._transfer("start_weight_update")
         except BaseException:  # also when the caller gives up
             await self._resume()
             raise
-        self._started = True
 
     async def update_weights(self, info: Any) -> None:
+        if not self._started:  # not before there are weights: a simulated learner sends none
+            await self._transfer("start_weight_update")
+            self._started = True
         self._incomplete = True
         await self._transfer("update_weights", info)
 
     async def finish_weight_update(self, version: int) -> None:
-        await self._transfer("finish_weight_update")
+        if self._started:
+            await self._transfer("finish_weight_update")
+        elif self._incomplete:
+            raise WeightSyncError(INCOMPLETE)
         self._capture.version = version
         self._started = self._incomplete = False
         await self._resume()
