@@ -67,7 +67,9 @@ class Leases:
             )
         if self._outages.is_away:
             return []
-        leased = self._rollouts.oldest_waiting(1, suspect=True) if self._may_lease_suspect(worker_id) else []
+        leased = self._rollouts.oldest_waiting(1, suspect=True)
+        if leased and not self._may_lease_suspect(worker_id):  # this reads all attempts of the worker
+            leased = []
         leased += self._rollouts.oldest_waiting(limit - len(leased))
         for rollout_id in leased:
             self._attempts.begin(rollout_id, new_id("at"), worker_id, request_id)

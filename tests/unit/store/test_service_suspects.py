@@ -344,3 +344,13 @@ async def test_a_planned_departure_makes_no_suspect_and_charges_no_rollout(box: 
         attempt = await box.attempt(rollout, number + 1)
         assert attempt.failure is not None
         assert attempt.failure.error == "RunnerRemoved: its node drains"
+
+
+async def test_a_dequeue_without_suspects_does_not_read_what_its_worker_executes(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may execute a thousand attempts."""
+    monkeypatch.setattr(box.service._leases, "_held_by", lambda _: pytest.fail("it read them"))
+    ids = await box.enqueue(3)
+    rollouts = [await box.store.dequeue_rollout(worker_id="w") for _ in ids]
+    assert [rollout and rollout.rollout_id for rollout in rollouts] == ids
