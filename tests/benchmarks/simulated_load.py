@@ -1,26 +1,39 @@
-"""Rollouts under load with a simulated learner: requests per second, and the memory of each kind of process.
+"""Rollouts under load with a simulated learner: speed, and the memory of each kind of process.
 
-    python tests/benchmarks/simulated_load.py [--agents 1000] [--steps 120] [--speed 60]
+    python tests/benchmarks/simulated_load.py [--agents 1000] [--steps 113] [--speed 12] [--staleness 2]
 
 An agent makes `--turns` calls of at most 8 tokens and waits `--tool-s` seconds after each, as for a tool.
-`--agents` of them run at a time, in two runner processes; the engine is the quickstart's model on a CPU. With
-`--speed`, the learner's 30 s for an update and 2 s for a publication, and the tools' time, pass as many times
-faster: 120 steps at the default settings are an hour of simulated time if engine and runners keep up.
+`--agents` of them run at a time, in two runner processes; the engine is the quickstart's model on a CPU.
+
+Simulated time is the learner's clock: each step is 30 s of an update and 2 s of a publication. These and the
+tools' time pass `--speed` times faster; agents, engine, store and loop do not. 113 steps are an hour of
+simulated time. If rollouts do not keep up, the run takes longer, and the learner's idle time is printed.
+Ctrl-C ends a run early and prints what there is.
+
+Memory is that of each kind of process without shared memory, which is the object store's and counted once.
+Its growth is a line fitted to `BLOCKS` means over the rollouts of the last three quarters of the run.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
+import contextlib
 import json
+import math
 import os
+import re
+import subprocess
+import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import numpy as np
 import psutil
 
 import raylight as rl
@@ -29,105 +42,150 @@ from raylight.quickstart import STARTER_MODEL
 GROUP_SIZE = 8
 STEP_S, SYNC_S = 30.0, 2.0
 SAMPLE_S = 1.0
-KINDS = ("driver", "ray::StoreActor", "ray::RunnerActor", "ray::ServeReplica", "ray::CoordinatorActor")
-CLIENTS: list[httpx2.AsyncClient] = []
-"""The HTTP client of a runner's process, once it has one."""
+BLOCKS = 20
+"""Means that a line is fitted to: single samples depend on those before."""
+ROLLOUT_ENDS = -1.0
+"""Mark of a finished rollout, among the durations of calls."""
+PROCESS: list[Any] = []
+"""HTTP client and open file of a runner's process, once it has them."""
 
 
 @rl.rollout
 async def agent(task: dict, llm: rl.LLM) -> float:
-    if not CLIENTS:
+    if not PROCESS:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        CLIENTS.append(httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False))
+        PROCESS.append(httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False))
+        PROCESS.append(os.open(f"{task['folder']}/times-{os.getpid()}", os.O_WRONLY | os.O_CREAT))
+    client, times = PROCESS
     messages = [{"role": "user", "content": f"{task['number']}+1="}]
     for _ in range(task["turns"]):
-        answer = await CLIENTS[0].post(
+        start = time.monotonic()
+        answer = await client.post(
             f"{llm.endpoint}/chat/completions",
             headers={"Authorization": f"Bearer {llm.api_key}"},
             json={"model": llm.model, "messages": messages, "max_tokens": 8},
         )
         answer.raise_for_status()
+        now = time.monotonic()
+        os.write(times, array.array("d", [now, now - start]))
         text = answer.json()["choices"][0]["message"]["content"]
         await asyncio.sleep(task["tool_s"])
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "1+1="}]
+    os.write(times, array.array("d", [time.monotonic(), ROLLOUT_ENDS]))
     return float(len(text) % 2)
 
 
-class MemorySampler(threading.Thread):
-    """Reads the resident memory of this process and the run's actors, once a second."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.samples: list[tuple[float, dict[str, int]]] = []
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        own = psutil.Process()
-        while not self._ended.wait(SAMPLE_S):
-            found: dict[str, int] = defaultdict(int)
-            found["driver"] = own.memory_info().rss
-            for process in own.children(recursive=True):
-                try:
-                    title = " ".join(process.cmdline()[:1])
-                    kind = next((kind for kind in KINDS if title.startswith(kind)), None)
-                    if kind is not None:
-                        found[kind] += process.memory_info().rss
-                except psutil.Error:  # it has ended
-                    continue
-            self.samples.append((time.monotonic(), dict(found)))
-
-    def stop(self) -> None:
-        self._ended.set()
-        self.join()
-
-    def growth(self, kind: str) -> tuple[float, float]:
-        """Return the mean MB of the first and the last third, after a warm-up of a quarter."""
-        values = [sample.get(kind, 0) / 1e6 for _, sample in self.samples]
-        values = values[len(values) // 4 :]
-        third = max(len(values) // 3, 1)
-        return sum(values[:third]) / third, sum(values[-third:]) / third
-
-
-def run(args: argparse.Namespace, folder: Path) -> None:
-    tasks = [
-        {"number": number, "turns": args.turns, "tool_s": args.tool_s / args.speed} for number in range(1000)
-    ]
+def train(args: argparse.Namespace) -> None:
+    """The driver's part."""
+    task = {"turns": args.turns, "tool_s": args.tool_s / args.speed, "folder": args.folder}
     algorithm = rl.GRPO(
         model=STARTER_MODEL,
         group_size=GROUP_SIZE,
-        tasks_per_step=args.agents // GROUP_SIZE,
+        tasks_per_step=args.tasks_per_step,
         n_steps=args.steps,
         max_steps_without_signal=args.steps,
+        max_staleness=args.staleness,
+        stale=args.stale,
     )
     trainer = rl.Trainer(
         algorithm=algorithm,
         learner={"kind": "simulated", "step_s": STEP_S / args.speed, "sync_s": SYNC_S / args.speed},
-        engine={"max_model_len": 128, "max_concurrent": 256},
+        engine={"kind": args.engine, "max_model_len": 128, "max_concurrent": 256},
         runner={"n": args.runners, "max_concurrent": -(-args.agents // args.runners)},
         checkpoint={"every": 0},
-        output_dir=folder,
+        output_dir=Path(args.folder, "run"),
         loggers=["jsonl"],
         progress=False,
     )
-    sampler = MemorySampler()
-    sampler.start()
-    started = time.monotonic()
-    trainer.fit(agent, tasks)
-    seconds = time.monotonic() - started
-    sampler.stop()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["step"]]  # the first row is of the evaluation before training
-    rollouts = GROUP_SIZE * (args.agents // GROUP_SIZE)
-    sampling = sum(row["time/rollout_s"] for row in rows)
+    trainer.fit(agent, [{"number": number, **task} for number in range(1000)])
+
+
+class Memory:
+    """Samples of the memory of a process and its descendants, by kind."""
+
+    def __init__(self, pid: int) -> None:
+        self._driver = psutil.Process(pid)
+        self.times: list[float] = []
+        self._samples: list[Counter[str]] = []
+
+    def sample(self) -> None:
+        found: Counter[str] = Counter()
+        for process in [self._driver, *self._driver.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError, KeyError):  # it has ended
+                sizes = memory_of(process.pid)
+                kind = "driver" if process.pid == self._driver.pid else kind_of(process)
+                found[kind] += sizes["VmRSS"] - sizes["RssShmem"]
+                if kind == "raylet":
+                    found["object store"] += sizes["RssShmem"]
+        self.times.append(time.monotonic())
+        self._samples.append(found)
+
+    def table(self, rollout_ends: np.ndarray) -> str:
+        """Return for each kind: MB at the start of the second quarter and at the end, and the growth."""
+        times = np.array(self.times)
+        first, last = rollout_ends[0], rollout_ends[-1]
+        chosen = (times >= first + (last - first) / 4) & (times <= last)
+        rollouts = np.searchsorted(rollout_ends, times[chosen]) / 1000
+        kinds = {kind for sample in self._samples for kind in sample}
+        lines = []
+        for kind in kinds:
+            values = np.array([sample[kind] for sample in self._samples])[chosen] / 1e3
+            if values[-1] < 1:  # of processes that have ended
+                continue
+            slope, error = fit(rollouts, values)
+            sizes = f"{kind:24}{values[0]:9.1f}{values[-1]:9.1f}"
+            lines.append((values[-1], f"{sizes}{slope:9.3f} ± {error:.3f}"))
+        head = f"{'MB':24}{'from':>9}{'to':>9}   growth per 1,000 rollouts\n"
+        return head + "\n".join(line for _, line in sorted(lines, reverse=True))
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Return the sizes in kB of a process's status."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+
+
+def kind_of(process: psutil.Process) -> str:
+    title = (process.cmdline() or [""])[0]
+    actor = re.match(r"ray::(\w+)", title)
+    if actor is not None:
+        return actor[1]
+    name = Path(title).name
+    return name if name in ("raylet", "gcs_server", "haproxy") else "others of Ray"
+
+
+def fit(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return the slope of a line through means of blocks, and its standard error."""
+    if len(x) < BLOCKS:
+        return math.nan, math.nan
+    xs, ys = (np.array([part.mean() for part in np.array_split(values, BLOCKS)]) for values in (x, y))
+    (slope, _), covariance = np.polyfit(xs, ys, 1, cov=True)
+    return float(slope), float(covariance[0, 0] ** 0.5)
+
+
+def report(args: argparse.Namespace, memory: Memory) -> None:
+    folder = Path(args.folder)
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["step"]]
+    events = np.concatenate([np.fromfile(path).reshape(-1, 2) for path in folder.glob("times-*")])
+    events = events[events[:, 0].argsort()]
+    rollout_ends = events[events[:, 1] == ROLLOUT_ENDS, 0]
+    calls = events[events[:, 1] != ROLLOUT_ENDS]
+    seconds = rollout_ends[-1] - rollout_ends[0]
+    p50, p99 = np.quantile(calls[:, 1], [0.5, 0.99])
+    in_progress = np.mean([row.get("async/rollouts_in_progress", 0.0) for row in rows])
+    idle = sum(row.get("async/trainer_idle_s", row["time/rollout_s"]) for row in rows)
     print(
-        f"{len(rows)} steps of {rollouts} agents at a time, {args.turns} calls each, in {seconds:.0f} s "
-        f"({seconds * args.speed / 60:.0f} min of simulated time); failed: "
-        f"{sum(row['train/failed'] for row in rows):.0f}"
+        f"{len(rows)} steps of {args.tasks_per_step * GROUP_SIZE} rollouts, {args.turns} calls each, "
+        f"max_staleness={args.staleness}, stale={args.stale!r}\n"
+        f"{len(rows) * (STEP_S + SYNC_S) / 60:.1f} min of simulated time in {seconds:.0f} s, in which the "
+        f"learner was idle for {idle:.0f} s\n"
+        f"{len(calls) / seconds:.0f} requests/s, {len(rollout_ends) / seconds:.1f} rollouts/s, "
+        f"{in_progress:.0f} rollouts in progress on average; a call: p50 {p50:.2f} s, "
+        f"p99 {p99:.2f} s\n"
+        f"{len(rollout_ends)} rollouts, failed: {sum(row['train/failed'] for row in rows):.0f}"
     )
-    print(f"{len(rows) * rollouts * args.turns / sampling:.0f} requests/s while agents run")
-    for kind in KINDS:
-        first, last = sampler.growth(kind)
-        print(f"{kind.removeprefix('ray::'):18} {first:7.0f} MB -> {last:7.0f} MB ({last - first:+.0f})")
+    print(memory.table(rollout_ends))
 
 
 def main() -> None:
@@ -136,14 +194,29 @@ def main() -> None:
     )
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--runners", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=113)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--tool-s", type=float, default=10.0, help="seconds of a tool, in simulated time")
-    parser.add_argument("--speed", type=float, default=60.0, help="simulated seconds per second")
+    parser.add_argument("--tool-s", type=float, default=48.0, help="seconds of a tool, in simulated time")
+    parser.add_argument("--speed", type=float, default=12.0, help="simulated seconds per second")
+    parser.add_argument("--staleness", type=int, default=2, help="max_staleness; 0 is synchronous")
+    parser.add_argument("--stale", choices=("wait", "drop", "mask"), default="wait")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.tasks_per_step = -(-args.agents // GROUP_SIZE // (args.staleness + 1))
     os.environ.setdefault("RAY_ADDRESS", "local")
-    with tempfile.TemporaryDirectory() as folder:
-        run(args, Path(folder))
+    if args.folder:  # in a process of its own, whose memory is not that of this measurement
+        return train(args)
+    with tempfile.TemporaryDirectory() as args.folder:
+        with subprocess.Popen([sys.executable, *sys.argv, "--folder", args.folder]) as driver:
+            memory = Memory(driver.pid)
+            with contextlib.suppress(KeyboardInterrupt):  # which ends the driver too
+                while driver.poll() is None:
+                    memory.sample()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        driver.wait(SAMPLE_S)
+        report(args, memory)
+        sys.exit(driver.returncode)
 
 
 if __name__ == "__main__":
