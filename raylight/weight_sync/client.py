@@ -121,6 +121,12 @@ class CoordinatorClient:
     async def fail_publication(self, token: str, reason: str) -> None:
         await call_until_answered(self._coordinator, "fail_publication", token, reason, within=GRACE_S)
 
+    async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
+        await self._issue(timeout, "pin", name, version, payload_ref, timeout)
+
+    async def release(self, name: str, timeout: float) -> None:
+        await self._issue(timeout, "release", name, timeout)
+
     async def sleep(self, timeout: float, level: int = 1) -> dict[str, str | None]:
         return await self._issue(timeout, "sleep", timeout, level)
 

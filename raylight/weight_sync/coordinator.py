@@ -5,7 +5,8 @@ Replicas subscribe and long-poll; the trainer issues orders, one at a time. Laws
 - A method that issues an order returns only when every live replica has executed it, and `versions` changes
   only then.
 - Versions of weights and adapters come from one increasing sequence and are never reused. Only a version of
-  the weights that no replica has received may be published again: nothing was sampled with it.
+  the weights that no replica has received may be published again: nothing was sampled with it. A pin serves a
+  published version of an adapter under a second name, which later versions leave alone until its release.
 - Weights are not part of their order: the learners send them to all replicas at once, see `transfers`. A
   joining replica receives the current version by a transfer of its own, or with the next publication, and
   counts as live from then on. A replica that dies during a transfer breaks it, and the learners begin another
@@ -175,6 +176,27 @@ class ReplicaCoordinator(TransferSequence):
             self._ended_version = max(self._ended_version, min(version, self._last_version))
             self._notify()
         return len(self._quorum)
+
+    async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
+        """Serve a published version of an adapter under another name too, on all replicas, until `release`.
+
+        Args:
+            payload_ref: as for `publish`.
+
+        Raises:
+            WeightSyncError: as for `publish`, but the version need not be new.
+        """
+        self._check_ready(awake_for=f"adapter {name!r} is served")
+        await self._execute("adapter", timeout, version=version, payload_ref=payload_ref, adapter=name)
+
+    async def release(self, name: str, timeout: float) -> None:
+        """Serve an adapter no longer; requests in flight go on with it. Unknown names are ignored.
+
+        Raises:
+            WeightSyncError: as for `sleep`.
+        """
+        self._check_ready()
+        await self._execute("release", timeout, adapter=name)
 
     async def sleep(self, timeout: float, level: int = 1) -> dict[str, str | None]:
         """Free the device memory of all engines.

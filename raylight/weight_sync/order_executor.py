@@ -253,6 +253,9 @@ class OrderExecutor:
                     )
                 await engine.load_adapter(name, order.version, adapter, order.mode)
                 state.adapters[name] = order.version
+            case "release":
+                await engine.drop_adapter(name)
+                state.adapters.pop(name, None)
             case "sleep":
                 if not state.asleep:
                     state.sleep_result = await engine.sleep(order.level)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from raylight.engines.protocol import UpdateMode
 
-Kind = Literal["weights", "adapter", "sleep", "wake", "probe"]
-TRANSIENT: frozenset[Kind] = frozenset({"wake", "probe"})
+Kind = Literal["weights", "adapter", "release", "sleep", "wake", "probe"]
+TRANSIENT: frozenset[Kind] = frozenset({"release", "wake", "probe"})
 """Orders that a replica which joins later need not execute: they leave no state."""
 
 
@@ -24,7 +24,7 @@ class Order:
         number: position in the sequence of all orders, increasing.
         timeout: seconds that the publisher waits for all replicas.
         version: version of the weights or the adapter; both share one increasing sequence.
-        adapter: name under which an adapter is served; for a probe, the adapter to probe.
+        adapter: name under which an adapter is served, or no longer; for a probe, the adapter to probe.
         payload_ref: one-element list holding a reference to a `LoraAdapter`, for an adapter. Weights travel
             otherwise, see `transfers`.
         level: sleep level.
@@ -47,7 +47,7 @@ class Order:
 
         A newer order supersedes older ones of the same subject.
         """
-        if self.kind == "adapter":
+        if self.kind in ("adapter", "release"):
             return f"adapter {self.adapter}"
         return "sleep" if self.kind == "wake" else self.kind
 
@@ -55,6 +55,7 @@ class Order:
         names: dict[Kind, str] = {
             "weights": f"version {self.version}",
             "adapter": f"version {self.version} of adapter {self.adapter!r}",
+            "release": f"the release of adapter {self.adapter!r}",
         }
         return names.get(self.kind, f"the {self.kind} order")
 

@@ -103,6 +103,8 @@ async def test_a_version_of_an_adapter_is_never_used_again_even_after_a_failure(
 ORDERS: dict[str, Any] = {
     "publish": lambda coordinator, timeout=60.0: coordinator.publish(1, PAYLOAD_REF, timeout),
     "adapter": lambda coordinator, timeout=60.0: coordinator.publish(1, PAYLOAD_REF, timeout, adapter="x"),
+    "pin": lambda coordinator, timeout=60.0: coordinator.pin("x", 0, PAYLOAD_REF, timeout),
+    "release": lambda coordinator, timeout=60.0: coordinator.release("x", timeout),
     "sleep": lambda coordinator, timeout=60.0: coordinator.sleep(timeout),
     "wake": lambda coordinator, timeout=60.0: coordinator.wake(timeout),
     "probe": lambda coordinator, timeout=60.0: coordinator.probe([1, 2], timeout),
@@ -202,6 +204,43 @@ async def test_weights_adapters_and_sleep_stand_beside_one_another() -> None:
         ]
 
 
+async def test_a_pinned_version_stays_until_its_release_also_for_a_replica_that_joins() -> None:
+    coordinator = await coordinator_with("a")
+    async with within():
+        await give(coordinator, coordinator.publish(1, ["x1"], 60.0, adapter="x"))
+        await give(coordinator, coordinator.pin("x@1", 1, ["x1"], 60.0))
+        await give(coordinator, coordinator.publish(2, ["x2"], 60.0, adapter="x"))
+        assert await coordinator.versions() == Versions(0, {"x": 2, "x@1": 1})
+        orders = (await coordinator.subscribe("late")).orders
+        assert [(order.adapter, order.payload_ref) for order in orders] == [("x@1", ["x1"]), ("x", ["x2"])]
+        await coordinator.leave("late")
+        restarted = ReplicaCoordinator(restored=False)
+        await restarted.restore(coordinator.snapshot())
+        assert (await restarted.versions()).adapters == {"x": 2, "x@1": 1}
+        await give(coordinator, coordinator.release("x@1", 60.0))
+        assert await coordinator.versions() == Versions(0, {"x": 2})
+        orders = (await coordinator.subscribe("later")).orders
+        assert [order.payload_ref for order in orders] == [["x2"]]
+
+
+async def test_a_replica_that_joins_during_a_release_keeps_no_pin() -> None:
+    coordinator = await coordinator_with("a")
+    async with within():
+        await give(coordinator, coordinator.pin("x@1", 1, ["x1"], 60.0))
+        state = await coordinator.subscribe("late")
+        assert [order.kind for order in state.orders] == ["adapter"]
+        releasing = asyncio.create_task(coordinator.release("x@1", 60.0))
+        await obey(coordinator, "a", 1)
+        await turns()
+        assert not releasing.done()
+        await coordinator.acknowledge("late", state.number)
+        (order,) = await coordinator.next("late", state.number, 60.0)
+        assert (order.kind, order.adapter) == ("release", "x@1")
+        await coordinator.acknowledge("late", order.number)
+        await releasing
+        assert (await coordinator.subscribe("later")).orders == []
+
+
 async def test_sleep_tells_why_nothing_was_freed() -> None:
     coordinator = await coordinator_with("a", "b")
     async with within():
@@ -212,7 +251,7 @@ async def test_sleep_tells_why_nothing_was_freed() -> None:
         assert await sleeping == {"a": "a CPU has no device memory", "b": None}
 
 
-@pytest.mark.parametrize("name", ["publish", "adapter", "probe"])
+@pytest.mark.parametrize("name", ["publish", "adapter", "pin", "probe"])
 async def test_sleeping_engines_take_nothing(name: str) -> None:
     coordinator = await coordinator_with("a")
     async with within():

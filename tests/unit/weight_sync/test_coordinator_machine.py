@@ -20,6 +20,9 @@ from raylight.errors import WeightSyncError
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.orders import CatchUp, Order, Versions
 
+KINDS = ["weights", "weights", "adapter", "adapter", "pin", "pin", "release"]
+KINDS += ["sleep", "wake", "wake", "probe"]
+
 
 class ClockLoop(asyncio.SelectorEventLoop):
     """An event loop whose timers expire when `now` is set past them."""
@@ -50,6 +53,8 @@ class Replica:
                 self.weights = order.version
             case "adapter":
                 self.adapters[order.adapter] = order.version
+            case "release":
+                self.adapters.pop(order.adapter, None)
             case "probe":
                 return [float(self.weights)]
             case _:
@@ -197,21 +202,25 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.replicas and len(self.givings) < 3)
     @rule(
-        kind=st.sampled_from(["weights", "weights", "adapter", "adapter", "sleep", "wake", "wake", "probe"]),
+        kind=st.sampled_from(KINDS),
         adapter=st.sampled_from(["x", "y"]),
         timeout=st.sampled_from([3.0, 30.0]),
     )
     def give(self, kind: str, adapter: str, timeout: float) -> None:
-        version = next(self.versions) if kind in ("weights", "adapter") else 0
+        version = next(self.versions) if kind in ("weights", "adapter", "pin") else 0
+        pin = f"{adapter} of an evaluation"
         call = {
             "weights": lambda: self.coordinator.publish(version, [version], timeout),
             "adapter": lambda: self.coordinator.publish(version, [version], timeout, adapter=adapter),
+            "pin": lambda: self.coordinator.pin(pin, version, [version], timeout),
+            "release": lambda: self.coordinator.release(pin, timeout),
             "sleep": lambda: self.coordinator.sleep(timeout),
             "wake": lambda: self.coordinator.wake(timeout),
             "probe": lambda: self.coordinator.probe([1, 2], timeout),
         }[kind]
         task = self.loop.create_task(call())
-        giving = Giving(task, self.loop.now + timeout, kind, version, adapter)
+        name = pin if kind in ("pin", "release") else adapter
+        giving = Giving(task, self.loop.now + timeout, kind, version, name)
         task.add_done_callback(
             lambda _: giving.up.extend(replace(r, adapters=dict(r.adapters)) for r in self.up())
         )
@@ -240,8 +249,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
             for replica in giving.up:
                 if giving.kind == "weights":
                     assert replica.weights >= giving.version
-                elif giving.kind == "adapter":
+                elif giving.kind in ("adapter", "pin"):
                     assert replica.adapters[giving.adapter] >= giving.version
+                elif giving.kind == "release":
+                    assert giving.adapter not in replica.adapters
                 elif giving.kind == "sleep":
                     assert replica.asleep
             if giving.kind == "probe":
@@ -285,7 +296,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def what_is_not_visible_waits_for_somebody(self) -> None:
         """Current and completed orders differ only if a replica is late; only a pending probe is current.
 
-        A wake order stays current for replicas that still catch up: they may have been told to sleep.
+        A wake order stays current for replicas that still catch up: they may have been told to sleep. So does
+        a release.
         """
         assert "probe" not in self.coordinator._current or (
             self.coordinator._pending and self.coordinator._pending.order.kind == "probe"
@@ -293,7 +305,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for subject, order in self.coordinator._current.items():
             if self.coordinator._completed.get(subject) is not order:
                 quorum = self.coordinator._quorum
-                is_awaited = order.kind == "wake" and not quorum.all_responded(order.number)
+                is_awaited = order.kind in ("wake", "release") and not quorum.all_responded(order.number)
                 assert is_awaited or not quorum.all_executed(order.number)
 
     @invariant()
@@ -303,7 +315,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             for order in [*self.coordinator._current.values(), *self.coordinator._completed.values()]
             if order.payload_ref
         }
-        assert len(kept) <= 2 * 3  # what all have and what they are to have: the weights and two adapters
+        assert len(kept) <= 2 * 5  # what all have and what they are to have: weights, adapters, pins
 
     def up(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if not replica.catching_up]

@@ -338,7 +338,7 @@ FAULTS = [
     "kill coordinator",
     "freeze coordinator",
 ]
-ORDERS = ["weights", "weights", "adapter", "sleep", "probe"]
+ORDERS = ["weights", "weights", "adapter", "pin", "release", "sleep", "probe"]
 
 
 async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float, str, int]]) -> None:
@@ -347,7 +347,7 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
     await cluster.coordinator.wait_for_subscribers(replicas)
     for when, fault, index in faults:
         loop.call_later(when, cluster.inject, fault, index)
-    weights, adapter = 0, 0
+    weights, adapter, pinned = 0, 0, 0
     for order in orders:
         began = loop.time()
         match order:
@@ -357,6 +357,12 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
             case "adapter":
                 adapter = next(versions)
                 await client.publish(adapter, [ADAPTER], TIMEOUT_S, adapter="x")
+            case "pin":
+                pinned = next(versions)
+                await client.pin("pinned", pinned, [ADAPTER], TIMEOUT_S)
+            case "release":
+                pinned = 0
+                await client.release("pinned", TIMEOUT_S)
             case "sleep":
                 assert set((await client.sleep(TIMEOUT_S)).values()) <= {"a CPU has no device memory"}
                 await client.wake(TIMEOUT_S)
@@ -368,6 +374,7 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
             if replica.serves and replica.thaw.is_set():
                 assert replica.engine.version == weights
                 assert replica.engine.adapters.get("x", 0) == adapter
+                assert replica.engine.adapters.get("pinned", 0) == pinned
                 assert not replica.engine.asleep
         assert loop.time() - began <= 4 * (TIMEOUT_S + REPLACEMENT_TIMEOUT_S)
         await asyncio.sleep(5.0)

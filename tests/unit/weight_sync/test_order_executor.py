@@ -70,6 +70,9 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
     async with following(coordinator, "a", "b") as engines:
         assert await publish_weights(coordinator, 1, 5.0, "wait") == 2
         await coordinator.publish(2, [ADAPTER], 5.0, "abort", adapter="x")
+        await coordinator.pin("x@2", 2, [ADAPTER], 5.0)
+        assert await coordinator.versions() == Versions(1, {"x": 2, "x@2": 2})
+        await coordinator.release("x@2", 5.0)
         assert await coordinator.probe([4, 5, 6], 5.0, adapter="x") == {"a": [-5.0, -6.0], "b": [-5.0, -6.0]}
         assert await coordinator.sleep(5.0) == {
             "a": "there is no memory to free",
@@ -81,6 +84,8 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
             assert engine.told == [
                 ("weights", 1, "wait"),
                 ("adapter", "x", 2, ADAPTER, "abort"),
+                ("adapter", "x@2", 2, ADAPTER, "keep"),
+                ("drop", "x@2"),
                 ("probe", [4, 5, 6], "x"),
                 ("sleep", 1),
                 ("wake",),
