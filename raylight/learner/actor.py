@@ -189,12 +189,12 @@ class LearnerActor:
         """Write a token to folders that have the driver's; see `shared_storage`."""
         return shared_storage.answer(urls, token, self._rank)
 
-    def save(self, folder: str) -> None:
-        """Write the model in Hugging Face format."""
+    def save(self, folder: str, adapter: LoraAdapter | None = None) -> None:
+        """Write the model in Hugging Face format; see `weights.save_model`."""
         from raylight.learner.weights import save_model
 
         with disk_errors(folder):
-            save_model(self._policy.engine, folder)
+            save_model(self._policy.engine, folder, adapter)
 
     def save_state(
         self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float

@@ -212,9 +212,13 @@ class LearnerGroup:
         """Return the current version and the adapter."""
         return (await self._call("export_adapter"))[0]
 
-    async def save(self, folder: str) -> None:
-        """Write the model in Hugging Face format to a folder that the ranks can reach."""
-        await self._call("save", folder)
+    async def save(self, folder: str, adapter: Any = None) -> None:
+        """Write the model in Hugging Face format to a folder that the ranks can reach.
+
+        Args:
+            adapter: reference to a version of the adapter, in place of the current one.
+        """
+        await self._call("save", folder, adapter)
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,12 +51,20 @@ class WeightSource:
             undone here. "module" for those of the module itself.
         tied: yield a tied tensor under each of its names. vLLM on a CPU needs that, because it keeps a
             repacked copy of the output layer. Model files contain a tied tensor once.
+        adapter: full tensors to merge, by the names in peft's files, in place of the module's own adapter.
     """
 
     def __init__(
-        self, module: torch.nn.Module, dtype: torch.dtype, *, names: Names = "checkpoint", tied: bool = True
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype,
+        *,
+        names: Names = "checkpoint",
+        tied: bool = True,
+        adapter: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._module, self._dtype, self._names = module, dtype, names
+        self._adapter = adapter
         self._base: Any = base_model(module)
         self._skipped = frozenset() if tied else frozenset(self._base.all_tied_weights_keys)
         self._buffers = {name for name, _ in self._base.named_buffers()}
@@ -140,6 +148,9 @@ class WeightSource:
             plain = self._plain(name)
             if plain not in self._skipped:
                 (adapter if "lora_" in name else model)[plain] = tensor.detach()
+        if self._adapter is not None:
+            files = {self._plain(name): tensor for name, tensor in self._adapter.items()}
+            adapter = {name: files[name.replace(".default.", ".")] for name in adapter}
         return model, adapter
 
     @staticmethod

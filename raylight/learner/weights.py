@@ -18,6 +18,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 
+from raylight.engines.protocol import LoraAdapter
 from raylight.files import atomic_folder
 from raylight.learner.weight_source import WeightSource, base_model, gather
 
@@ -54,28 +55,35 @@ def copy_to_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
 
 
-def save_model(engine: Any, folder: str) -> None:
+def save_model(engine: Any, folder: str, adapter: LoraAdapter | None = None) -> None:
     """Write the model in Hugging Face format to `folder`, atomically.
 
     With LoRA the adapter is merged into the model, and is also written to the subfolder `adapter` in peft's
     format.
+
+    Args:
+        adapter: a version of the adapter, in place of the current one.
     """
+    tensors = None
+    if adapter is not None:
+        tensors = {name: torch.tensor(array) for name, array in adapter.weights.items()}
     with atomic_folder(folder) if _is_rank_0() else contextlib.nullcontext() as partial:
-        _write_model(engine, str(partial))
+        _write_model(engine, str(partial), tensors)
     torch.distributed.barrier()
 
 
-def _write_model(engine: Any, folder: str) -> None:
+def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | None) -> None:
     """Write the model, its tokenizer and, if there is one, its adapter."""
     module = engine.module
     if _is_rank_0():
         _write_config(base_model(module), folder)
         engine.model_config.get_processor().save_pretrained(folder)
-    _write_tensors(WeightSource(module, torch.float32, tied=False), folder)
+    _write_tensors(WeightSource(module, torch.float32, tied=False, adapter=adapter), folder)
     if hasattr(module, "peft_config"):
-        adapter = gather_adapter(engine)
-        if adapter is not None:
-            _write_adapter(adapter[1], module.peft_config["default"], os.path.join(folder, "adapter"))
+        if adapter is None:
+            _, adapter = gather_adapter(engine) or (None, None)
+        if adapter is not None and _is_rank_0():
+            _write_adapter(adapter, module.peft_config["default"], os.path.join(folder, "adapter"))
 
 
 def _write_config(model: Any, folder: str) -> None:

@@ -107,6 +107,27 @@ def test_a_saved_policy_is_a_merged_model_and_an_adapter(adapted, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+def test_an_earlier_version_of_the_adapter_is_saved_after_updates(batch, tmp_path: Path):
+    from peft import PeftModel
+
+    from raylight.engines.protocol import LoraAdapter
+    from raylight.learner.weights import save_model
+
+    policy = make_policy(LORA)
+    policy.update(batch)
+    expected, earlier = policy.logprobs(PROBE), LoraAdapter(*policy.export_adapter())
+    policy.update(batch)
+    now = policy.logprobs(PROBE)
+    assert max(abs(a - b) for a, b in zip(expected, now, strict=True)) > 1e-3
+    save_model(policy.engine, str(tmp_path / "saved"), earlier)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert plain_probe(merged) == pytest.approx(expected, abs=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter")
+    assert plain_probe(adapted) == pytest.approx(expected, abs=1e-5)
+    assert policy.logprobs(PROBE) == now
+
+
 def test_dropout_is_active_in_training_only(batch, plain):
     dropping = {"lora": {"rank": 4, "alpha": 8, "dropout": 0.5}}
     policy, same = make_policy(dropping), make_policy(LORA)
