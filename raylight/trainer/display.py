@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from raylight.trainer.loggers import Display, Metrics
+from raylight.trainer.loggers import VAL_STEP, Display, Metrics
 
 TABLE_ROWS = 15
 """Number of steps in the live table."""
@@ -45,6 +45,11 @@ OVERLAP_COLUMNS: list[tuple[str, str, str]] = [
 def cell(metrics: Metrics, key: str, form: str) -> str:
     """Return a formatted metric; empty if a step does not have it."""
     return form.format(metrics[key]) if key in metrics else ""
+
+
+def label(step: int, metrics: Metrics) -> str:
+    """Return the name of a row: a step, or the evaluation of one."""
+    return f"evaluation of step {metrics[VAL_STEP]:.0f}" if VAL_STEP in metrics else f"step {step}"
 
 
 def columns_of(rows: list[Metrics]) -> list[tuple[str, str, str]]:
@@ -79,7 +84,7 @@ class PlainDisplay:
     def step(self, step: int, metrics: Metrics) -> None:
         columns = columns_of([metrics])
         shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in columns if key in metrics]
-        self._print(f"step {step}/{self._total}  " + "  ".join(shown))
+        self._print(f"{label(step, metrics)}/{self._total}  " + "  ".join(shown))
 
     def note(self, text: str) -> None:
         self._print(f"note: {text}")
@@ -126,7 +131,8 @@ class LiveDisplay:
         for column in table.columns:
             column.justify = "right"
         for step, metrics in self._rows:
-            table.add_row(f"{step}/{self._total}", *(cell(metrics, key, form) for _, key, form in columns))
+            named = label(step, metrics).removeprefix("step ")
+            table.add_row(f"{named}/{self._total}", *(cell(metrics, key, form) for _, key, form in columns))
         return Group(table, self._spinner)
 
 

@@ -14,6 +14,8 @@ from raylight.files import replace_folder, restore_folder, write_atomic
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.scores import Scores, measure
+from raylight.trainer.served_adapter import PinnedAdapter
+from raylight.trainer.settings import MODEL_NAME
 from raylight.types import FinishedRollout
 
 BEST_JSON = "best.json"
@@ -22,8 +24,8 @@ BEST_JSON = "best.json"
 class ModelSaver(Protocol):
     """The part of the learners that an Evaluator uses."""
 
-    async def save(self, folder: str) -> None:
-        """Write the model to a folder."""
+    async def save(self, folder: str, pinned: PinnedAdapter | None = None) -> None:
+        """Write the model, or a pinned version of it, to a folder."""
         ...
 
 
@@ -31,9 +33,9 @@ class EvaluationRollouts(Protocol):
     """The part of PolicyRollouts that an Evaluator uses."""
 
     async def evaluate(
-        self, step: int, tasks: list[Any], samples: int, progress: Any
+        self, step: int, tasks: list[Any], samples: int, progress: Any, model: str | None = None
     ) -> list[FinishedRollout]:
-        """Roll every task out `samples` times after a step."""
+        """Roll every task out `samples` times after a step, with the model of this name."""
         ...
 
 
@@ -66,6 +68,7 @@ class Evaluator:
         """Value that an evaluation must exceed by `min_delta` to count as an improvement."""
         self._stale = 0
         """Number of evaluations since the last improvement."""
+        self._reported_others = False
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return True if the policy is to be evaluated after a step; step 0 is before the training."""
@@ -120,42 +123,79 @@ class Evaluator:
         return self._report.folder / "best"
 
     async def evaluate(self, step: int) -> Metrics:
-        """Evaluate the policy after a step; return the metrics.
+        """Evaluate the policy after a step, and compare it with the best so far; return the metrics.
 
         Raises:
-            ConfigError: the metric `algorithm.best` is not among them.
+            ConfigError, RaylightError: see `measure` and `compare`.
+        """
+        metrics = await self.measure(step)
+        await self.compare(step, metrics)
+        return metrics
+
+    async def measure(self, step: int, pinned: PinnedAdapter | None = None) -> Metrics:
+        """Return the metrics of the policy after a step.
+
+        Args:
+            pinned: the version after the step, if training goes on meanwhile.
+
+        Raises:
             RaylightError: no rollout was scored (see `raise_if_hopeless`).
         """
         started = time.perf_counter()
         algorithm, report = self._algorithm, self._report
         finished = await self._rollouts.evaluate(
-            step, self._tasks, algorithm.val_samples, report.rollout_progress("val")
+            step,
+            self._tasks,
+            algorithm.val_samples,
+            report.rollout_progress("val"),
+            pinned.name if pinned else None,
         )
+        if pinned is not None:
+            self._check_versions(finished, pinned)
         report.failures(finished)
         raise_if_hopeless(finished, algorithm.failure_reward)
         metrics = describe_scores(
             measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward)
         )
         metrics["time/val_s"] = time.perf_counter() - started
-        if (
-            algorithm.best is not None and algorithm.val_every is not None
-        ):  # else only the initial model is measured
-            await self._compare(step, algorithm.best, metrics)
         return metrics
 
-    async def _compare(self, step: int, name: str, metrics: Metrics) -> None:
-        """Compare the policy with the best so far; save it if it is better.
+    def _check_versions(self, finished: list[FinishedRollout], pinned: PinnedAdapter) -> None:
+        """Show once that calls were not sampled from the pinned version."""
+        calls = [call for item in finished for call in item.generations if call.model == MODEL_NAME]
+        others = sum(bool((call.weight_versions != pinned.version).any()) for call in calls)
+        if others and not self._reported_others:
+            self._reported_others = True
+            self._report.note(
+                f"{others} of {len(calls)} calls of the evaluation were not sampled from the weights of its "
+                f"step, which the engines serve as {pinned.name!r} meanwhile: the agent must send llm.model "
+                "as the model of its requests"
+            )
+
+    async def compare(
+        self, step: int, metrics: Metrics, pinned: PinnedAdapter | None = None, saves: bool = True
+    ) -> None:
+        """Compare the policy after a step with the best so far; save it if it is better.
 
         Args:
-            name: the metric to compare by.
+            metrics: result of `measure`.
+            pinned: the version after the step; None if the learners hold it.
+            saves: False if no one holds it any more.
+
+        Raises:
+            ConfigError: the metric `algorithm.best` is not among the metrics.
         """
+        name = self._algorithm.best
+        if name is None or self._algorithm.val_every is None:  # only the initial model is measured
+            return
         value = metrics.get(name)
         if value is None and self._best is None:
             available = ", ".join(key for key in metrics if key.startswith("val/"))
             raise ConfigError(
                 f"best={name!r} is not a metric of this evaluation; set best to one of: {available}"
             )
-        if value is not None and (self._best is None or self._is_better(value, self._best["value"])):
+        is_best = value is not None and (self._best is None or self._is_better(value, self._best["value"]))
+        if is_best and saves:
             self._best = {
                 "metric": name,
                 "mode": self._algorithm.best_mode,
@@ -163,7 +203,7 @@ class Evaluator:
                 "value": value,
                 "metrics": metrics,
             }
-            await self._save()
+            await self._save(pinned)
             self._report.best = self._best
         if value is not None and (
             self._reference is None
@@ -181,10 +221,10 @@ class Evaluator:
         gain = value - other if self._algorithm.best_mode == "max" else other - value
         return gain > 0 and gain >= min_delta
 
-    async def _save(self) -> None:
-        """Replace `best/` by the current policy and its `best.json`, atomically."""
+    async def _save(self, pinned: PinnedAdapter | None) -> None:
+        """Replace `best/` by the policy and its `best.json`, atomically."""
         new = self.folder.with_name(f"{self.folder.name}.new")
-        await self._learners.save(str(new))
+        await self._learners.save(str(new), pinned)
         if not new.is_dir():
             self._report.note(
                 f"{new} is on the machine of the first learner; use an output_dir on shared storage"

@@ -28,8 +28,11 @@ Metrics = dict[str, float]
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "reward.png"
+VAL_STEP = "val/step"
+"""Metric of an evaluation beside training: the step whose weights were evaluated."""
 PLOTTED = (
     "step",
+    VAL_STEP,
     "train/reward",
     "train/reward_std",
     "train/rollouts",
@@ -56,7 +59,11 @@ class MetricLogger(Protocol):
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Receive the metrics of a step by name; step 0 is the evaluation before training. Values may be
-        NaN."""
+        NaN.
+
+        Metrics with `val/step` are those of an evaluation beside training alone: of the step `val/step`, when
+        `step` was the last one.
+        """
         ...
 
     def finish(self) -> None:
@@ -271,7 +278,13 @@ def read_history(folder: Path, last_step: int | None) -> list[Metrics]:
         {name: math.nan if value is None else value for name, value in json.loads(line).items()}
         for line in file.read_text().split("\n")[:-1]
     ]
-    return [row for row in rows if row["step"] <= last_step]
+    kept = [row for row in rows if evaluated_step(row) <= last_step]
+    return [row | {"step": min(row["step"], last_step)} for row in kept]
+
+
+def evaluated_step(row: Metrics) -> int:
+    """Return the step that a row has metrics of."""
+    return int(row.get(VAL_STEP, row["step"]))
 
 
 def _json_line(row: Metrics) -> str:

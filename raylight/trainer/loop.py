@@ -3,6 +3,7 @@
 A step takes finished groups of rollouts, updates the weights with them, publishes these to the engines, and
 evaluates them. With `max_staleness=0` the next step samples after that. Otherwise its groups are sampled
 meanwhile, from weights that are at most so many steps older, and a publication runs beside the next update.
+So does the evaluation of an adapter, which engines can keep under a name of its own.
 
 Laws:
 - A step can be taken again: the store has its groups, and its update follows from the training state before
@@ -25,6 +26,7 @@ from raylight.experience.ledger import Ledger
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.load_watch import LoadWatch
 from raylight.trainer.outcome import describe, raise_if_hopeless
+from raylight.trainer.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.resume import state_metadata
@@ -64,14 +66,19 @@ class Training:
         self._ledger = Ledger()
         if not start.starts_new_lineage:
             self._ledger.load_state_dict(start.ledger)
-        self._evaluation = self._evaluator.state_dict()
-        """State of the evaluator after the last logged step."""
+        self._evaluated = self._evaluator.state_dict()
+        """State of the evaluator after the last logged step, or the last evaluation."""
+        self._beside = PinnedEvaluation(self._evaluator, run.learners, report)
+        self._cut_off: int | None = (start.evaluation or {}).get("beside")
+        """Step of an evaluation that was in progress beside training when the starting point was saved."""
         self._publication: asyncio.Task[Metrics] | None = None
         """The last publication of weights, which may be in progress."""
         self._published: int | None = None
         """Step whose weights it publishes."""
         self._taken_at = time.perf_counter()
         """Time at which the last step had its rollouts."""
+        self._saved = start.step
+        """Last step that has a training state."""
         self._is_fork = start.step > 0 and start.starts_new_lineage
         """True if the state at the starting point must be saved, because it is of another lineage."""
         self._is_over = False
@@ -82,18 +89,20 @@ class Training:
         fault: LearnerLostError | None = None
         if start.evaluation is not None:
             self._evaluator.load_state_dict(start.evaluation)
+            self._evaluated = self._evaluator.state_dict()
         for note in start.notes:
             self._report.note(note)
         await self._rollouts.add_resources()
         await self._groups.load()
         watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
-        async with self._publishing(), self._groups.dispatching(), watching:
+        async with self._groups.dispatching(), self._beside_training(), watching:
             while not self._is_over:
                 try:
                     if fault is not None:
                         await self._go_back(fault)
                         fault = None
                     await self._save_fork()
+                    await self._resume_evaluation()
                     await self._take_step(self._next)
                 except LearnerLostError as error:
                     self._report.note(f"the learners were lost and are restarted: {error}")
@@ -101,6 +110,8 @@ class Training:
 
     async def _take_step(self, step: int) -> None:
         """Take a step, perhaps again after the learners went back to a training state before it."""
+        if self._beside.has_ended:
+            await self._end_evaluation()
         is_new, samples_next = step > self._reported, not self._groups.is_recorded(step + 1)
         if step > self._total or (is_new and self._stop_reason is not None):
             return await self._finish()
@@ -113,11 +124,12 @@ class Training:
         if evaluates or samples_next:
             metrics |= await self._publish(step, waits=evaluates or not self._is_asynchronous)
         if evaluates:
-            metrics |= await self._until_failure(self._evaluator.evaluate(step))
+            metrics |= await self._evaluate(step)
         if is_new and (step or evaluates):  # without an evaluation, step 0 is nothing
             self._steps_without_signal = without_signal
             await self._log(step, metrics)
-        if step >= self._reported and self._is_saved(step):
+        every = self._run.training.checkpoint.every
+        if step >= self._reported and step > 0 and every > 0 and step % every == 0:
             await self._save_state(step)
         self._next = step + 1
 
@@ -188,17 +200,52 @@ class Training:
         if self._is_asynchronous:
             counters |= self._loads.metrics()
         self._report.step(step, metrics | counters)
-        self._reported, self._evaluation = step, self._evaluator.state_dict()
+        self._reported, self._evaluated = step, self._evaluator.state_dict()
+
+    # evaluations
+
+    async def _evaluate(self, step: int) -> Metrics:
+        """Evaluate the weights after a step, which are published; return the metrics, or none if training
+        goes on meanwhile."""
+        if not self._learners.pins:
+            return await self._until_failure(self._evaluator.evaluate(step))
+        if self._beside.step is not None:
+            await self._end_evaluation()
+        await self._until_failure(self._beside.begin(step))
+        return {}
+
+    async def _end_evaluation(self) -> None:
+        """Wait for the evaluation beside training, and report it."""
+        await self._until_failure(self._beside.end(max(self._reported, 0)))
+        self._evaluated = self._evaluator.state_dict()
+
+    async def _resume_evaluation(self) -> None:
+        """Take the evaluation again that was cut off with the last process of the run, if its version is that
+        of the starting point, unless it ended after this."""
+        if (step := self._cut_off) is None:
+            return
+        if (metrics := self._report.evaluation_of(step)) is not None:
+            await self._evaluator.compare(step, metrics, saves=False)
+            self._evaluated = self._evaluator.state_dict()
+        elif step == self._next - 1 and self._learners.pins:
+            await self._publish(step, waits=True)
+            await self._evaluate(step)
+        else:
+            self._report.note(
+                f"the evaluation of step {step} was cut off and is left out: no state has its weights"
+            )
+        self._cut_off = None
 
     # publication of weights
 
     @contextlib.asynccontextmanager
-    async def _publishing(self) -> AsyncIterator[None]:
-        """Cancel a publication that is in progress at the end of the block."""
+    async def _beside_training(self) -> AsyncIterator[None]:
+        """Cancel the publication and the evaluation that are in progress at the end of the block."""
         try:
             yield
         finally:
             await cancel_all([self._publication] if self._publication else [])
+            await self._beside.cancel()
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -256,17 +303,15 @@ class Training:
         """Write the model to `checkpoint/`, when the engines have its weights too."""
         if self._publication is not None:
             await self._until_failure(self._publication)
+        if self._beside.step is not None:
+            await self._end_evaluation()
+        if self._saved < self._next - 1:
+            await self._save_state(self._next - 1)
         if self._next <= self._total and (reason := self._stop_reason) is not None:
             self._report.note(reason)
         await self._learners.save(str(self._report.checkpoint))
         await self._learners.finish_saving()
         self._is_over = True
-
-    def _is_saved(self, step: int) -> bool:
-        """Return True if a training state is due after a step."""
-        every = self._run.training.checkpoint.every
-        is_last = step == self._total or self._stop_reason is not None
-        return step > 0 and (is_last or (every > 0 and step % every == 0))
 
     async def _save_fork(self) -> None:
         """Save the state at the starting point, if it belongs to another lineage."""
@@ -281,10 +326,11 @@ class Training:
             version=self._learners.version,
             groups=self._groups.taken_up_to(step),
             steps_without_signal=self._steps_without_signal,
-            evaluation=self._evaluator.state_dict(),
+            evaluation=self._evaluator.state_dict() | {"beside": self._beside.step},
             ledger=self._ledger.state_dict(),
         )
         await self._learners.save_state(step, metadata)
+        self._saved = step
 
     async def _until_failure(self, work: Awaitable[T]) -> T:
         """Await work that may never end if a publication, or the learners, have failed.
@@ -315,8 +361,9 @@ class Training:
             await cancel_all([self._publication])
         self._publication = self._published = None
         point = await self._learners.recover(fault)
-        self._evaluator.load_state_dict(self._evaluation)
+        self._evaluator.load_state_dict(self._evaluated)
         self._ledger.load_state_dict(point.ledger)
         await self._groups.reload(point.step)
+        self._saved = point.step
         # step 0 follows a restart with the initial weights, if it was not logged
         self._next = point.step + 1 if point.step or self._reported >= 0 else 0

@@ -30,7 +30,7 @@ def plot_rewards(history: list[dict[str, float]], path: Path, best: dict[str, An
         if not rows:
             continue
         steps, means, errors = (
-            [row["step"] for row in rows],
+            [row.get("val/step", row["step"]) for row in rows],
             [row[key] for row in rows],
             [_error(row, key) for row in rows],
         )

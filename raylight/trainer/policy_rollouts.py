@@ -13,6 +13,7 @@ from raylight.trainer.resume import ResumePoint
 from raylight.trainer.rollouts import CANCEL_TIMEOUT_S, Progress, wait_for_sound
 from raylight.trainer.run import Run
 from raylight.trainer.run_resources import with_sampling
+from raylight.trainer.settings import MODEL_NAME
 from raylight.types import (
     FINISHED,
     GREEDY,
@@ -35,26 +36,37 @@ class PolicyRollouts:
     def __init__(self, run: Run) -> None:
         self._run, self._store, self._start = run, run.store, run.start
         self._algorithm, self._trained_agents = run.training.algorithm, run.training.trained_agents
+        self._resources: ResourcesUpdate
+        """Resources of training rollouts."""
         self._greedy_id: str | None = None
         """Id of the resources whose model samples greedily."""
         self._val_id: str | None = None
-        """Id of the resources of validation rollouts; None: the latest."""
+        """Id of the resources of validation rollouts; None: those of training."""
         self.in_evaluation = 0
-        """Number of validation rollouts that are not decided."""
+        """Number of validation rollouts that are queued and not decided."""
+        self.limit: int | None = None
+        """Number of rollouts that may be in progress; None: as many as the runners execute."""
 
     async def add_resources(self) -> None:
         """Add the resources of rollouts that sample otherwise than those of training."""
+        latest = await self._store.get_latest_resources()
+        assert latest is not None, "the resources were published"
+        self._resources = latest
         if self._algorithm.needs_greedy_rollouts:
             self._greedy_id = await self._add_resources({"temperature": 0.0})
         if self._algorithm.val_sampling_parameters is not None:
             self._val_id = await self._add_resources(self._algorithm.val_sampling_parameters)
 
-    async def _add_resources(self, sampling: dict[str, Any]) -> str:
-        """Add resources whose model has these sampling parameters, without making them the latest; return
-        their id."""
-        latest = await self._latest_resources()
-        added = await self._store.add_resources(with_sampling(latest.resources, sampling))
-        await self._store.update_resources(latest.resources_id, latest.resources)
+    async def _add_resources(self, sampling: dict[str, Any], model: str = MODEL_NAME) -> str:
+        """Add resources whose model has these sampling parameters, without leaving them the latest; return
+        their id.
+
+        Args:
+            model: name under which the engines serve the model.
+        """
+        own = self._resources
+        added = await self._store.add_resources(with_sampling(own.resources, sampling, model))
+        await self._store.update_resources(own.resources_id, own.resources)
         return added.resources_id
 
     def group_ids(self, group: int) -> list[str]:
@@ -66,6 +78,7 @@ class PolicyRollouts:
     def group_requests(self, group: int, task: Any) -> list[EnqueueRolloutRequest]:
         """Return the requests of a training group, for `enqueue`."""
         ids = self.group_ids(group)
+        own: dict[str, Any] = {"resources_id": self._resources.resources_id}
         greedy: dict[str, Any] = {"resources_id": self._greedy_id, "metadata": {GREEDY: True}}
         return [
             EnqueueRolloutRequest(
@@ -74,18 +87,24 @@ class PolicyRollouts:
                 config=self._algorithm.rollout,
                 group_id=f"train-{group}",
                 rollout_id=rollout_id,
-                **(greedy if sample == self._algorithm.group_size else {}),
+                **(greedy if sample == self._algorithm.group_size else own),
             )
             for sample, rollout_id in enumerate(ids)
         ]
 
     async def evaluate(
-        self, step: int, tasks: list[Any], samples: int, progress: Progress
+        self, step: int, tasks: list[Any], samples: int, progress: Progress, model: str | None = None
     ) -> list[FinishedRollout]:
         """Roll every validation task out `samples` times after a step, and wait until all are decided.
 
         What the infrastructure failed in an evaluation that was completed before a resume stays failed.
+
+        Args:
+            model: name of a pinned version, which the rollouts sample from; None for the current one.
         """
+        resources_id = self._val_id or self._resources.resources_id
+        if model is not None:
+            resources_id = await self._add_resources(self._algorithm.val_sampling_parameters or {}, model)
         requests = [
             EnqueueRolloutRequest(
                 input=task,
@@ -93,7 +112,7 @@ class PolicyRollouts:
                 config=self._algorithm.rollout,
                 group_id=f"val-{step}-{index}",
                 rollout_id=f"{self._start.lineage}-val-{step}-{index}-{sample}",
-                resources_id=self._val_id,
+                resources_id=resources_id,
             )
             for index, task in enumerate(tasks)
             for sample in range(samples)
@@ -104,13 +123,31 @@ class PolicyRollouts:
             self.in_evaluation = total - done
             progress(done, total)
 
-        await self.enqueue(requests, repeats_lost=not 0 < step <= self._start.completed_step)
-        self.in_evaluation = len(ids)
+        repeats_lost = not 0 < step <= self._start.completed_step
         try:
+            if model is None:
+                await self.enqueue(requests, repeats_lost)
+            else:
+                await self._enqueue_share(requests, repeats_lost, ids)
+            self.in_evaluation = len(ids)
             await wait_for_sound(self._run, ids, show)
         finally:
             self.in_evaluation = 0
         return await self.collect(ids)
+
+    async def _enqueue_share(
+        self, requests: list[EnqueueRolloutRequest], repeats_lost: bool, ids: list[str]
+    ) -> None:
+        """Queue rollouts as earlier ones end, so that half of those in progress stay free for training."""
+        queued = done = 0
+        while queued < len(requests):
+            share = max((self.limit or self._run.runners.most_rollouts()) // 2, 1)
+            end = max(min(done + share, len(requests)), queued)
+            await self.enqueue(requests[queued:end], repeats_lost)
+            queued, self.in_evaluation = end, end - done
+            at_least = min(done + max(share // 4, 1), queued)
+            decided = self._store.wait_for_rollouts(rollout_ids=ids[:queued], at_least=at_least)
+            done = len(await decided)
 
     async def enqueue(self, requests: list[EnqueueRolloutRequest], repeats_lost: bool = True) -> None:
         """Queue rollouts; those that the store has and that were cancelled run again.
@@ -124,18 +161,11 @@ class PolicyRollouts:
             for request, rollout in zip(requests, stored, strict=True)
             if rollout.status == "cancelled" or (repeats_lost and _is_lost(rollout))
         ]
-        latest_id = (await self._latest_resources()).resources_id if again else None
         for request in again:
             assert request.rollout_id is not None, "the rollouts of a run have names"
-            resources_id = request.resources_id or latest_id
             await self._store.update_rollout(
-                request.rollout_id, status="requeuing", resources_id=resources_id
+                request.rollout_id, status="requeuing", resources_id=request.resources_id
             )
-
-    async def _latest_resources(self) -> ResourcesUpdate:
-        latest = await self._store.get_latest_resources()
-        assert latest is not None, "the resources were published"
-        return latest
 
     async def collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or

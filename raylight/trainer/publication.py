@@ -14,7 +14,7 @@ from raylight.config import EngineConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.learner.group import LearnerGroup
 from raylight.trainer.parity import Parity, ParityMonitor
-from raylight.trainer.served_adapter import export_adapter
+from raylight.trainer.served_adapter import PinnedAdapter, export_adapter
 from raylight.weight_sync.actor import RunningCoordinator
 from raylight.weight_sync.sender_client import PublicationSettings
 
@@ -70,6 +70,8 @@ class Publications:
         """Held while the learners send weights. It is acquired after `learners_busy`, if both are."""
         self._snapshot = 0
         """Version of the learners' snapshot; 0 if they have none."""
+        self._payload_refs: list[Any] = []
+        """Reference to the published version of the adapter."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
 
@@ -100,6 +102,7 @@ class Publications:
                     await learners.aclose()
                 if version > self.published:
                     await self._send(version, adapter)
+                self._payload_refs = adapter or []
             self._keeper.changed.notify_all()
             return await self.check_parity(version, self._settings.timeout_s, logprobs)
 
@@ -152,6 +155,26 @@ class Publications:
             timeout, mode = self._settings.timeout_s, self._engine.update_mode
             await self._replicas.publish(version, adapter, timeout, mode, self._adapter)
             self.published = version
+
+    async def pin(self, step: int) -> PinnedAdapter:
+        """Have all replicas serve the published version of the adapter under another name too, until
+        `release`.
+
+        Raises:
+            WeightSyncError: not enough replicas served it in time.
+        """
+        pinned = PinnedAdapter(f"{self._adapter}@step-{step}", self.published, self._payload_refs)
+        timeout = self._settings.timeout_s
+        await self._replicas.pin(pinned.name, pinned.version, pinned.payload_refs, timeout)
+        return pinned
+
+    async def release(self, pinned: PinnedAdapter) -> None:
+        """Have the replicas drop a pinned version.
+
+        Raises:
+            WeightSyncError: no replica did so in time.
+        """
+        await self._replicas.release(pinned.name, self._settings.timeout_s)
 
     async def _send_weights(self, version: int) -> None:
         """Publish a version of the weights, and have the learners send it."""

@@ -16,14 +16,30 @@ from raylight.errors import ConfigError
 from raylight.experience.batch import BatchReport
 from raylight.files import write_atomic
 from raylight.trainer.drift_log import DriftLog
-from raylight.trainer.loggers import PLOT_FILE, Display, LoggerGroup, Metrics, find_loggers, read_history
+from raylight.trainer.loggers import (
+    PLOT_FILE,
+    VAL_STEP,
+    Display,
+    LoggerGroup,
+    Metrics,
+    evaluated_step,
+    find_loggers,
+    read_history,
+)
 from raylight.types import FinishedRollout
 
 MAX_SHOWN_ERRORS = 10
 """Number of distinct rollout errors that are shown with a traceback and listed in the summary."""
 MAX_COUNTED_ERRORS = 1_000
 """Number of distinct rollout errors that are counted one by one."""
-SUMMARISED = ("step", "val/reward", "train/reward", "off_policy/calls", "off_policy/overridden_calls")
+SUMMARISED = (
+    "step",
+    VAL_STEP,
+    "val/reward",
+    "train/reward",
+    "off_policy/calls",
+    "off_policy/overridden_calls",
+)
 """Metrics of each step that the summary is made of."""
 
 
@@ -104,6 +120,8 @@ class Report(ProgressReporter):
         """Columns `SUMMARISED` of all steps."""
         self._tokens: dict[str, int] = {}
         """The ledger after the last step."""
+        # those beside training that ended before a resume, by step
+        self._evaluations = {row[VAL_STEP]: row for row in history if VAL_STEP in row}
         for row in history:
             self._keep(row)
         self._started -= max((row["time/total_s"] for row in history), default=0.0)
@@ -138,6 +156,20 @@ class Report(ProgressReporter):
             self._tokens = {
                 name.removeprefix("ledger/"): int(n) for name, n in row.items() if name.startswith("ledger/")
             }
+
+    def evaluation(self, step: int, logged: int, metrics: Metrics) -> None:
+        """Log the metrics of an evaluation beside training, in a row of its own.
+
+        Args:
+            step: the step that was evaluated.
+            logged: the last step that is logged, which the row is added to.
+        """
+        self.step(logged, {VAL_STEP: float(step)} | metrics)
+
+    def evaluation_of(self, step: int) -> Metrics | None:
+        """Return the metrics of an evaluation beside training that ended before a resume; None if it did
+        not."""
+        return self._evaluations.get(step)
 
     def batch(self, content: BatchReport) -> None:
         """Count calls that do not continue the tokens of their conversations, and show the first ones. Show
@@ -189,7 +221,7 @@ class Report(ProgressReporter):
         Args:
             counts: counters of the store and of the runner pool.
         """
-        validated = any("val/reward" in row for row in self._history if row["step"] == 0)
+        validated = any("val/reward" in row and evaluated_step(row) == 0 for row in self._history)
         trained = any("train/reward" in row for row in self._history)
         key = "val/reward" if validated or not trained else "train/reward"  # measured from the start
         rewards = [row[key] for row in self._history if key in row]

@@ -52,10 +52,18 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
     return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
 
 
-def with_sampling(resources: NamedResources, parameters: dict[str, Any]) -> NamedResources:
-    """Return resources whose trained model has other sampling parameters; those not named stay."""
+def with_sampling(
+    resources: NamedResources, parameters: dict[str, Any], model: str = MODEL_NAME
+) -> NamedResources:
+    """Return resources whose trained model has other sampling parameters; those not named stay.
+
+    Args:
+        model: name under which the trained model is served.
+    """
     return {
-        name: value.model_copy(update={"sampling_parameters": value.sampling_parameters | parameters})
+        name: value.model_copy(
+            update={"sampling_parameters": value.sampling_parameters | parameters, "model": model}
+        )
         if isinstance(value, LLM) and value.traced and value.model == MODEL_NAME
         else value
         for name, value in resources.items()

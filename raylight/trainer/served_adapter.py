@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -12,8 +13,22 @@ from raylight.trainer.settings import MODEL_NAME, ResolvedSettings
 from raylight.weight_sync.client import CoordinatorClient
 
 
+@dataclass(frozen=True)
+class PinnedAdapter:
+    """A version of the learners' adapter that the engines serve under a name of its own until its release.
+
+    Attributes:
+        payload_refs: list with the object reference of the adapter.
+    """
+
+    name: str
+    version: int
+    payload_refs: list[Any]
+
+
 def with_adapter(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with an engine that has room for two versions of the learners' adapter.
+    """Return a run's settings with an engine that has room for two versions of the learners' adapter, and for
+    one that is pinned beside updates.
 
     vLLM is told the adapted layers: on a CPU it cannot compute the log-probs of prompts beside other requests
     if the output layer may be adapted too.
@@ -26,7 +41,8 @@ def with_adapter(settings: ResolvedSettings) -> ResolvedSettings:
         return settings
     lora, engine = training.learner.lora, serving.engine
     assert lora is not None, "the engines serve an adapter"
-    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, 1)}
+    names = 2 if training.algorithm.max_staleness > 0 else 1
+    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, names)}
     if engine.kind == "vllm":
         from raylight.learner.adapter import adapted_layers
 

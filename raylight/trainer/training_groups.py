@@ -185,7 +185,7 @@ class TrainingGroups:
 
     def limit(self, rollouts: int) -> None:
         """Dispatch no group while so many rollouts are in progress."""
-        self._limit = rollouts
+        self._limit = self._rollouts.limit = rollouts
         self._room_changed.notify_all()
 
     @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from raylight.trainer.components.serving import Serving
 from raylight.trainer.parity import Parity, make_probe
 from raylight.trainer.publication import Publications
 from raylight.trainer.resume import ResumePoint, resume_point_of
+from raylight.trainer.served_adapter import PinnedAdapter
 from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
 from raylight.weight_sync.client import CoordinatorClient
 
@@ -183,6 +184,19 @@ class Learners:
         """
         return await self.publications.publish(self.version)
 
+    @property
+    def pins(self) -> bool:
+        """True if the engines can keep a version while later ones are published."""
+        return self._adapter is not None and self._training.algorithm.max_staleness > 0
+
+    async def pin(self, step: int) -> PinnedAdapter:
+        """Have the engines keep the published version, see `Publications.pin`."""
+        return await self.publications.pin(step)
+
+    async def release(self, pinned: PinnedAdapter) -> None:
+        """Have the engines drop a pinned version."""
+        await self.publications.release(pinned)
+
     async def recover(self, fault: LearnerLostError) -> ResumePoint:
         """Restart lost learners and load the last training state; return its position. The engines keep
         running.
@@ -224,9 +238,13 @@ class Learners:
         """
         await self.publications.wait_for_failure()
 
-    async def save(self, folder: str) -> None:
-        """Write the model in Hugging Face format."""
-        await self.group.save(folder)
+    async def save(self, folder: str, pinned: PinnedAdapter | None = None) -> None:
+        """Write the model in Hugging Face format.
+
+        Args:
+            pinned: the version to write; None for the current one.
+        """
+        await self.group.save(folder, *(() if pinned is None else pinned.payload_refs))
 
     async def save_state(self, step: int, metadata: dict[str, Any]) -> None:
         """Write the training state after a step, in the background.

@@ -19,8 +19,16 @@ from typing import Any
 from unit_helpers import within
 
 import raylight as rl
-from raylight.aio import task_group
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.agent.resources import LLM
+from raylight.aio import BroadcastCondition, task_group
+from raylight.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LearnerConfig,
+    LoraConfig,
+    RunnerConfig,
+    StoreConfig,
+)
 from raylight.engines.protocol import EngineLoad
 from raylight.errors import LearnerLostError, StoreError
 from raylight.experience.checkpoints import TrainingStates
@@ -41,7 +49,8 @@ from raylight.trainer.resume import (
     prepare_states,
 )
 from raylight.trainer.run import Run
-from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.served_adapter import PinnedAdapter
+from raylight.trainer.settings import MODEL_NAME, ResolvedSettings, ServingSettings, TrainingSettings
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
 
 STEPS, TASKS, GROUP = 9, 4, 2
@@ -67,6 +76,8 @@ class World:
         """Updates, counted from 0, that fail so often."""
         self.faulty_saves: set[int] = set()
         """Versions of weights of which a state is lost once while it is saved, with the learners."""
+        self.models, self.faulty_models = 0, set[int]()
+        """Number of models that were saved, and numbers of those at which the learners are lost."""
         self.stranded_at: set[int] = set()
         """Numbers of finished rollouts at which the learners and the only replica are lost together."""
         self.lives = 0
@@ -82,6 +93,18 @@ class World:
         """Allowed age of a token at its update."""
         self.delays: random.Random | None = None
         """Draws how long everything takes; None: nothing takes any time."""
+        self.serves_adapter = False
+        """True if the engines serve an adapter, and can keep versions of it."""
+        self.evaluated: dict[int, set[tuple[int, str]]] = {}
+        """Versions and weights that the rollouts of the evaluation after each step were sampled from."""
+        self.val_waits_for: dict[int, int] = {}
+        """Number of updates that must be done before rollouts of the evaluation after a step begin."""
+        self.val_tasks, self.slots = 2, 1000
+        """Number of validation tasks, and of rollouts that the runners execute."""
+        self.killed_in_val: set[int] = set()
+        """Steps in whose evaluation the driver is killed once."""
+        self.notes: list[str] = []
+        self.updated = BroadcastCondition()
 
     async def delay(self, turns: int) -> None:
         """Let others run for up to so many turns of the event loop."""
@@ -122,13 +145,18 @@ class Ranks:
             for row, owner in zip(batch.rows, batch.owners, strict=True)
         ]
         self.weights, self.version = mixed(self.weights, sorted(parts)), self.version + 1
+        world.updated.notify_all()
         return {"learner/pg_loss": 0.0}
 
     async def restart(self) -> None:
         self.weights, self.version, self.lost = START, 0, False
 
-    async def save(self, folder: str) -> None:
-        TrainingStates(folder).complete(0, {"weights": self.weights})
+    async def save(self, folder: str, adapter: str | None = None) -> None:
+        self.world.models += 1
+        if self.world.models in self.world.faulty_models:
+            self.lost = True
+            raise LearnerLostError("a rank died while it saved a model")
+        TrainingStates(folder).complete(0, {"weights": adapter or self.weights})
 
     async def save_state(self, url: str, step: int, about: dict, keep: int, timeout_s: float) -> None:
         if self.version in self.world.faulty_saves:
@@ -154,6 +182,12 @@ class Engines:
 
     def __init__(self) -> None:
         self.weights, self.version = START, 0
+        self.pinned: dict[str, tuple[int, str]] = {}
+        """Name -> version and weights."""
+
+    def serve(self, model: str) -> tuple[int, str]:
+        """Return the version and the weights that are served under a name."""
+        return (self.version, self.weights) if model == MODEL_NAME else self.pinned[model]
 
     async def loads(self) -> dict[str, EngineLoad]:
         return {}
@@ -185,6 +219,17 @@ class Publications:
         assert (self.engines.version, self.engines.weights) == (version, weights)
         self.notice_version()
         return Parity(0.0, 0.0, 1)
+
+    async def pin(self, step: int) -> PinnedAdapter:
+        engines = self.engines
+        assert not engines.pinned, "there is one evaluation at a time"
+        pinned = PinnedAdapter(f"{MODEL_NAME}@step-{step}", engines.version, [engines.weights])
+        engines.pinned[pinned.name] = (engines.version, engines.weights)
+        return pinned
+
+    async def release(self, pinned: PinnedAdapter) -> None:
+        engines = self.engines
+        assert engines.pinned.pop(pinned.name) == (pinned.version, *pinned.payload_refs)
 
     def notice_version(self) -> None:
         self.stranded.clear()
@@ -231,7 +276,8 @@ class FakeRun(Run):
         self.store = StoreClient(self.service)
         if self.start.same_run:
             await cancel_undecided(self.store, self.start)
-        await self.store.add_resources({"engine": self.world.lives})
+        model = LLM(endpoint="http://engine", model=MODEL_NAME, traced=True)
+        await self.store.add_resources({"engine": self.world.lives, "llm": model})
         serving: Any = self.settings.serving
         self.engines = Engines()
         self.learners = Learners(self.settings, self.training, serving, self.start, lambda text: None)
@@ -241,7 +287,7 @@ class FakeRun(Run):
         if not self.start.is_fresh:
             await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
         self.serving: Any = Serving(self.world, self.store)
-        self.runners: Any = SimpleNamespace(metrics=dict, most_rollouts=lambda: 1000)
+        self.runners: Any = SimpleNamespace(metrics=dict, most_rollouts=lambda: self.world.slots)
         self._components: list[Any] = [self, self.serving]
 
     def watches(self) -> list[Any]:
@@ -264,7 +310,17 @@ class FakeRun(Run):
             await self.service.close()  # the driver is gone, with what it was doing
             raise StoreError("killed")
         resources = await self.store.get_resources_by_id(rollout.resources_id)
-        assert resources.resources == {"engine": self.world.lives}, "the engine of the life before is gone"
+        model = resources.resources["llm"].model
+        assert resources.resources["engine"] == self.world.lives, "the engine of the life before is gone"
+        if rollout.mode == "val":
+            step = int(rollout.rollout_id.split("-")[2])
+            needed = self.world.val_waits_for.get(step, 0)
+            await self.world.updated.wait_for(lambda: self.learners.version >= needed)
+            if step in self.world.killed_in_val:
+                self.world.killed_in_val.remove(step)
+                await self.service.close()
+                raise StoreError("killed")
+            self.world.evaluated.setdefault(step, set()).add(self.engines.serve(model))
         if (finished := sum(self.world.sampled.values())) in self.world.stranded_at:
             self.world.stranded_at.remove(finished)
             self.learners.group.lost = True
@@ -274,11 +330,11 @@ class FakeRun(Run):
             failure = Failure(kind="infrastructure", error="APIConnectionError: refused")
             await self.store.finish_attempt(rollout, "failed", failure)
             return
-        luck = int(mixed(self.engines.weights, rollout.rollout_id.partition("-")[2]), 16)
+        luck = int(mixed(self.engines.serve(model)[1], rollout.rollout_id.partition("-")[2]), 16)
         fixed = self.world.reward_of(rollout.rollout_id)
         worth = luck % 997 / 997 if fixed is None else fixed
         for turn in range(3 if self.world.delays else 1):
-            await self._call(rollout, turn, luck % 50)
+            await self._call(rollout, turn, luck % 50, model)
             await self.world.delay(300)
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, "")
         reward = Span(
@@ -295,22 +351,25 @@ class FakeRun(Run):
         await self.store.finish_attempt(rollout, "succeeded", spans=[reward])
         self.world.sampled[rollout.rollout_id] += 1
 
-    async def _call(self, rollout: Any, turn: int, token: int) -> None:
+    async def _call(self, rollout: Any, turn: int, token: int, model: str) -> None:
         """Sample a token with the engine's weights."""
+        version, _ = self.engines.serve(model)
         attempt_id = rollout.attempt.attempt_id
         key = CallKey(rollout.rollout_id, attempt_id, mixed(attempt_id, turn))
-        call = Generation(
-            key, "policy", [turn, 2], [token], [-1.0], [self.engines.version], "stop", turn, turn + 1.0
-        )
+        call = Generation(key, MODEL_NAME, [turn, 2], [token], [-1.0], [version], "stop", turn, turn + 1.0)
         await self.store.capture([(key, float(turn))], [(key, call, None)])
 
 
 class Quiet:
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
     def progress(self, text: str) -> None: ...
 
     def stage(self, text: str) -> None: ...
     def step(self, step: int, metrics: dict) -> None: ...
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 async def live(
@@ -328,13 +387,12 @@ async def live(
         group_size=GROUP,
         tasks_per_step=TASKS,
         n_steps=world.steps,
-        val_every=2,
         max_logprob_mismatch=1,
-        **{"best": None, **settings},
+        **{"best": None, "val_every": 2, **settings},
     )
     training = TrainingSettings(
         algorithm,
-        LearnerConfig(max_restarts=world.max_restarts),
+        LearnerConfig(max_restarts=world.max_restarts, lora=LoraConfig() if world.serves_adapter else None),
         CheckpointConfig(every=3),
         str(folder / "state"),
         world.steps,
@@ -356,16 +414,17 @@ async def live(
     highest = highest_logged_version(folder / "metrics.jsonl")
     start = find_resume_point(resume, training.state_url, config, highest)
     start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
-    report = Report(folder, Quiet(), config, None, start.last_logged_step, loggers)
+    report = Report(folder, Quiet(world.notes), config, None, start.last_logged_step, loggers)
     prepare_states(start, training.state_url, config)
     async with within(world.deadline_s), FakeRun(chosen, start, world, die_after) as run:
         run._stack.callback(report.close)
-        work = Training(run, tasks, [100, 101], report, config).run()
+        val_tasks = list(range(100, 100 + world.val_tasks))
+        work = Training(run, tasks, val_tasks, report, config).run()
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
             async with run.watched():
                 await work
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["ledger/unaccounted"] == 0 for row in rows)
+    assert all(row["ledger/unaccounted"] == 0 for row in rows if "val/step" not in row)
     return rows
 
 

@@ -29,11 +29,13 @@ def test_the_plain_display_prints_a_line_a_step_as_it_is() -> None:
         display.stage("2 runner(s) wait for rollouts")
         display.progress("train rollouts 3/8")  # progress that only a live display can overwrite
         display.step(2, {"train/reward": 0.5, "val/reward": 0.75, "unknown": 1.0})
+        display.step(2, {"val/step": 1.0, "val/reward": 0.5})
         display.note("ValueError: [/red] oops")
     assert console.export_text().splitlines() == [
         "starting [bold]things[/bold]",
         "2 runner(s) wait for rollouts",
         "step 2/10  reward 0.500  validation 0.750",
+        "evaluation of step 1/10  validation 0.500",
         "note: ValueError: [/red] oops",
     ]
 

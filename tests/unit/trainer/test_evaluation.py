@@ -21,6 +21,7 @@ from raylight.errors import ConfigError, RolloutsFailedError
 from raylight.trainer.evaluation import Evaluator, describe_scores
 from raylight.trainer.report import Report
 from raylight.trainer.scores import best_of, measure, numbers_to, spread
+from raylight.trainer.served_adapter import PinnedAdapter
 from raylight.types import Failure, FinishedRollout
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool")
@@ -131,7 +132,7 @@ class FakeLearners:
     elsewhere: bool = False
     """On a machine whose disk is not ours."""
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, pinned: Any = None) -> None:
         self.saved.append(folder)
         if not self.elsewhere:
             write_model(Path(folder), len(self.saved))
@@ -146,7 +147,7 @@ class FakeRollouts:
     asked: list[tuple[int, int]] = field(default_factory=list)
 
     async def evaluate(
-        self, step: int, tasks: list[Any], samples: int, progress: Any
+        self, step: int, tasks: list[Any], samples: int, progress: Any, model: str | None = None
     ) -> list[FinishedRollout]:
         self.asked.append((len(tasks), samples))
         reward = self.rewards.pop(0)
@@ -208,6 +209,16 @@ async def test_it_does_nothing_without_tasks_and_not_before_training_unless_want
     assert (await after(late, 10, True))["val/reward"] == 0.5
 
 
+async def test_calls_of_another_version_than_the_pinned_one_are_told_once(report: Report) -> None:
+    evaluator, _ = evaluator_of(report, [0.5] * 3)
+    for version, notes in ((0, 0), (7, 1), (8, 1)):  # the rollouts are of version 0
+        metrics = await evaluator.measure(1, PinnedAdapter("policy@step-1", version, []))
+        assert metrics["val/reward"] == 0.5
+        shown: Any = report._display
+        assert len(shown.notes) == notes
+    assert "must send llm.model" in shown.notes[0]
+
+
 async def test_without_evaluations_of_what_is_trained_none_is_the_best(report: Report) -> None:
     evaluator, _ = evaluator_of(report, [0.5], val_every=None)
     assert (await after(evaluator, 0))["val/reward"] == 0.5
@@ -237,7 +248,7 @@ async def test_a_save_that_is_killed_leaves_the_former_best(
     evaluator, rollouts = evaluator_of(report, [0.1, 0.9, 0.3])
     await after(evaluator, 1)
 
-    async def killed(folder: str) -> None:
+    async def killed(folder: str, pinned: Any = None) -> None:
         write_model(Path(folder), 2)
         raise KeyboardInterrupt
 

@@ -151,3 +151,12 @@ def test_a_row_that_does_not_fit_on_the_disk_is_written_whole_later(tmp_path: Pa
         assert file.stat().st_size == size
     jsonl.log(4, {"a": 1.0})
     assert [row["step"] for row in read_history(tmp_path, 10)] == [1, 2, 3, 4]
+
+
+def test_a_resumed_run_keeps_the_evaluations_of_the_steps_that_it_keeps(tmp_path: Path) -> None:
+    jsonl = JsonlLogger(tmp_path)
+    jsonl.start({})
+    for step, evaluated in ((2, None), (3, None), (3, 2.0), (4, None), (4, 3.0)):
+        jsonl.log(step, {} if evaluated is None else {"val/step": evaluated})
+    kept = [(row["step"], row.get("val/step")) for row in read_history(tmp_path, 2)]
+    assert kept == [(2, None), (2, 2.0)], "no row is of a later step than the last one"

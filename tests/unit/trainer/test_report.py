@@ -77,6 +77,33 @@ def test_the_summary_compares_the_first_and_last_validation(report: Report) -> N
     assert not list(report.folder.glob("*.partial"))
 
 
+def test_an_evaluation_beside_training_has_a_row_of_its_own(report: Report, shown: RecordingDisplay) -> None:
+    report.step(0, {"weights/version": 0.0})
+    report.step(1, {"train/reward": 0.5})
+    report.evaluation(0, 1, {"val/reward": 0.25})
+    report.step(2, {"train/reward": 0.6})
+    report.evaluation(2, 2, {"val/reward": 0.75})
+    rows = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("val/step")) for row in rows] == [
+        (0, None),
+        (1, None),
+        (1, 0),
+        (2, None),
+        (2, 2),
+    ]
+    assert shown.steps == [0, 1, 1, 2, 2]
+    summary = report.finish({})
+    assert (summary["reward"], summary["reward_before"], summary["reward_after"]) == (
+        "val/reward",
+        0.25,
+        0.75,
+    )
+    assert summary["steps"] == 2
+    resumed = Report(report.folder, RecordingDisplay(), {}, last_logged_step=1)
+    assert (resumed.evaluation_of(0) or {})["val/reward"] == 0.25
+    assert resumed.evaluation_of(2) is None
+
+
 def test_without_validation_the_summary_compares_training_rewards(report: Report) -> None:
     report.step(1, {"train/reward": 0.5})
     report.step(2, {"train/reward": 0.6})

@@ -6,6 +6,7 @@ import pytest
 from run_settings import policy_settings
 from unit_helpers import within
 
+from raylight.algorithms.policy import GRPO
 from raylight.config import (
     EngineConfig,
     LearnerConfig,
@@ -34,10 +35,11 @@ def test_the_adapted_layers_of_a_model():
             adapted_layers(str(STARTER_MODEL), LoraConfig(**settings))
 
 
-def with_adapter(engine: dict[str, Any], lora: dict[str, Any] | None) -> EngineConfig:
+def with_adapter(engine: dict[str, Any], lora: dict[str, Any] | None, staleness: int = 0) -> EngineConfig:
     """Return the engine of a run whose learners have an adapter."""
     learner = LearnerConfig(lora=None if lora is None else LoraConfig(**lora))
-    settings = policy_settings(str(STARTER_MODEL), EngineConfig(**engine), learner)
+    algorithm = GRPO(model="m", max_staleness=staleness)
+    settings = policy_settings(str(STARTER_MODEL), EngineConfig(**engine), learner, algorithm)
     return served_adapter.with_adapter(settings).serving.engine  # type: ignore[union-attr]
 
 
@@ -49,6 +51,7 @@ def test_an_engine_gets_room_for_the_adapter_and_vllm_its_layers():
     changed = with_adapter({"kind": "vllm", "max_adapters": 3}, {"rank": 4})
     assert changed.max_adapters == 3
     assert changed.args == {"max_lora_rank": 4, "lora_target_modules": LINEAR}
+    assert with_adapter({"kind": "vllm"}, {}, staleness=2).max_adapters == 2, "one is pinned"
     own = {"max_lora_rank": 32, "enforce_eager": True}
     changed = with_adapter({"kind": "vllm", "args": own}, {})
     assert changed.args == own | {"lora_target_modules": LINEAR}
