@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos_agent import asker, asker_program
-from chaos_log import BATCHES, HELD_UPDATE, HOLD_VARIABLE, SAMPLES, STEPS, TASKS, append_line, send_event
+from chaos_log import BATCHES, HELD_UPDATE, HOLD_VARIABLE, SAMPLES, TASKS, append_line, send_event
 
 import raylight as rl
 from raylight.learner.group import LearnerGroup
@@ -108,6 +108,7 @@ def hold() -> None:
 
 def main(
     folder: str,
+    steps: int,
     replicas: int = 1,
     learners: int = 1,
     learner_node: bool = False,
@@ -127,7 +128,7 @@ def main(
         lr=1e-4,
         group_size=SAMPLES,
         tasks_per_step=TASKS,
-        n_steps=STEPS,
+        n_steps=steps,
         val_every=2,
         best=None,
         sync_timeout_s=45,
@@ -145,6 +146,7 @@ def main(
             "resources": {"learner_node": 1} if learner_node else {},
             "collective_timeout_s": 30,
             "start_timeout_s": 120,
+            "max_restarts": 5,
         },
         runner={"n": runners, "max_concurrent": 4, "stuck_after_s": 10, "start_timeout_s": 90},
         store={"lease_seconds": 15},
@@ -152,7 +154,7 @@ def main(
         loggers=["console", "jsonl", StepEvents],
     )
     agent = asker_program() if program else asker
-    trainer.fit(agent, train[: TASKS * STEPS], val[:8], resume="auto" if resume else False)
+    trainer.fit(agent, train, val[:8], resume="auto" if resume else False)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Any
 
 FOLDER_VARIABLE = "RAYLIGHT_CHAOS_FOLDER"
 LOG, BATCHES, EVENTS = "agent.jsonl", "batches.jsonl", "events"
-STEPS, TASKS, SAMPLES = 8, 8, 4
-"""Steps of a run, groups of each step, and rollouts of each group."""
+TASKS, SAMPLES = 8, 4
+"""Groups of each step, and rollouts of each group."""
 HOLD_VARIABLE = "RAYLIGHT_CHAOS_HOLD"
 HELD_UPDATE, HELD_ROLLOUTS = 3, ("-train-33-0", "-train-36-0")
 """With HOLD_VARIABLE in the environment, an update and the agents of some rollouts after it last until the

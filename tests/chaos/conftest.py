@@ -1,32 +1,33 @@
-"""The options that select faults and random moments, and the table of all faults at the end of the tests."""
+"""The options that select runs and random moments, and the table of all faults at the end of the tests."""
 
 import pytest
-from chaos_faults import CI
+from chaos_runs import CI
 from chaos_table import format_table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("chaos", "faults of tests/chaos; -k NAME selects some")
-    group.addoption("--ci-faults", action="store_true", help=f"inject only {', '.join(CI)}")
+    group = parser.getgroup("chaos", "runs under faults, of tests/chaos; -k NAME selects some")
+    group.addoption("--ci-faults", action="store_true", help=f"take only the runs {', '.join(CI)}")
+    group.addoption("--alone", action="store_true", help="inject each fault in a run of its own")
     group.addoption("--chaos-seed", default="0", help="seed of the moments of faults at random moments")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--ci-faults"):
         return
-    kept = [item for item in items if any(item.name == f"test_fault[{name}]" for name in CI)]
+    kept = [item for item in items if any(item.name == f"test_run[{name}]" for name in CI)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    rows = [
+    results = [
         value
         for report in reports
         for name, value in getattr(report, "user_properties", ())
-        if name == "row" and report.when == "call"
+        if name == "result" and report.when == "call"
     ]
-    if rows:
+    if results:
         terminalreporter.section("faults")
-        terminalreporter.write_line(format_table(rows))
+        terminalreporter.write_line(format_table(results))

@@ -1,31 +1,37 @@
-"""Runs with one fault each: every run ends only when it should, and loses, falsifies or repeats nothing."""
+"""Runs under faults: every run ends only when it should, and loses, falsifies or repeats nothing."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos_experiment import Experiment
-from chaos_faults import FAULTS
-from chaos_table import cells
+from chaos_runs import RUNS, ChaosRun
+from chaos_table import rows
 
 
-@pytest.mark.slow(parts=2 * len(FAULTS))
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault(
-    name: str,
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each run, or of each fault."""
+    runs = list(RUNS.values())
+    if metafunc.config.getoption("--alone"):
+        runs = [alone for run in runs for alone in run.alone()]
+    metafunc.parametrize("run", runs, ids=[run.name for run in runs])
+
+
+@pytest.mark.slow(parts=4 * len(RUNS))
+@pytest.mark.timeout(1800)
+def test_run(
+    run: ChaosRun,
     tmp_path: Path,
     record_property: Any,
     capsys: pytest.CaptureFixture,
     pytestconfig: pytest.Config,
 ) -> None:
-    fault = replace(FAULTS[name], seed=pytestconfig.getoption("--chaos-seed"))
-    if fault.action == "fill the disk" and os.geteuid() != 0:
+    if any(fault.action == "fill the disk" for fault in run.faults) and os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
-    row = Experiment(fault, tmp_path).run()
-    record_property("row", {"cells": cells(row), "faults": row.faults_found})
+    result = Experiment(run.with_seed(pytestconfig.getoption("--chaos-seed")), tmp_path).run()
+    record_property("result", {"name": run.name, "rows": rows(result), "faults": result.faults_found})
     with capsys.disabled():
-        print("", *cells(row), sep="  ", flush=True)
-    assert not row.faults_found
+        for row in rows(result):
+            print("", *row, sep="  ", flush=True)
+    assert not result.faults_found
