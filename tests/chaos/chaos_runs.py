@@ -39,8 +39,9 @@ class ChaosRun:
 
     @property
     def steps(self) -> int:
-        """Number of steps, enough for all faults and the recovery from them."""
-        return 4 + 4 * len(self.faults)
+        """Number of steps, enough for all faults and the recovery from them. Asynchronous steps go on for a
+        while without rollouts."""
+        return 4 + (4 if "max_staleness" in self.settings else 2) * len(self.faults)
 
     @property
     def expected_ends(self) -> list[str]:
@@ -138,7 +139,7 @@ SERIES: dict[str, list[Fault]] = {
         *(Fault(t, "random") for t in ("HAProxy", "replica", "coordinator", "learner", "runner", "store")),
         Fault("driver", "random", error=""),
     ],
-    # the five of CI
+    # those of CI
     "parts": [
         *_kill("HAProxy", "rollouts"),
         *_kill("replica", "rollouts"),
@@ -183,4 +184,4 @@ RUNS = {
 """All runs: synchronous ones, and, with the prefixes wait-, mask- and drop-, asynchronous ones with this
 `stale` and a `max_staleness` of 2."""
 CI = ("parts", "wait-buffer")
-"""Runs that every CI run takes."""
+"""Runs that CI takes."""
