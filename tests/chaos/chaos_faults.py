@@ -94,8 +94,9 @@ class Fault:
 
     @property
     def prelude(self) -> list[Predicate]:
-        """Events after which the target of a run's first fault is looked up, shortly before the moment."""
-        return [] if self.when == "start" else [is_step(FIRST_STEP)]
+        """Events after which the target of a run's first fault is looked up, shortly before the moment. What
+        comes during the search is no moment, so that it begins early for a moment that comes once."""
+        return [] if self.when in ("start", "full buffer") else [is_step(FIRST_STEP)]
 
     def moment(self, seed: str) -> list[Predicate]:
         """Return the events that the fault waits for."""
