@@ -46,6 +46,7 @@ class BarrierTraining:
     async def run(self) -> None:
         run, algorithm = self._run, self._run.training.algorithm
         rollouts, sampler = PolicyRollouts(run), TaskSampler(self._tasks, run.settings.seed)
+        await rollouts.add_resources()
         for step in range(STEPS):
             groups = range(step * GROUPS, (step + 1) * GROUPS)
             for group in groups:

@@ -97,19 +97,19 @@ async def test_a_pinned_version_is_sampled_beside_a_newer_one(bench: Any, tmp_pa
         make_adapter(bench, tmp_path / "1", 1),
         make_adapter(bench, tmp_path / "2", 2),
     )
-    await bench.engine.load_adapter("learner", 50, old)
-    await bench.engine.load_adapter("learner@step-3", 50, old)
-    await bench.engine.load_adapter("learner", 51, new)
+    await bench.engine.load_adapter("adapted", 50, old)
+    await bench.engine.load_adapter("adapted@step-3", 50, old)
+    await bench.engine.load_adapter("adapted", 51, new)
     before = len(bench.contexts)
-    await asyncio.gather(*(ask(bench, 24, name) for name in ("learner", "learner@step-3") * 3))
+    await asyncio.gather(*(ask(bench, 24, name) for name in ("adapted", "adapted@step-3") * 3))
     samples = [context.samples[0] for context in bench.contexts[before:]]
     versions = [set(sample.weight_versions) for sample in samples]
     assert sorted(map(max, versions)) == [50] * 3 + [51] * 3
     for sample, version in zip(samples, versions, strict=True):
         (model,) = ({50: old_model, 51: new_model}[number] for number in version)
         assert difference(model, sample).max() < TOLERANCE
-    await bench.engine.drop_adapter("learner@step-3")
-    body = {"model": "learner@step-3", "messages": HI}
+    await bench.engine.drop_adapter("adapted@step-3")
+    body = {"model": "adapted@step-3", "messages": HI}
     assert (await bench.http.post("/v1/chat/completions", json=body)).status_code == 404
 
 
