@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
@@ -81,13 +81,11 @@ class Sampler:
         self, tasks: list[Any], samples: int, name: str, greedy: bool = False
     ) -> list[FinishedRollout]:
         """Answer every task `samples` times. The answers to a task are one group."""
-        task_indices = [index for index in range(len(tasks)) for _ in range(samples)]
-        chats = [[{"role": "user", "content": question(tasks[index])}] for index in task_indices]
+        chats = [[{"role": "user", "content": question(task)}] for task in tasks]
         prompts = self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
         finished = []
-        for i, (index, prompt, (ids, logprobs)) in enumerate(
-            zip(task_indices, prompts, self._answers(prompts, greedy), strict=True)
-        ):
+        for i, (ids, logprobs) in enumerate(self._answers(prompts, samples, greedy)):
+            index, prompt = i // samples, prompts[i // samples]
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             key = CallKey(f"{name}-{i}-{greedy}", "attempt", "call")
             call = Generation(
@@ -114,13 +112,18 @@ class Sampler:
         return finished
 
     @torch.no_grad()
-    def _answers(self, prompts: list[list[int]], greedy: bool) -> list[tuple[list[int], list[float]]]:
-        """Return tokens and log-probs of one answer to each prompt. All prompts have the same length."""
-        end, inputs, cache = self._model.config.eos_token_id, torch.tensor(prompts), None
+    def _answers(
+        self, prompts: list[list[int]], samples: int, greedy: bool
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return tokens and log-probs of `samples` answers to each prompt. All prompts have the same length."""
+        end, inputs, cache = self._model.config.eos_token_id, torch.tensor(prompts), DynamicCache()
         tokens, logprobs = [], []
         for _ in range(ANSWER_TOKENS):
-            out = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, log_p = out.past_key_values, out.logits[:, -1].log_softmax(-1)
+            logits = self._model(inputs, past_key_values=cache, logits_to_keep=1).logits
+            if not tokens:  # the answers to a prompt share its pass
+                cache.batch_repeat_interleave(samples)
+                logits = logits.repeat_interleave(samples, 0)
+            log_p = logits[:, -1].log_softmax(-1)
             inputs = log_p.argmax(-1, keepdim=True) if greedy else torch.multinomial(log_p.exp(), 1)
             tokens.append(inputs)
             logprobs.append(log_p.gather(1, inputs))
