@@ -60,7 +60,7 @@ class CorrectionSettings(Config):
     For k2 and k3: the largest KL estimate."""
     bypass_mode: bool = False
     """Use the engine's log-probs as the old policy's instead of recomputing them (two policies instead of
-    three)."""
+    three). `rollout_rs` still needs the learner's."""
     warn_logprob_mismatch: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Mean difference of engine and learner log-probs, for tokens of the current version, above which the run
     warns; 0 chooses a third of `max_logprob_mismatch`."""

@@ -156,10 +156,10 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             raise ValueError(
                 "kl_target adjusts kl_reward_coef, which is 0; set kl_reward_coef to its initial value"
             )
-        if self.bypass_mode and self.correction_enabled:
+        if self.bypass_mode and self.importance_level is not None:
             raise ValueError(
-                "rollout_is and rollout_rs cannot be combined with bypass_mode, whose loss already uses "
-                "the ratio to the engine; remove them, or set bypass_mode=False"
+                "rollout_is cannot be combined with bypass_mode, whose loss already uses the ratio to the "
+                "engine; remove it, or set bypass_mode=False"
             )
         if not self.max_staleness:
             return self
@@ -207,6 +207,8 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
         With a single optimizer step per batch, the log-probs of the training pass itself are the old ones.
         """
-        if self.bypass_mode or self.proximal == "loglinear":
+        if self.proximal == "loglinear":
             return False
+        if self.bypass_mode:
+            return self.rollout_rs is not None
         return self.updates_per_batch > 1 or self.kl_reward_coef > 0 or self.correction_enabled

@@ -430,12 +430,13 @@ def test_a_rejected_mini_batch_takes_no_step(plain):
     odd = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_1.0"}
     kept = [shift >= 0 for shift in SHIFT]
     assert kept == [False, False, True, True] * 2
-    metrics = make_policy(mini_batches=4, **odd).update(
-        batch
-    )  # the first two of four hold rollouts 0, 4 and 1, 5
-    assert metrics["mismatch/rejected_rows"] == 0.5
-    assert metrics["learner/skipped_steps"] == 0
-    assert math.isfinite(metrics["learner/pg_loss"])
+    for bypass_mode in (False, True):
+        metrics = make_policy(mini_batches=4, bypass_mode=bypass_mode, **odd).update(
+            batch
+        )  # the first two of four hold rollouts 0, 4 and 1, 5
+        assert metrics["mismatch/rejected_rows"] == 0.5
+        assert metrics["learner/skipped_steps"] == 0
+        assert math.isfinite(metrics["learner/pg_loss"])
 
 
 def test_bypass_mode_uses_the_engines_logprobs_and_still_checks_them(plain):

@@ -71,10 +71,13 @@ def test_invalid_settings_raise(settings, message):
         CorrectionSettings(**settings)
 
 
-def test_bypass_mode_excludes_correction():
-    for settings in ({"rollout_is": "token"}, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}):
-        with pytest.raises(ConfigError, match="bypass_mode"):
-            PolicySettings(bypass_mode=True, **settings)
+def test_bypass_mode_excludes_weights_and_needs_a_pass_before_the_update_to_reject():
+    with pytest.raises(ConfigError, match="rollout_is cannot be combined with bypass_mode"):
+        PolicySettings(bypass_mode=True, rollout_is="token")
+    assert not PolicySettings(bypass_mode=True).needs_old_logprobs
+    rejecting = PolicySettings(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    assert rejecting.needs_old_logprobs
+    assert rejecting.importance_level is None
 
 
 def test_the_mean_and_a_high_quantile_are_limited_and_the_maximum_is_not():
