@@ -13,6 +13,8 @@ weights on tasks that are not trained on.
 - decoupled: PPO's clipped loss with these weights, the default of `max_staleness`.
 - loglinear: the same with an interpolated proximal policy.
 - DPPO: one ratio to the policy that sampled, bounded by the change of probability.
+- +RS: the same as the one before, without rows whose geometric mean ratio of probabilities to the policy that
+  sampled is outside 0.9 to 1.1.
 
 Results are kept in `--out`; a repeated command computes only those that are missing.
 """
@@ -44,12 +46,16 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 
 STALENESS = (0, 1, 2, 4, 8)
+REJECTION: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
 CORRECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "naive": ("GRPO", {"rollout_is": None}),
     "TIS": ("GRPO", {"loss_mode": "gpg"}),
+    "TIS+RS": ("GRPO", {"loss_mode": "gpg"} | REJECTION),
     "decoupled": ("GRPO", {}),
+    "decoupled+RS": ("GRPO", REJECTION),
     "loglinear": ("GRPO", {"proximal": "loglinear"}),
     "DPPO": ("DPPO", {}),
+    "DPPO+RS": ("DPPO", REJECTION),
 }
 TASKS = 16
 """Tasks of a step, with eight rollouts each."""
@@ -87,6 +93,7 @@ def train(case: Case) -> list[float]:
         tasks_per_step=TASKS,
         max_staleness=max(case.staleness, 1),
         max_logprob_mismatch=1e-3,
+        calculate_entropy=False,
         **settings,
     )
     learner = LearnerConfig()
