@@ -115,7 +115,7 @@ class Sampler:
     def _answers(
         self, prompts: list[list[int]], samples: int, greedy: bool
     ) -> list[tuple[list[int], list[float]]]:
-        """Return tokens and log-probs of `samples` answers to each prompt. All prompts have the same length."""
+        """Return tokens and log-probs of `samples` answers to each of the prompts, which have one length."""
         end, inputs, cache = self._model.config.eos_token_id, torch.tensor(prompts), DynamicCache()
         tokens, logprobs = [], []
         for _ in range(ANSWER_TOKENS):
