@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from raylight.agent.resources import LLM, NamedResources
+from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError
-from raylight.experience.batch import BatchReport
 from raylight.store.client import StoreClient
 from raylight.traces.adapters import TraceAdapter
 from raylight.types import FinishedRollout
@@ -18,16 +17,6 @@ from raylight.types import FinishedRollout
 
 class RunContext(Protocol):
     """Parts of a run that an algorithm with its own loop may use, besides the store."""
-
-    @property
-    def secret(self) -> str:
-        """Secret of the run, from which the API keys of attempts are derived."""
-        ...
-
-    @property
-    def trained_agents(self) -> str | None:
-        """Regular expression for the agents whose calls are trained; None for all."""
-        ...
 
     @property
     def folder(self) -> Path:
@@ -52,38 +41,12 @@ class RunContext(Protocol):
         """
         ...
 
-    def resources_with(self, llm: LLM) -> NamedResources:
-        """Return the run's resources, with `llm` in place of every LLM that has no endpoint."""
-        ...
-
     def report_failures(self, finished: list[FinishedRollout]) -> None:
         """Report failed rollouts to the user."""
         ...
 
-    def check_scored(self, finished: list[FinishedRollout], failure_reward: float | None) -> None:
-        """Report failed rollouts.
-
-        Raises:
-            RolloutsFailedError: no rollout has a reward.
-        """
-        ...
-
-    def batch_metrics(
-        self,
-        finished: list[FinishedRollout],
-        content: BatchReport,
-        seconds: float,
-        failure_reward: float | None = None,
-    ) -> dict[str, float]:
-        """Return the metrics of a batch of rollouts that took `seconds`."""
-        ...
-
     def stage(self, text: str) -> None:
         """Display the current stage of the run."""
-        ...
-
-    def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
-        """Return a callback that displays how many rollouts of a batch are done, and of how many."""
         ...
 
     def note(self, text: str) -> None:

@@ -48,14 +48,10 @@ async def run_algorithm(fit: Fit, report: Report, owns_cluster: bool) -> dict[st
 
 async def call_algorithm(fit: Fit, run: Run, report: Report) -> None:
     """Call `run` of an algorithm, after giving it the parts of the run that it may use."""
-    algorithm, resources = cast("Algorithm", fit.algorithm), run.serving.resources
+    algorithm = cast("Algorithm", fit.algorithm)
     algorithm.set_store(run.store)
-    algorithm.set_initial_resources(resources)
-    algorithm.set_run_context(
-        TrainerRunContext(
-            report, fit.settings.payload.secret, resources, fit.inputs.agent.trained_agents, fit.resume_file
-        )
-    )
+    algorithm.set_initial_resources(run.serving.resources)
+    algorithm.set_run_context(TrainerRunContext(report, fit.resume_file))
     datasets = {"train_dataset": fit.train, "val_dataset": fit.val}
     if algorithm.is_async():
         await cast("Awaitable[None]", algorithm.run(**datasets))
