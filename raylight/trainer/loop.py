@@ -244,8 +244,8 @@ class Training:
         try:
             yield
         finally:
-            await cancel_all([self._publication] if self._publication else [])
-            await self._beside.cancel()
+            publications = [self._publication] if self._publication else []
+            await cancel_all([*publications, *self._beside.tasks])
 
     @property
     def _is_asynchronous(self) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
-from raylight.aio import cancel_all
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.served_adapter import PinnedAdapter
@@ -52,6 +51,11 @@ class PinnedEvaluation:
         """True if its rollouts have ended."""
         return self._current is not None and self._current.measuring.done()
 
+    @property
+    def tasks(self) -> list[asyncio.Task[Metrics]]:
+        """The task of its rollouts, to be cancelled with the training."""
+        return [self._current.measuring] if self._current else []
+
     async def begin(self, step: int) -> None:
         """Begin the evaluation of a step whose weights are published; there is no other one.
 
@@ -79,7 +83,3 @@ class PinnedEvaluation:
         await self._learners.release(current.pinned)
         self._report.evaluation(current.step, logged, metrics)
         self._current = None
-
-    async def cancel(self) -> None:
-        """Cancel the rollouts."""
-        await cancel_all([self._current.measuring] if self._current else [])
