@@ -156,16 +156,15 @@ class PolicyRollouts:
             repeats_lost: those that the infrastructure failed run again too.
         """
         stored = await self._store.enqueue_many_rollouts(requests)
-        again = [
-            request
-            for request, rollout in zip(requests, stored, strict=True)
-            if rollout.status == "cancelled" or (repeats_lost and _is_lost(rollout))
-        ]
-        for request in again:
-            assert request.rollout_id is not None, "the rollouts of a run have names"
-            await self._store.update_rollout(
-                request.rollout_id, status="requeuing", resources_id=request.resources_id
+        await asyncio.gather(  # in one message
+            *(
+                self._store.update_rollout(
+                    rollout.rollout_id, status="requeuing", resources_id=request.resources_id
+                )
+                for request, rollout in zip(requests, stored, strict=True)
+                if rollout.status == "cancelled" or (repeats_lost and _is_lost(rollout))
             )
+        )
 
     async def collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
