@@ -36,6 +36,7 @@ def start_store(namespace: str, path: str, config: StoreConfig) -> Any:
             name=STORE_NAME,
             namespace=namespace,
             num_cpus=0,
+            enable_task_events=False,  # Ray would keep 100,000 of its calls in memory, for `ray list tasks`
             max_concurrency=10_000,
             max_restarts=-1,
             max_task_retries=-1,

@@ -71,6 +71,7 @@ class RunningCoordinator:
                 name=COORDINATOR_NAME,
                 namespace=namespace,
                 num_cpus=0,
+                enable_task_events=False,  # as of the store
                 max_concurrency=1000,
                 max_restarts=-1,  # clients repeat calls themselves: Ray would print each repetition
                 scheduling_strategy=this_node,

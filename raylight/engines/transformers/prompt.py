@@ -22,8 +22,10 @@ def render(engine: Sampler, request: MessagesBody) -> list[int]:
     if request.tools and "tools" not in template:
         raise RequestError("tools: this model's chat template does not support them")
     variables = dict(request.chat_template_kwargs or {})
-    if reserved := variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
-        raise RequestError(f"chat_template_kwargs: {min(reserved)} is not a template variable")
+    if variables:
+        known = inspect.signature(tokenizer.apply_chat_template).parameters
+        if reserved := variables.keys() & known.keys():
+            raise RequestError(f"chat_template_kwargs: {min(reserved)} is not a template variable")
     if request.reasoning_effort is not None:
         if "reasoning_effort" not in template:
             raise RequestError("reasoning_effort: this model's chat template does not read it")
