@@ -363,7 +363,7 @@ class Training:
         point = await self._learners.recover(fault)
         self._evaluator.load_state_dict(self._evaluated)
         self._ledger.load_state_dict(point.ledger)
-        await self._groups.reload(point.step)
+        await self._groups.reload_steps(point.step)
         self._saved = point.step
         # step 0 follows a restart with the initial weights, if it was not logged
         self._next = point.step + 1 if point.step or self._reported >= 0 else 0

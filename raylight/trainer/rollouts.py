@@ -51,11 +51,12 @@ async def wait_for_rollouts(run: Run, ids: Sequence[str], progress: Progress) ->
         progress(done, len(ids))
 
 
-async def settle(store: StoreClient, rollouts: list[FinishedRollout]) -> bool:
-    """Return True if none of these rollouts can change any more.
+async def end_unresponsive(store: StoreClient, rollouts: list[FinishedRollout]) -> bool:
+    """End attempts that failed their rollouts because they did not respond. Return True if there are none,
+    and all rollouts are decided.
 
-    An attempt that failed its rollout because it did not respond may respond again, and revive the rollout.
-    It is ended, which may return the rollout to the queue if it was revived just before.
+    Such an attempt could respond again, and revive its rollout. The end of one that has just done so may
+    return the rollout to the queue.
     """
     is_final = all(item.rollout.status in FINISHED for item in rollouts)
     for rollout in (item.rollout for item in rollouts):

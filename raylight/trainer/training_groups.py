@@ -23,7 +23,7 @@ from raylight.experience.rewards import is_informative
 from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.pacer import Pacer
 from raylight.trainer.policy_rollouts import PolicyRollouts, cancel_left
-from raylight.trainer.rollouts import Progress, settle, wait_for_rollouts
+from raylight.trainer.rollouts import Progress, end_unresponsive, wait_for_rollouts
 from raylight.trainer.run import Run
 from raylight.types import FinishedRollout, StepGroups, TokenTotals
 
@@ -110,10 +110,10 @@ class TrainingGroups:
         self._sampler = TaskSampler(tasks, run.settings.seed)
         self._pacer = Pacer(algorithm.tasks_per_step, algorithm.max_staleness, run.training.total_steps)
         self._taken = TakenGroups()
-        self._passed, self._passed_step = TakenGroups(), 0
-        """Groups that were taken up to a step that is not taken again as a new one."""
+        self._logged, self._logged_step = TakenGroups(), 0
+        """Groups that were taken up to the last step that is logged, or about to be."""
         self._records: dict[int, StepGroups] = {}
-        """Groups of the steps that were taken, but not passed, and of those that are taken again."""
+        """Groups of the steps that were taken and are not logged, and of those that are taken again."""
         self._waiting: dict[int, asyncio.Task[None]] = {}
         """Tasks that wait for the groups in progress."""
         self._decided: dict[int, int] = {}
@@ -122,7 +122,7 @@ class TrainingGroups:
         """Finished groups that no step took, in the order in which they finished."""
         self._dropped: list[int] = []
         """Groups that the next step drops."""
-        self._equal: set[int] = set()
+        self._had_replacement: set[int] = set()
         """Groups that had their replacements, because their rewards were all equal, before an outage returned
         them to the queue."""
         self._outages = run.serving.outages
@@ -135,25 +135,25 @@ class TrainingGroups:
     async def load(self) -> None:
         """Continue from the starting point, with the steps that the store has recorded since."""
         step, taken = self._run.start.step, self._run.start.groups
-        self._taken, self._passed, self._passed_step = TakenGroups(**taken), TakenGroups(**taken), step
+        self._taken, self._logged, self._logged_step = TakenGroups(**taken), TakenGroups(**taken), step
         self._pacer.dispatched = len(self._taken)
         self._pacer.replaced = len(self._taken) - step * self._pacer.groups_per_step
-        await self.reload(step)
+        await self.reload_steps(step)
         for recorded, groups in sorted(self._records.items()):
             self._pacer.dispatched += len(groups.all)
             self._record(recorded, groups)
 
-    async def reload(self, step: int) -> None:
+    async def reload_steps(self, step: int) -> None:
         """Read the groups of the steps after a step, which are taken again."""
         stored = await self._run.store.query_steps(self._run.start.lineage)
         self._records |= {later: groups for later, groups in stored.items() if later > step}
 
     def taken_up_to(self, step: int) -> dict[str, Any]:
         """Return the groups that were taken up to a step that is logged, or about to be, as plain JSON."""
-        for later in range(self._passed_step + 1, step + 1):
-            self._passed.add(self._records.pop(later))
-        self._passed_step = max(step, self._passed_step)
-        return self._passed.to_json()
+        for later in range(self._logged_step + 1, step + 1):
+            self._logged.add(self._records.pop(later))
+        self._logged_step = max(step, self._logged_step)
+        return self._logged.to_json()
 
     def is_recorded(self, step: int) -> bool:
         """Return True if a step was taken before, so that it samples nothing."""
@@ -236,11 +236,11 @@ class TrainingGroups:
         while not is_final:
             await wait_for_rollouts(self._run, ids, show)
             rollouts = await self._rollouts.collect(ids)
-            is_final = await settle(self._run.store, rollouts)
+            is_final = await end_unresponsive(self._run.store, rollouts)
         algorithm = self._algorithm
         finished = FinishedGroup(
             rollouts,
-            group not in self._equal
+            group not in self._had_replacement
             and is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards),
             algorithm.oldest_version(rollouts, self._run.training.trained_agents)
             if algorithm.stale == "drop"
@@ -300,7 +300,9 @@ class TrainingGroups:
         for waiting in self._waiting.values():
             waiting.cancel()
         groups = [*self._waiting, *self._finished, *self._dropped]
-        self._equal |= {group for group, finished in self._finished.items() if not finished.is_informative}
+        self._had_replacement |= {
+            group for group, finished in self._finished.items() if not finished.is_informative
+        }
         self._finished.clear()
         self._dropped.clear()
         self._waiting = {group: self._tasks.create_task(self._wait(group)) for group in groups}
@@ -328,6 +330,6 @@ class TrainingGroups:
         self._taken.add(groups)
         self._pacer.replaced += len(groups.all) - self._pacer.groups_per_step
         self._dropped.clear()
-        self._equal -= set(groups.all)
+        self._had_replacement -= set(groups.all)
         for group in groups.all:
             self._decided.pop(group, None)
