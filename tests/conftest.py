@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head,
 # once the user has a token, `ray start` requires it; drivers with an explicit address need this mode
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ |= SESSION
+# the processes of Ray import the same modules a few hundred times; half of that time is compiling them
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# by default Ray's workers wait for every other process of the machine, the other test process included
+os.environ |= {"RAY_worker_niceness": "0"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 restore_interrupts()
@@ -30,7 +36,7 @@ hypothesis.settings.load_profile("raylight")
 
 SLOW_PARTS = 20
 ROOT = Path(__file__).parent.parent
-USES_CLUSTER = re.compile(r"\b(shared_)?cluster: (Cluster|Any)\b")
+CLUSTER = r"\b(?:shared_)?cluster: (?:Cluster|Any)\b"
 """Parameter of a test or fixture that uses the shared cluster."""
 
 
@@ -68,11 +74,11 @@ def _scope(nodeid: str) -> str:
 def _scope_of_file(path: str) -> str:
     if path.startswith("tests/vllm_cpu/"):
         return "vllm"  # its files share one engine
-    sources = [ROOT / path, (ROOT / path).with_name("conftest.py")]
-    uses_cluster = any(
-        USES_CLUSTER.search(file.read_text()) for file in sources if file.exists() and file != Path(__file__)
-    )
-    return "cluster" if uses_cluster else path
+    names, conftest = [CLUSTER], (ROOT / path).with_name("conftest.py")
+    if conftest.exists() and conftest != Path(__file__):
+        names += re.findall(rf"def (\w+)\([^)]*{CLUSTER}", conftest.read_text())
+    text = (ROOT / path).read_text()
+    return "cluster" if any(re.search(rf"\b{name}\b", text) for name in names) else path
 
 
 def _is_selected(item: pytest.Item, commit: int) -> bool:
