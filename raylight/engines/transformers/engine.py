@@ -90,7 +90,11 @@ class TransformersEngine(Sampler):
             if mode == "abort":
                 self._worker.abort(None)
 
-        await self._run(start, mode)
+        try:
+            await self._run(start, mode)
+        except BaseException:
+            self._receiver.close()  # so that the sender does not wait for this engine
+            raise
 
     async def update_weights(self, info: Any) -> None:
         def receive() -> None:
