@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from raylight.cli_options import Address
 from raylight.errors import ConfigError
 
 
@@ -19,12 +18,18 @@ def scale(
     runners: Annotated[int | None, typer.Option(min=1, help="Number of runner actors.")] = None,
     replicas: Annotated[int | None, typer.Option(min=1, help="Number of engine replicas.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Longest wait, in seconds.")] = 600.0,
-    address: Address = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the run's Ray cluster, host:port. By default RAY_ADDRESS, then this machine's "
+            "cluster."
+        ),
+    ] = None,
 ) -> None:
     """Change the number of runners or engine replicas of a run in progress, and wait until it is reached.
 
-    Runners and replicas that are taken away may finish what they execute (runner.drain_timeout_s,
-    engine.drain_timeout_s). No rollout is lost.
+    Runners and replicas that are taken away may finish what they execute (`drain_timeout_s` of `runner` and
+    `engine`). No rollout is lost.
     """
     from raylight.trainer.scale_run import scale_run
 

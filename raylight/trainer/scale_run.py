@@ -17,6 +17,7 @@ from raylight.runner.pool import RUNNER_PREFIX
 from raylight.store.actor import STORE_NAME
 from raylight.store.client import StoreClient
 from raylight.trainer.cluster import ray_session, running_cluster
+from raylight.trainer.local_cluster import is_reachable
 
 ANSWER_TIMEOUT_S = 30.0
 """Time in which a runner must respond that knows the run's store."""
@@ -34,11 +35,13 @@ def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: f
         ConfigError: there is no such run on the cluster.
         ScaleError: a size was not reached, or not in time.
     """
-    if not (address or os.environ.get("RAY_ADDRESS") or running_cluster()):
+    given = address or os.environ.get("RAY_ADDRESS")
+    found = running_cluster() if given in (None, "", "auto") else given
+    if found in (None, "local") or not is_reachable(found):
+        where = "was found on this machine" if found is None else f"is reachable at {found!r}"
         raise ConfigError(
-            f"run {run!r} cannot be scaled: no Ray cluster was found on this machine; give the address of "
-            "the run's cluster, which its first lines show: --address host:port, with RAY_AUTH_MODE=token if "
-            "it has a token"
+            f"run {run!r} cannot be scaled: no Ray cluster {where}; give the address of the run's cluster, "
+            "which its first lines show: --address host:port, with RAY_AUTH_MODE=token if it has a token"
         )
     with ray_session(address, log_to_driver=False):
         reply = asyncio.run(_ask(run, sizes, timeout_s))
@@ -81,8 +84,7 @@ async def _store_of(run: str) -> StoreClient:
         return (await _first_answer(run, [RENDEZVOUS_NAME], "access")).store
     if runners := [name for name in names if name.startswith(RUNNER_PREFIX)]:
         return await _first_answer(run, runners, "store")
-    own = (RENDEZVOUS_NAME, STORE_NAME)
-    runs = {a["namespace"] for a in actors if a["name"] in own or a["name"].startswith(RUNNER_PREFIX)}
+    runs = {a["namespace"] for a in actors if a["name"].startswith((RUNNER_PREFIX, RENDEZVOUS_NAME))}
     found = f"it has: {', '.join(sorted(runs))}" if runs else "it has no run in progress"
     raise ConfigError(f"the cluster has no run {run!r}; {found}. A run shows its name at its start")
 
