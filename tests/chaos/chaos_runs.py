@@ -164,19 +164,25 @@ STALENESS: dict[str, dict[str, Any]] = {
 }
 
 
+SYNCHRONOUS = ("manager", "controller", "runner", "program", "parts")
+"""Series of parts that work alike in all runs."""
+ASYNCHRONOUS = ("replicas", "ray", "node", "node-and-replica", "disk", "signals", "buffer")
+"""Series of which an asynchronous run shows all that a synchronous one does."""
+
+
 def _runs(prefix: str, names: Iterable[str]) -> Iterator[ChaosRun]:
-    """Yield the runs of some series. A start is the same in all runs: asynchronous ones have none."""
+    """Yield the runs of some series. A start is the same in all runs: it belongs to one of them."""
     for name in names:
-        faults = tuple(fault for fault in SERIES[name] if not prefix or fault.when != "start")
+        has_start = not prefix or name in ASYNCHRONOUS
+        faults = tuple(fault for fault in SERIES[name] if has_start or fault.when != "start")
         yield ChaosRun(f"{prefix}{name}", faults, SETTINGS.get(name, {}) | STALENESS[prefix])
 
 
 RUNS = {
     run.name: run
     for run in (
-        *_runs("", [name for name in SERIES if name != "buffer"]),
-        # Serve's own processes serve all runs alike
-        *_runs("wait-", [name for name in SERIES if name not in ("manager", "controller", "parts")]),
+        *_runs("", [name for name in SERIES if name not in ASYNCHRONOUS]),
+        *_runs("wait-", [name for name in SERIES if name not in SYNCHRONOUS]),
         *_runs("mask-", ["random", "buffer"]),
         *_runs("drop-", ["random", "buffer"]),
     )
