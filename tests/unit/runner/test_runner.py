@@ -14,6 +14,7 @@ from unit_helpers import enqueue, make_runner, run_all, serving, within
 
 from raylight.errors import TracerError, UnknownIdError
 from raylight.runner import runner as module
+from raylight.store import transitions
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.tracer import DummyTracer
@@ -23,7 +24,8 @@ CONNECTION = openai.APIConnectionError(request=httpx.Request("POST", "http://eng
 
 
 @pytest.fixture
-def store() -> StoreClient:
+def store(monkeypatch: pytest.MonkeyPatch) -> StoreClient:
+    monkeypatch.setattr(transitions, "FIRST_BACKOFF_S", 0.01)
     return StoreClient(StoreService())
 
 

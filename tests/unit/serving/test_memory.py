@@ -20,7 +20,7 @@ from raylight.serving.capture.retry_cache import RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.response_history import ResponseHistory
 
-CAPACITY = 2**20
+CAPACITY = 2**19
 MORE = 4
 """What is kept would take this many times the capacity."""
 SLACK = 1.3
