@@ -152,19 +152,20 @@ def end_of(rewards: list[float]) -> float:
     return statistics.fmean(rewards[-2:])
 
 
-def print_table(results: dict[Case, list[float]], seeds: int) -> None:
+def print_table(results: dict[Case, list[float]]) -> None:
     """Print the mean reward at the end, with its standard deviation over the seeds."""
-    print(f"| S | {' | '.join(CORRECTIONS)} |")
-    print("|---|" + "---|" * len(CORRECTIONS))
-    for staleness in STALENESS:
+    corrections = list(dict.fromkeys(case.correction for case in results))
+    print(f"| S | {' | '.join(corrections)} |")
+    print("|---|" + "---|" * len(corrections))
+    for staleness in sorted({case.staleness for case in results}):
         cells = []
-        for correction in CORRECTIONS:
+        for correction in corrections:
             ends = [
                 end_of(rewards)
                 for case, rewards in results.items()
                 if (case.correction, case.staleness) == (correction, staleness)
             ]
-            deviation = f" ± {statistics.stdev(ends):.3f}" if seeds > 1 else ""
+            deviation = f" ± {statistics.stdev(ends):.3f}" if len(ends) > 1 else ""
             cells.append(f"{statistics.fmean(ends):.3f}{deviation}")
         print(f"| {staleness} | {' | '.join(cells)} |", flush=True)
 
@@ -176,12 +177,15 @@ def draw(results: dict[Case, list[float]], path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(CORRECTIONS), figsize=(11, 2.6), sharey=True)
-    for panel, correction in zip(panels, CORRECTIONS, strict=True):
+    corrections = list(dict.fromkeys(case.correction for case in results))
+    size = (2.2 * len(corrections), 2.6)
+    figure, axes = plt.subplots(1, len(corrections), figsize=size, sharey=True, squeeze=False)
+    panels = axes[0]
+    for panel, correction in zip(panels, corrections, strict=True):
         panel.set_title(correction, fontsize=9)
         panel.set_ylim(0, 1)
         panel.grid(alpha=0.3)
-        for staleness in STALENESS:
+        for staleness in sorted({case.staleness for case in results}):
             curves = [
                 rewards
                 for case, rewards in results.items()
@@ -219,11 +223,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, context, start_process) as pool:
         results = dict(pool.map(run, cases, itertools.repeat(out)))
-    if len(cases) == len(CORRECTIONS) * len(STALENESS) * args.seeds:
-        print_table(results, args.seeds)
-    else:
-        for case, rewards in results.items():
-            print(case.name, *(f"{reward:.3f}" for reward in rewards))
+    print_table(results)
     if args.plot:
         draw(results, args.plot)
 
