@@ -107,8 +107,7 @@ class LearnerGroup:
 
     def _start(self) -> list[Any]:
         config = self._config
-        nodes: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
-        order = order_by_node(nodes)
+        order = order_by_node(self.nodes())
         return [
             self._class.options(
                 name=f"learner-{rank}",
@@ -121,6 +120,10 @@ class LearnerGroup:
             ).remote(rank, config.n, config)
             for rank in range(config.n)
         ]
+
+    def nodes(self) -> dict[int, str]:
+        """Return the id of the node of each bundle."""
+        return placement_group_table(self._placement)["bundles_to_node_id"]
 
     async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
         """Set up all ranks in parallel. `restart` uses the arguments again.
@@ -146,8 +149,8 @@ class LearnerGroup:
             ConfigError: a learner does not share a folder.
         """
         driver = ray.get_runtime_context().get_node_id()
-        bundles_to_nodes: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
-        nodes = [bundles_to_nodes[bundle] for bundle in order_by_node(bundles_to_nodes)]
+        of_bundles = self.nodes()
+        nodes = [of_bundles[bundle] for bundle in order_by_node(of_bundles)]
         if set(nodes) <= {driver}:
             return
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -157,8 +160,8 @@ class LearnerGroup:
 
         await check_shared(folders, [addresses[node] for node in nodes], secrets.token_hex(4), ask)
 
-    async def restart(self) -> None:
-        """Kill all ranks, and start and set them up again in the same bundles, with the initial weights.
+    async def restart(self, placement: PlacementGroup | None = None) -> None:
+        """Kill all ranks, and start them again in the same or other bundles, with the initial weights.
 
         Raises:
             LearnerLostError: the ranks did not end, or were not ready again, within `start_timeout_s`.
@@ -172,6 +175,7 @@ class LearnerGroup:
                 f"{len(alive)} learners did not end within {self._config.start_timeout_s:g} s of being "
                 "killed; end their processes on their nodes, or raise start_timeout_s"
             )
+        self._placement = placement or self._placement
         self._actors = self._start()
         self._failure = asyncio.Future()
         assert self._setup_args is not None, "restart follows a setup"

@@ -175,7 +175,7 @@ class LocalLearner:
 
         await self._engine.change_weights(load)
 
-    async def restart(self) -> None:
+    async def restart(self, placement: object = None) -> None:
         """Raise LearnerError: the learner cannot be lost without the driver."""
         raise LearnerError("a local learner cannot be restarted; resume the run from its training state")
 

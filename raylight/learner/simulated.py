@@ -110,7 +110,7 @@ class SimulatedLearner:
         """Continue with a version."""
         self.version = version
 
-    async def restart(self) -> None:
+    async def restart(self, placement: object = None) -> None:
         """Raise LearnerError: a simulated learner is never lost."""
         raise LearnerError("a simulated learner has no process that could be restarted")
 

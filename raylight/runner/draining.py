@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from collections.abc import AsyncIterator
 
 import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
+from ray.exceptions import RpcError
+
+from raylight.aio import pause
+
+logger = logging.getLogger(__name__)
 
 GCS_TIMEOUT_S = 5.0
+CHECK_S = 2.0
+"""Interval at which draining nodes are looked up."""
 MARGIN_S = 5.0
 """Seconds before the end of a node at which its runners must have given back their rollouts."""
+
+
+async def watch_draining_nodes() -> AsyncIterator[dict[str, float | None]]:
+    """Yield the draining nodes, as `draining_nodes` returns them, whenever there are some at an interval. Ray
+    sends no event for them."""
+    while True:
+        await pause(CHECK_S)
+        try:
+            draining = await asyncio.to_thread(draining_nodes)
+        except RpcError as error:  # the cluster's monitor reports a GCS that stays away
+            logger.debug("the draining nodes are unknown: %s", error)
+            continue
+        if draining:
+            yield draining
 
 
 def draining_nodes() -> dict[str, float | None]:

@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError, RpcError
+from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.aio import pause, task_group
 from raylight.config import RunnerConfig
@@ -24,7 +24,7 @@ from raylight.errors import (
     summarize_ray_error,
 )
 from raylight.runner.actor import Departure, PooledRunner, RunnerActor, RunnerPayload
-from raylight.runner.draining import draining_nodes, grace_seconds
+from raylight.runner.draining import grace_seconds, watch_draining_nodes
 from raylight.runner.runner import RunnerExit
 from raylight.runner.start_up import StartUp
 from raylight.store.client import StoreClient
@@ -37,8 +37,6 @@ RUNNER_PREFIX = "runner-"
 RELEASE_TIMEOUT_S = 5.0
 PROBE_INTERVAL_S = 10.0
 """Longest interval between two probes of a runner's event loop."""
-DRAIN_CHECK_S = 2.0
-"""Interval at which draining nodes are looked up."""
 
 
 class RunnerPool:
@@ -249,15 +247,9 @@ class RunnerPool:
 
     async def _leave_draining_nodes(self) -> None:
         """Have the runners of draining nodes leave, and start others in their place; Ray starts no actor on a
-        draining node. Ray sends no event for it."""
+        draining node."""
         assert self._tasks is not None, "`watch` has begun"
-        while True:
-            await pause(DRAIN_CHECK_S)
-            try:
-                draining = await asyncio.to_thread(draining_nodes)
-            except RpcError as error:  # the cluster's monitor reports a GCS that stays away
-                logger.debug("the draining nodes are unknown: %s", error)
-                continue
+        async for draining in watch_draining_nodes():
             for node, remaining_s in draining.items():
                 affected = [runner for runner in self._runners.values() if runner.node == node]
                 if not affected:

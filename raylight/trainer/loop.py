@@ -23,6 +23,7 @@ from raylight.aio import cancel_all
 from raylight.errors import LearnerLostError
 from raylight.experience.batch import BatchReport
 from raylight.experience.ledger import Ledger
+from raylight.trainer.components.learners import NodeDrains
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.load_watch import LoadWatch
 from raylight.trainer.outcome import describe, raise_if_hopeless
@@ -55,6 +56,8 @@ class Training:
         """The next step; 0 is the evaluation before training."""
         self._reported = self._next - 1
         """Last step whose metrics are logged."""
+        self._saved = start.step
+        """Last step whose training state is saved, or is being saved."""
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run)
@@ -103,7 +106,11 @@ class Training:
                         fault = None
                     await self._save_fork()
                     await self._resume_evaluation()
+                    if self._learners.drain_noticed.is_set():
+                        await self._leave_draining_nodes()
                     await self._take_step(self._next)
+                except NodeDrains:
+                    pass  # the step is taken again
                 except LearnerLostError as error:
                     self._report.note(f"the learners were lost and are restarted: {error}")
                     fault = error
@@ -139,7 +146,7 @@ class Training:
         if step <= self._reported:
             report.stage(f"replaying step {step}")
         started = time.perf_counter()
-        rollouts = await self._until_failure(self._groups.take(step))
+        rollouts = await self._until_failure(self._groups.take(step), self._learners.wait_for_drain())
         ended = time.perf_counter()
         wait_s, cycle_s, self._taken_at = ended - started, ended - self._taken_at, ended
         batch, content = await asyncio.to_thread(  # long rollouts do not block the event loop
@@ -332,15 +339,18 @@ class Training:
         await self._learners.save_state(step, metadata)
         self._saved = step
 
-    async def _until_failure(self, work: Awaitable[T]) -> T:
+    async def _until_failure(self, work: Awaitable[T], *others: Awaitable[Any]) -> T:
         """Await work that may never end if a publication, or the learners, have failed.
+
+        Args:
+            others: also raise their errors.
 
         Raises:
             LearnerError, WeightSyncError: the failure.
         """
         working: asyncio.Future[T] = asyncio.ensure_future(work)
-        failing = asyncio.ensure_future(self._learners.wait_for_failure())
-        pending: set[asyncio.Future[Any]] = {working, failing}
+        failing = [asyncio.ensure_future(w) for w in (self._learners.wait_for_failure(), *others)]
+        pending: set[asyncio.Future[Any]] = {working, *failing}
         pending |= {self._publication} if self._publication else set()
         try:
             while not working.done():
@@ -349,10 +359,22 @@ class Training:
                     task.result()
             return working.result()
         finally:
-            await cancel_all([working, failing])
+            await cancel_all([working, *failing])
 
-    async def _go_back(self, fault: LearnerLostError) -> None:
-        """Restart lost learners with the last training state, after which the next step is taken.
+    async def _leave_draining_nodes(self) -> None:
+        """Save a training state, and move the learners if other nodes have room for them."""
+        learners, step = self._learners, self._next - 1
+        learners.drain_noticed.clear()
+        if step > self._saved and step >= self._reported:
+            await self._save_state(step)
+            await learners.finish_saving()
+        if learners.can_move:
+            await self._go_back(None)
+            self._report.note(f"the learners have left a node that drains, after step {step}")
+
+    async def _go_back(self, fault: LearnerLostError | None) -> None:
+        """Restart lost learners, or those whose node drains (None), with the last training state, after which
+        the next step is taken.
 
         Raises:
             LearnerError: the learners were lost more often than allowed.
@@ -360,7 +382,7 @@ class Training:
         if self._publication is not None:
             await cancel_all([self._publication])
         self._publication = self._published = None
-        point = await self._learners.recover(fault)
+        point = await (self._learners.move() if fault is None else self._learners.recover(fault))
         self._evaluator.load_state_dict(self._evaluated)
         self._ledger.load_state_dict(point.ledger)
         await self._groups.reload_steps(point.step)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raylight.aio import cancel_all
-from raylight.errors import LearnerError, LearnerLostError
+from raylight.errors import LearnerError, LearnerLostError, PlacementError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
+from raylight.runner.draining import watch_draining_nodes
 from raylight.trainer import served_adapter
 from raylight.trainer.cluster import reserve
 from raylight.trainer.components.local_serving import LocalServing
@@ -26,6 +28,10 @@ from raylight.trainer.resume import ResumePoint, resume_point_of
 from raylight.trainer.served_adapter import PinnedAdapter
 from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
 from raylight.weight_sync.client import CoordinatorClient
+
+
+class NodeDrains(Exception):
+    """A node of the learners drains; a training state is to be saved, and the learners may move."""
 
 
 class Learners:
@@ -59,6 +65,13 @@ class Learners:
         self.restarts = 0
         """Number of times that lost learners were restarted."""
         self._reported_no_sleep = False
+        self._placement: PlacementGroup | None = None
+        self._refuge: PlacementGroup | None = None
+        """Bundles on other nodes, to which the learners can move from a node that drains."""
+        self.moves = 0
+        """Number of times that the learners moved from a node that drains."""
+        self.drain_noticed = asyncio.Event()
+        """Set when a node of the learners drains, and again when they can move."""
 
     async def reserve(self, stack: contextlib.AsyncExitStack) -> None:
         """Reserve the learners' resources as a placement group.
@@ -69,10 +82,16 @@ class Learners:
         config = self._training.learner
         if config.kind != "ranks":
             return
-        self._placement = await reserve(
-            f"{self._settings.name}-learners", bundles(config), config.strategy, config.placement_timeout_s
-        )
-        stack.callback(remove_placement_group, self._placement)
+        self._placement = await self._place("learners", config.placement_timeout_s)
+        stack.callback(self._release)
+
+    def _release(self) -> None:
+        for placement in filter(None, (self._placement, self._refuge)):
+            remove_placement_group(placement)
+
+    async def _place(self, name: str, timeout_s: float) -> PlacementGroup:
+        config = self._training.learner
+        return await reserve(f"{self._settings.name}-{name}", bundles(config), config.strategy, timeout_s)
 
     def open(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
         """Start the processes of the ranks, and serve replicas that join from them."""
@@ -101,6 +120,7 @@ class Learners:
             return LocalLearner(serving.engine, config)
         if config.kind == "simulated":
             return SimulatedLearner(config)
+        assert self._placement is not None, "the ranks have a place"
         return LearnerGroup(self._settings.name, config, self._placement)
 
     async def start(self) -> None:
@@ -139,12 +159,41 @@ class Learners:
             await self.group.load_state(self._start.state_url, self._start.step, self.version)
 
     def watches(self) -> list[Coroutine[Any, Any, object]]:
-        """Return nothing: the calls of the ranks fail when a rank has failed."""
-        return []
+        """Return a coroutine that notices draining nodes. Failures of ranks fail their calls."""
+        return [self._notice_draining_nodes()] if self._training.learner.kind == "ranks" else []
 
     async def counts(self) -> dict[str, int]:
-        """Return the number of restarts."""
-        return {"learner_restarts": self.restarts}
+        """Return the numbers of restarts and of moves."""
+        return {"learner_restarts": self.restarts, "learner_moves": self.moves}
+
+    async def _notice_draining_nodes(self) -> None:
+        """When a node of the learners drains, reserve bundles on other nodes while they work on. Ray places
+        nothing on a draining node."""
+        noticed: set[str] = set()
+        is_reported = False
+        patience_s = self._training.learner.placement_timeout_s
+        async for draining in watch_draining_nodes():
+            affected = draining.keys() & set(self.group.nodes().values())
+            if not affected or self._refuge is not None:
+                continue
+            if new := affected - noticed:
+                noticed |= new
+                nodes = ", ".join(sorted(node[:8] for node in new))
+                self._show_stage(f"node {nodes} drains, and has learners: they move when others have room")
+                self.drain_noticed.set()
+            remaining_s = min((s for node in affected if (s := draining[node]) is not None), default=math.inf)
+            try:
+                name = f"learners-{self.moves + 1}"
+                self._refuge = await self._place(name, min(patience_s, max(remaining_s, 1.0)))
+            except PlacementError as error:
+                if not is_reported:
+                    is_reported = True
+                    self._show_stage(
+                        "no other nodes have room for the learners; when their node ends, they restart from "
+                        f"the last training state, once Ray can place them: {error}"
+                    )
+            else:
+                self.drain_noticed.set()
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the weights; return metrics. Engines that share a device with the learners sleep
@@ -212,14 +261,45 @@ class Learners:
             ) from fault
         self.restarts += 1
         self._show_stage("restarting the learners")
+        return await self._restart(fault)
+
+    @property
+    def can_move(self) -> bool:
+        """True if the learners are on a node that drains, and others have room."""
+        return self._refuge is not None
+
+    async def wait_for_drain(self) -> NoReturn:
+        """Raise NodeDrains as soon as `drain_noticed` is set."""
+        await self.drain_noticed.wait()
+        raise NodeDrains
+
+    async def move(self) -> ResumePoint:
+        """Move the learners from a node that drains, and load the last training state; return its position.
+
+        Raises:
+            LearnerError: they did not start elsewhere.
+        """
+        self.moves += 1
+        self._show_stage("moving the learners to other nodes")
+        return await self._restart("their node drained")
+
+    async def _restart(self, reason: object) -> ResumePoint:
+        """Restart the learners, where they can move to if they can."""
         async with self.publications.learners_busy:
-            await self.group.restart()
+            before, refuge = self._placement, self._refuge
+            if refuge is not None:
+                self._placement, self._refuge = refuge, None
+            try:
+                await self.group.restart(self._placement)
+            finally:
+                if refuge is not None and before is not None:
+                    remove_placement_group(before)
             states = TrainingStates(self._training.state_url)
             steps = await asyncio.to_thread(states.steps)
             if not steps:
                 raise LearnerError(
-                    f"the learners were lost before {states.url} had a training state: {fault}"
-                ) from fault
+                    f"the learners were lost before {states.url} had a training state: {reason}"
+                )
             point = resume_point_of(states, steps[-1])
             await self.group.load_state(states.url, point.step, point.version)
             self.version = point.version

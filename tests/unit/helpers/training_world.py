@@ -80,6 +80,10 @@ class World:
         """Number of models that were saved, and numbers of those at which the learners are lost."""
         self.stranded_at: set[int] = set()
         """Numbers of finished rollouts at which the learners and the only replica are lost together."""
+        self.drains_at: dict[int, bool] = {}
+        """Numbers of finished rollouts at which the learners' node drains, and if others have room."""
+        self.places: list[object] = []
+        """Placements of the restarts of the learners."""
         self.lives = 0
         self.lost: Callable[[str], bool] = lambda rollout_id: False
         """Tells if the infrastructure fails a rollout."""
@@ -148,7 +152,8 @@ class Ranks:
         world.updated.notify_all()
         return {"learner/pg_loss": 0.0}
 
-    async def restart(self) -> None:
+    async def restart(self, placement: object = None) -> None:
+        self.world.places.append(placement)
         self.weights, self.version, self.lost = START, 0, False
 
     async def save(self, folder: str, adapter: str | None = None) -> None:
@@ -326,6 +331,10 @@ class FakeRun(Run):
             self.learners.group.lost = True
             self.learners.publications.stranded.set()
             await self.learners.publications.served.wait()
+        for number in [number for number in self.world.drains_at if number <= finished]:
+            if self.world.drains_at.pop(number):
+                self.learners._refuge = "elsewhere"  # type: ignore[assignment]
+            self.learners.drain_noticed.set()
         if self.world.lost(rollout.rollout_id):
             failure = Failure(kind="infrastructure", error="APIConnectionError: refused")
             await self.store.finish_attempt(rollout, "failed", failure)

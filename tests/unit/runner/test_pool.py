@@ -15,8 +15,8 @@ from unit_helpers import as_agent, enqueue, until, within
 from raylight.agent.hooks import HookDispatcher
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
+from raylight.runner import draining, start_up
 from raylight.runner import pool as module
-from raylight.runner import start_up
 from raylight.runner.actor import RunnerPayload
 from raylight.runner.pool import RunnerPool
 from raylight.runner.runner import Runner
@@ -132,8 +132,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(module.ray, "kill", lambda actor: actor.kill())
     monkeypatch.setattr(start_up, "read_start_states", cluster.states)
     monkeypatch.setattr(start_up.StartUp, "_placement_message", lambda self, n: f"{n} without room")
-    monkeypatch.setattr(module, "draining_nodes", lambda: cluster.draining)
-    monkeypatch.setattr(module, "DRAIN_CHECK_S", 0.01)
+    monkeypatch.setattr(draining, "draining_nodes", lambda: cluster.draining)
+    monkeypatch.setattr(draining, "CHECK_S", 0.01)
     return cluster
 
 

@@ -12,6 +12,7 @@ import pytest
 from training_world import GROUP, ONCE, STEPS, TASKS, Serving, World, live, recorded_steps, told, weights_of
 
 from raylight.errors import LearnerError, RolloutsFailedError, ServingLostError
+from raylight.trainer.components import learners as learners_module
 
 
 def phase_of(rollout_id: str) -> str:
@@ -63,6 +64,23 @@ def test_learners_that_are_lost_come_to_where_they_were(
     assert weights_of(world) == undisturbed[1]
     assert set(world.sampled.values()) == {1}
     assert rows[-1]["learner/restarts"] == sum({4: 1, 6: 2, 2: 1, 7: 1, 0: 1}[v] for v in world.faults)
+
+
+@pytest.mark.parametrize("drains_at", [{0: True}, {13: True}, {13: False, 21: True, 60: True}, {40: False}])
+def test_learners_leave_a_node_that_drains(
+    drains_at: dict[int, bool], world: World, undisturbed: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a training state of the last step: no update is repeated."""
+    removed: list[object] = []
+    monkeypatch.setattr(learners_module, "remove_placement_group", removed.append)
+    moves, world.drains_at = sum(drains_at.values()), dict(drains_at)
+    rows = asyncio.run(live(world))
+    assert told(rows) == undisturbed[0]
+    assert weights_of(world) == undisturbed[1]
+    assert set(world.sampled.values()) == {1}
+    assert len(world.trained) == STEPS
+    assert (world.places, removed) == (["elsewhere"] * moves, ["elsewhere"] * max(moves - 1, 0))
+    assert rows[-1]["learner/restarts"] == 0
 
 
 @pytest.mark.parametrize("stranded_at", [13, 40, 67])
