@@ -98,6 +98,58 @@ def test_a_run_is_scaled_up_and_back(
     folder.mkdir()
     actor = None if own_store else start_store("mine", str(folder / "store.db"), StoreConfig())
     scaling = Scaling(shared_cluster, option, tmp_path / "end")
+    store = None if actor is None else rl.StoreClient(actor)
+    rows = train_until(tmp_path / "end", folder, scaling, store=store)
+    scaling.thread.join(DEADLINE_S)
+    if actor is not None:
+        ray.get(actor.close.remote())
+        ray.kill(actor)
+    assert scaling.outputs == [f"{option}: 1 -> 2\n", f"{option}: 2 -> 1\n"]
+    assert "no run 'nowhere'" in scaling.error
+    assert f"it has: {scaling.run}" in scaling.error
+    sizes = [row["runners/n" if option == "runners" else "serving/replicas"] for row in rows]
+    assert (sizes[0], max(sizes), sizes[-1]) == (1, 2, 1)
+    statuses, attempts = asyncio.run(_rollouts(folder))
+    assert statuses.keys() <= {"succeeded", "cancelled"}, "those in progress at the end are cancelled"
+    assert attempts <= {1}
+
+
+class Growth:
+    """Ends a run some steps after a replica was added. It is a logger of the run.
+
+    Args:
+        end: file that is written at the end.
+    """
+
+    def __init__(self, end: Path) -> None:
+        self._end = end
+        self._grown = 0
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Do nothing; the run is not up."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Count the steps with two replicas."""
+        self._grown += metrics["serving/replicas"] == 2
+        if self._grown == 5:
+            self._end.touch()
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.slow
+def test_serve_adds_a_replica_under_load(shared_cluster: Cluster, tmp_path: Path) -> None:
+    """It has the current weights before it serves, or the next publication's check of log-probs would fail."""
+    folder, end = tmp_path / "run", tmp_path / "end"
+    folder.mkdir()
+    engine = {"max_replicas": 2, "target_ongoing_requests": 0.2}
+    rows = train_until(end, folder, Growth(end), engine=engine)
+    assert (rows[0]["serving/replicas"], rows[-1]["serving/replicas"]) == (1, 2)
+
+
+def train_until(end: Path, folder: Path, logger: Any, **settings: Any) -> list[dict[str, Any]]:
+    """Train asynchronously until a file exists, and return the metrics of the steps. No rollout fails."""
     algorithm = rl.GRPO(
         model=STARTER_MODEL,
         group_size=2,
@@ -112,26 +164,15 @@ def test_a_run_is_scaled_up_and_back(
         algorithm=algorithm,
         n_runners=1,
         output_dir=folder,
-        store=None if actor is None else rl.StoreClient(actor),
-        loggers=["jsonl", scaling],
+        loggers=["jsonl", logger],
         progress=False,
+        **settings,
     )
-    summary = trainer.fit(patient_adder, additions(0)[0], [{"end": str(tmp_path / "end")}])
-    scaling.thread.join(DEADLINE_S)
-    if actor is not None:
-        ray.get(actor.close.remote())
-        ray.kill(actor)
-    assert scaling.outputs == [f"{option}: 1 -> 2\n", f"{option}: 2 -> 1\n"]
-    assert "no run 'nowhere'" in scaling.error
-    assert f"it has: {scaling.run}" in scaling.error
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    sizes = [row["runners/n" if option == "runners" else "serving/replicas"] for row in rows]
-    assert (sizes[0], max(sizes), sizes[-1]) == (1, 2, 1)
+    summary = trainer.fit(patient_adder, additions(0)[0], [{"end": str(end)}])
     assert summary["tokens"]["failed"] == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(row["ledger/unaccounted"] == 0 for row in rows)
-    statuses, attempts = asyncio.run(_rollouts(folder))
-    assert statuses.keys() <= {"succeeded", "cancelled"}, "those in progress at the end are cancelled"
-    assert attempts <= {1}
+    return rows
 
 
 async def _rollouts(folder: Path) -> tuple[Counter[str], set[int]]:
