@@ -108,9 +108,8 @@ class Training:
                     await self._resume_evaluation()
                     if self._learners.drain_noticed.is_set():
                         await self._leave_draining_nodes()
-                    await self._take_step(self._next)
-                except NodeDrains:
-                    pass  # the step is taken again
+                    with contextlib.suppress(NodeDrains):  # the step is taken again
+                        await self._take_step(self._next)
                 except LearnerLostError as error:
                     self._report.note(f"the learners were lost and are restarted: {error}")
                     fault = error

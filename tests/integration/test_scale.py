@@ -140,7 +140,7 @@ class Growth:
 
 @pytest.mark.slow
 def test_serve_adds_a_replica_under_load(shared_cluster: Cluster, tmp_path: Path) -> None:
-    """It has the current weights before it serves, or the next publication's check of log-probs would fail."""
+    """It has the current weights before it serves: each publication compares log-probs with all replicas."""
     folder, end = tmp_path / "run", tmp_path / "end"
     folder.mkdir()
     engine = {"max_replicas": 2, "target_ongoing_requests": 0.2}

@@ -167,7 +167,7 @@ class Learners:
         return {"learner_restarts": self.restarts, "learner_moves": self.moves}
 
     async def _notice_draining_nodes(self) -> None:
-        """When a node of the learners drains, reserve bundles on other nodes while they work on. Ray places
+        """Reserve bundles on other nodes when a node of the learners drains, while they work on. Ray places
         nothing on a draining node."""
         noticed: set[str] = set()
         is_reported = False
