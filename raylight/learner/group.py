@@ -148,10 +148,8 @@ class LearnerGroup:
         Raises:
             ConfigError: a learner does not share a folder.
         """
-        driver = ray.get_runtime_context().get_node_id()
-        of_bundles = self.nodes()
-        nodes = [of_bundles[bundle] for bundle in order_by_node(of_bundles)]
-        if set(nodes) <= {driver}:
+        nodes = [self.nodes()[bundle] for bundle in order_by_node(self.nodes())]
+        if set(nodes) <= {ray.get_runtime_context().get_node_id()}:
             return
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
@@ -176,8 +174,7 @@ class LearnerGroup:
                 "killed; end their processes on their nodes, or raise start_timeout_s"
             )
         self._placement = placement or self._placement
-        self._actors = self._start()
-        self._failure = asyncio.Future()
+        self._actors, self._failure = self._start(), asyncio.Future()
         assert self._setup_args is not None, "restart follows a setup"
         await self.setup(*self._setup_args)
 

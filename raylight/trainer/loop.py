@@ -56,8 +56,6 @@ class Training:
         """The next step; 0 is the evaluation before training."""
         self._reported = self._next - 1
         """Last step whose metrics are logged."""
-        self._saved = start.step
-        """Last step whose training state is saved, or is being saved."""
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run)
