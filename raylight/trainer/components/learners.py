@@ -178,6 +178,7 @@ class Learners:
                 continue
             if new := affected - noticed:
                 noticed |= new
+                is_reported = False
                 nodes = ", ".join(sorted(node[:8] for node in new))
                 self._show_stage(f"node {nodes} drains, and has learners: they move when others have room")
                 self.drain_noticed.set()
