@@ -135,5 +135,5 @@ class Driver:
     def _wait(self) -> None:
         code = self.process.wait()
         self._reader.join(2)  # its last lines; an orphan may hold the pipe open
-        self.exited.set()
         self._events.add("exit", code=code)
+        self.exited.set()

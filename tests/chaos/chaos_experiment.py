@@ -113,6 +113,7 @@ class Experiment:
         Ray's agents take up to a minute."""
         if strike.fault.action == "fill the disk":
             self._disk.free()
+        self._events.drain()  # the exit of the last driver is not that of the next
         ended = time.monotonic()
         eventually(lambda: not self._processes.find("store"), CLEAN_S, "the end of the store")
         strike.resumed_at = time.monotonic()
@@ -129,7 +130,8 @@ class Experiment:
         strikes = self._result.strikes
         # a run recovers from one fault before it meets the next
         prelude = [Recovery(strikes[-1].resumed_at or strikes[-1].at)] if strikes else fault.prelude
-        self._events.wait(prelude, deadline)
+        if prelude and self._events.wait(prelude, deadline) is None:
+            return None
         targets = self._processes.find(fault.target) if fault.target else []
         self._events.drain()
         if driver.exited.is_set():
