@@ -39,9 +39,8 @@ class ChaosRun:
 
     @property
     def steps(self) -> int:
-        """Number of steps, enough for all faults and the recovery from them. Asynchronous steps go on for a
-        while without rollouts."""
-        return 4 + (3 if "max_staleness" in self.settings else 2) * len(self.faults)
+        """Number of steps, enough for all faults and the recovery from them."""
+        return 4 + 3 * len(self.faults)
 
     @property
     def expected_ends(self) -> list[str]:
