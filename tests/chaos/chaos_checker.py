@@ -59,7 +59,9 @@ def _check_rewards(evidence: Evidence) -> Iterator[Finding]:
             returned[line["attempt"]].append(line["reward"])
     for item in evidence.rollouts:
         name, attempt = item.rollout.rollout_id, item.rollout.attempt
-        succeeded = [a for a in evidence.attempts[name] if a.status == "succeeded"]
+        succeeded = [a.worker_id for a in evidence.attempts[name] if a.status == "succeeded"]
+        if evidence.plan.cancels:
+            succeeded = [worker for worker in succeeded if _driver_of(worker) == _driver_of(succeeded[-1])]
         if len(succeeded) > 1:
             yield Finding("twice", f"{name} has {len(succeeded)} attempts that succeeded")
         if item.rollout.status != "succeeded" or attempt is None:
@@ -75,6 +77,11 @@ def _check_rewards(evidence: Evidence) -> Iterator[Finding]:
             yield Finding("lost", f"{name} succeeded without the reward {rewards[0]}")
         elif item.reward != rewards[0]:
             yield Finding("wrong", f"{name} has reward {item.reward}, and the agent returned {rewards[0]}")
+
+
+def _driver_of(worker: str | None) -> str:
+    """Return the name of the driver that a runner belongs to."""
+    return (worker or "").split("/")[0]
 
 
 def _check_answers(evidence: Evidence) -> Iterator[Finding]:

@@ -46,12 +46,15 @@ class Plan:
         tasks: number of groups that each step trains on.
         samples: number of rollouts in each group.
         may_fail: number of rollouts that the fault itself may fail.
+        cancels: a driver was interrupted and cancelled rollouts. An attempt of these may still have
+            succeeded, before the next driver queued them again.
     """
 
     steps: int
     tasks: int
     samples: int
     may_fail: int = 0
+    cancels: bool = False
     max_staleness: int = 0
     stale: str = "wait"
 

@@ -82,7 +82,8 @@ class Experiment:
     def _plan(self) -> Plan:
         names = ("max_staleness", "stale")
         staleness = {name: self._settings[name] for name in names if name in self._settings}
-        return Plan(self._run.steps, TASKS, SAMPLES, self._run.may_fail, **staleness)
+        cancels = any(fault.action in ("interrupt", "terminate") for fault in self._run.faults)
+        return Plan(self._run.steps, TASKS, SAMPLES, self._run.may_fail, cancels, **staleness)
 
     def _run_drivers(self) -> None:
         driver = self._start(resume=False)

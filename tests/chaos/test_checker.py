@@ -267,3 +267,11 @@ def test_masked_tokens_may_be_of_any_age(folder: Path) -> None:
     assert {f.text for f in findings(folder, **plan)} == {"step 2 trained tokens of 0 at version 1"}
     change(BATCHES, oldest=None)(folder)  # all are masked
     assert findings(folder, **plan) == []
+
+
+def test_an_attempt_of_a_cancelled_rollout_may_succeed_before_the_next_driver(folder: Path) -> None:
+    DOCTORED["attempts that succeeded"][1](folder)
+    first = "UPDATE attempts SET worker_id = 'first/runner-0' WHERE sequence_id = 1 AND :name = :name"
+    edit_store(first)(folder)
+    assert not [f for f in findings(folder, cancels=True) if "attempts that succeeded" in f.text]
+    assert [f for f in findings(folder) if "attempts that succeeded" in f.text]
