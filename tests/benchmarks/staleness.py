@@ -197,7 +197,7 @@ def draw(results: dict[Case, list[float]], path: str) -> None:
         panel.tick_params(labelsize=7)
     panels[0].legend(fontsize=7)
     figure.supxlabel("rollouts", fontsize=9)
-    figure.supylabel("reward", fontsize=9)
+    panels[0].set_ylabel("reward", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
 
