@@ -140,9 +140,10 @@ class Experiment:
         found = self._events.wait(fault.moment(self._run.seed), deadline)
         if found is None:
             return None
+        targets = [process for process in targets if process.is_running()]  # some may have been replaced
         if fault.target == "program":
             targets = [psutil.Process(found.fields["pid"])]
-        elif fault.target and not any(process.is_running() for process in targets):
+        elif fault.target and not targets:
             targets = self._processes.wait_for(fault.target, deadline - time.monotonic())
         strike = Strike(fault, time.monotonic())
         if fault.action in ("interrupt", "terminate"):
