@@ -6,7 +6,6 @@ another one has read or decoded. Layers share the decoded fields, so that none m
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -17,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 from starlette.types import Scope as AsgiScope
 
+from raylight.aio import limit_waiting
 from raylight.http.errors import RequestError
 
 MAX_BODY = 16 * 2**20
@@ -167,8 +167,7 @@ async def until_disconnect(receive: Receive) -> None:
 
 async def _read(receive: Receive, max_bytes: int) -> bytes:
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            return await _read_all(receive, max_bytes)
+        return await limit_waiting(_read_all(receive, max_bytes), READ_TIMEOUT_S)
     except TimeoutError:
         raise RequestError(
             f"the body did not arrive within {READ_TIMEOUT_S:g} s; send the request again", 408
@@ -190,7 +189,10 @@ async def _read_all(receive: Receive, max_bytes: int) -> bytes:
 
 def _has_too_many_values(content: bytes) -> bool:
     """Count values by the characters before them, because decoding is what takes long."""
-    if content.count(b",") + content.count(b"[") + content.count(b"{") <= MAX_VALUES:
+    if (
+        len(content) <= MAX_VALUES
+        or content.count(b",") + content.count(b"[") + content.count(b"{") <= MAX_VALUES
+    ):
         return False
     values = 0
     for mark in _VALUE_MARK.finditer(content):

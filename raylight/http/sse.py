@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from raylight.store.payloads import json_text
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class ServerSentEvent:
+class ServerSentEvent(NamedTuple):
     """One event of a stream."""
 
     event: str | None
@@ -29,7 +28,7 @@ class SseReader:
         self._at_start = True
         self._ends_with_return = False
         self._name: str | None = None
-        self._data: list[str] = []
+        self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[ServerSentEvent]:
         """Return the events that are complete with this piece."""
@@ -39,10 +38,16 @@ class SseReader:
                 return []  # it may become a byte order mark
             self._buffer = self._buffer.removeprefix(BYTE_ORDER_MARK)
             self._at_start = False
-        lines = self._lines()
-        return [
-            event for line in lines if (event := self._read_line(line.decode("utf-8", "replace"))) is not None
-        ]
+        events: list[ServerSentEvent] = []
+        for line in self._lines():
+            if line:
+                self._read_field(line)
+                continue
+            if self._data:
+                events.append(ServerSentEvent(self._name, b"\n".join(self._data).decode("utf-8", "replace")))
+                self._data = []
+            self._name = None
+        return events
 
     def _lines(self) -> list[bytes]:
         """Return the complete lines without their ends: a newline, a carriage return, or both."""
@@ -55,23 +60,18 @@ class SseReader:
         *lines, self._buffer = self._buffer.split(b"\n")
         return lines
 
-    def _read_line(self, line: str) -> ServerSentEvent | None:
-        if not line:
-            name, data = self._name, self._data
-            self._name, self._data = None, []
-            return ServerSentEvent(name, "\n".join(data)) if data else None
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if field == "data":
+    def _read_field(self, line: bytes) -> None:
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
             self._data.append(value)
-        elif field == "event":
-            self._name = value or None
-        return None
+        elif field == b"event":
+            self._name = value.decode("utf-8", "replace") or None
 
 
 def sse_bytes(data: str | dict[str, Any], event: str | None = None) -> bytes:
     """Encode an event for sending."""
-    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    text = data if isinstance(data, str) else json_text(data)
     name = f"event: {event}\n" if event is not None else ""
     lines = "".join(f"data: {line}\n" for line in text.split("\n"))
     return f"{name}{lines}\n".encode()

@@ -115,9 +115,9 @@ class AttemptTrace:
             if not (self._reward_capacity if rewarded else self._capacity).take(span):
                 self.drop(span)
                 return
-            self._spans.append(
-                span.model_copy(update={"rollout_id": self.rollout_id, "attempt_id": self.attempt_id})
-            )
+            if (span.rollout_id, span.attempt_id) != (self.rollout_id, self.attempt_id):
+                span = span.model_copy(update={"rollout_id": self.rollout_id, "attempt_id": self.attempt_id})
+            self._spans.append(span)
 
     def drop(self, span: SpanLike, reason: str = TOO_MANY_REWARDS) -> None:
         """Count a span that is not kept, and its reward as lost if it has one.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from raylight.engines.capture_context import OVERRIDDEN, CaptureContext, Sample
 from raylight.semconv import (
@@ -26,10 +23,16 @@ from raylight.semconv import (
 from raylight.serving.capture.recorder import ClosedCall
 from raylight.serving.dialects.answers import Answer, Choice
 from raylight.serving.dialects.registry import DIALECTS
+from raylight.store.payloads import json_text
 from raylight.types import Attributes, CallKey, Generation, Span
+from raylight.types.spans import TraceStatus
 
 OWN_ATTRIBUTES = frozenset({"messages", "prompt", "tools"})
 """Fields of a request that have attributes of their own; the others share `REQUEST_PARAMETERS`."""
+
+SAMPLED = ("output_ids", "logprobs", "weight_versions", "policy_logprobs", "allowed")
+"""Lists of a sample, which become arrays of the generation."""
+_OK = TraceStatus(status_code="OK")
 
 
 def model_of(body: Mapping[str, Any], default: str) -> str:
@@ -66,7 +69,8 @@ def records_of(
         reason = generation.finish_reason if generation else choice.finish_reason if choice else None
         # without tokens, the answer's id identifies the only choice
         call_id = {CALL_ID: key.call_id} if generation or index else {}
-        span = Span.from_attributes(
+        span = Span(
+            status=_OK,
             name=DIALECTS[context.dialect].span_name,
             attributes=common | call_id | _choice_attributes(choice, reason),
             rollout_id=key.rollout_id,
@@ -84,21 +88,18 @@ def _generation(
     context: CaptureContext, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
 ) -> Generation:
     overridden = {OVERRIDDEN: dict(context.overridden)} if context.overridden else {}
+    lists: dict[str, Any] = {name: getattr(sample, name) for name in SAMPLED}
     return Generation(
         key=key,
         model=model,
         prompt_ids=sample.prompt_ids,
-        output_ids=np.array(sample.output_ids, np.int32),
-        logprobs=np.array(sample.logprobs, np.float32),
-        weight_versions=np.array(sample.weight_versions, np.int64),
         finish_reason=sample.finish_reason if delivered else "aborted",
         start_time=context.start_time,
         end_time=end_time,
         sampling=dict(sample.sampling) | overridden,
         agent=context.scope.agent,
-        policy_logprobs=np.array(sample.policy_logprobs, np.float32),
-        allowed=np.array(sample.allowed, np.int32),
         history=context.history,
+        **lists,
     )
 
 
@@ -109,13 +110,13 @@ def _common_attributes(context: CaptureContext, answer: Answer, first_piece_time
     parameters = {name: value for name, value in body.items() if name not in OWN_ATTRIBUTES}
     attributes: Attributes = {
         REQUEST_MODEL: str(body.get("model", "")),
-        INPUT_MESSAGES: json.dumps(messages),
-        REQUEST_PARAMETERS: json.dumps(parameters),
+        INPUT_MESSAGES: json_text(messages),
+        REQUEST_PARAMETERS: json_text(parameters),
         DIALECT: dialect.name,
         PROMPT_SOURCE: context.prompt,
     }
     if tools := body.get("tools"):
-        attributes[TOOL_DEFINITIONS] = json.dumps(tools)
+        attributes[TOOL_DEFINITIONS] = json_text(tools)
     if answer.id is not None and dialect.id_prefix is not None:
         attributes[RESPONSE_ID] = dialect.id_prefix + answer.id.removeprefix("chatcmpl-")
     elif answer.id is not None:
@@ -132,5 +133,5 @@ def _choice_attributes(choice: Choice | None, reason: str | None) -> Attributes:
     message = choice.message if choice and choice.message is not None else None
     if message is None:
         message = {"role": "assistant", "content": choice.text if choice else None}
-    attributes: Attributes = {OUTPUT_MESSAGES: json.dumps([message])}
+    attributes: Attributes = {OUTPUT_MESSAGES: json_text([message])}
     return attributes | ({FINISH_REASONS: [reason]} if reason else {})

@@ -22,6 +22,8 @@ DISCONNECT_TIMEOUT_S = 2.0
 """Time for an application that has received the disconnect to stop by itself."""
 DONE_EVENT = b"data: [DONE]"
 """Last event of a stream. Clients may continue before the stream's end."""
+WATCH_AFTER_S = 0.05
+"""Time after which a request that is still being answered is watched for its client's disconnect."""
 
 
 class CapturedRequest:
@@ -71,32 +73,43 @@ class CapturedRequest:
         Raises:
             RequestError: the call cannot be recorded; nothing was sent.
         """
-        inner = request.with_receive(self._receive)
         if self._known.done():
             self._known.result()
-        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        inner = request.with_receive(self._receive)
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Future[None] = loop.create_future()
         token = CURRENT.set(self._context)
         work = asyncio.ensure_future(app(inner.put_into(scope), inner, self._send))
         CURRENT.reset(token)
-        disconnect = asyncio.ensure_future(until_disconnect(receive))
+        disconnect: asyncio.Future[None] | None = None
+
+        def watch() -> None:
+            nonlocal disconnect
+            disconnect = asyncio.ensure_future(until_disconnect(receive))
+            disconnect.add_done_callback(check)
 
         def check(_: asyncio.Future[None]) -> None:
-            if disconnect.done() and self._ended:
+            disconnected = disconnect is not None and disconnect.done()
+            if disconnected and self._ended:
                 self._disconnected.set()  # the answer is sent; the application may go on with other work
-            unwanted = (disconnect.done() and not self._ended) or (
+            unwanted = (disconnected and not self._ended) or (
                 self._known.done() and self._known.exception() is not None
             )
             if (work.done() or unwanted) and not finished.done():
                 finished.set_result(None)
 
-        for event in (work, disconnect, self._known):
-            event.add_done_callback(check)
+        work.add_done_callback(check)
+        if not self._known.done():
+            self._known.add_done_callback(check)
+        timer = loop.call_later(WATCH_AFTER_S, watch)
         try:
             await finished
         finally:
+            timer.cancel()
             if not work.done():
                 await self._stop(work)
-            disconnect.cancel()
+            if disconnect is not None:
+                disconnect.cancel()
         if self._known.done():
             self._known.result()
         self._raise_failure(work)

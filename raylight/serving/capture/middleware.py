@@ -1,9 +1,9 @@
 """Middleware around the engine's application that records what is sampled for attempts, token for token.
 
-Laws: the store has a call before the first byte of its answer leaves. A conversation is remembered before the
-last byte leaves, so that the next request finds it. Nothing is sampled for a client that has disconnected, or
-for an attempt that has finished. Every announced call is closed, whatever happens, with everything that was
-sampled for it.
+Laws: the store has a call, or a hold of its attempt, before the first byte of its answer leaves. A
+conversation is remembered before the last byte leaves, so that the next request finds it. Nothing is sampled
+for a client that has disconnected, or for an attempt that is known to have finished. Every announced call is
+closed, whatever happens, with everything that was sampled for it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class CaptureMiddleware:
         if attempt.has_budgets and self._budgets is not None:
             await self._budgets.limit(context)
         sent = self._conversations.read(attempt, context.body) if self._conversations and is_chat else None
-        known = await self._recorder.open(context.keys, context.start_time)
+        known = await self._recorder.open(context.keys, context.start_time, may_cover=not attempt.has_budgets)
         captured = CapturedRequest(context, known, send, self._clock, self._conversations, sent)
         try:
             if is_chat and (tokens := await self._prompt(context, sent, headers)) is not None:

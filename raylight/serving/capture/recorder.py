@@ -1,8 +1,9 @@
 """Recorder of calls: sends announcements and records to the store in order and in batches.
 
-Laws: a call is announced before its answer leaves, so that a lost record is noticed and never looks like no
-call. No answer waits for the records of others: announcements leave immediately, and records travel beside
-them. The store never receives a record before its announcement. Nothing that was handed over is dropped:
+Laws: a call is announced before its answer leaves, or covered by a hold of its attempt, so that a lost record
+is noticed and never looks like no call. No answer waits for the records of others: announcements for which
+an answer waits leave immediately, and records travel beside them, with the announcements of covered calls.
+The store never receives a record before its announcement. Nothing that was handed over is dropped:
 while the store cannot be reached it is kept, and sent again in order. Calls that are open or unsent are
 bounded; beyond the bound new calls wait for a time, and are then rejected.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from raylight.aio import BroadcastCondition
 from raylight.http.errors import RequestError
+from raylight.serving.capture.holds import HOLD_S, Hold, Holds
 from raylight.serving.capture.retry_queue import INVALID_ITEM, RetryQueue
 from raylight.types import CallKey, Generation, Span
 
@@ -29,10 +32,19 @@ ClosedCall: TypeAlias = tuple[CallKey, Generation | None, Span | None]
 CallSink: TypeAlias = Callable[[list[OpenedCall], list[ClosedCall]], Awaitable[Sequence[CallKey]]]
 """Stores announcements and records; returns the calls rejected because their attempt has finished.
 
-One of the two lists is empty. At most one message of each kind is under way."""
+One of the two lists is empty, unless the calls are covered by a hold. At most one message of announcements
+for which answers wait is under way, and one other."""
 
 LINGER_S = 0.003
 """Longest wait of a record for others, so that the client's next call finds the store free."""
+
+LATE_S = 0.002
+"""Delay of a timer that shows that the event loop was busy."""
+COVERED_LINGER_S = 0.05
+"""Longest wait of what a hold covers, which leaves with the release of the hold at the latest."""
+INTERVAL_S = 0.01
+"""Shortest time between two messages of records: those of a busy replica share messages, each of which costs
+both ends as much as many calls."""
 
 
 class AttemptFinishedError(RequestError):
@@ -73,10 +85,13 @@ class RecorderStats:
 
 @dataclass(eq=False, slots=True)
 class _Announcement:
-    """The calls of one request, announced together."""
+    """The calls of one request, announced together, and perhaps a hold of their attempt."""
 
     calls: list[OpenedCall]
     known: asyncio.Future[None]
+    begun: float
+    hold: Hold | None
+    confirmed: float | None = None
     timer: asyncio.TimerHandle | None = field(default=None)
 
     def resolve(self, error: RequestError | None) -> None:
@@ -85,6 +100,16 @@ class _Announcement:
         if not self.known.done():
             self.known.set_exception(error) if error else self.known.set_result(None)
             self.known.exception()  # marks it as retrieved, which a cancelled request no longer does
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """A covered call's announcement, a record, or the release of a hold, on its way to the store."""
+
+    opened: OpenedCall | None = None
+    closed: ClosedCall | None = None
+    hold: Hold | None = None
+    """The hold that covers an announced call, or that is released."""
 
 
 class Recorder:
@@ -105,28 +130,55 @@ class Recorder:
         """Calls that are open, and records that the store does not have."""
         self._room = BroadcastCondition()
         self._empty = BroadcastCondition()
-        self._unannounced: set[CallKey] = set()
-        """Calls whose announcement the store has not confirmed; their records wait."""
+        self._unannounced: set[str] = set()
+        """Ids of calls whose announcement the store has not confirmed; their records wait."""
+        self._awaited: dict[str, _Announcement] = {}
+        """Announcements of the open calls that are not covered, by the id of the first call."""
+        self._holds = Holds(HOLD_S, time.monotonic)
+        self._releasing: asyncio.TimerHandle | None = None
+        self._waits = False
+        """True if the answer of the last such call waited for its announcement: holds are worth it."""
+        self._covered: asyncio.Future[None] | None = None
+        """A future that is done."""
         self._announcements: RetryQueue[_Announcement] = RetryQueue(
-            self._send_announcements, self._lose_announcement, lambda _: True, 0
+            self._send_announcements, self._lose_announcement, lambda _: True
         )
-        self._records: RetryQueue[ClosedCall] = RetryQueue(
-            self._send_records, self._lose_record, lambda record: record[0] not in self._unannounced, LINGER_S
+        self._records: RetryQueue[_Item] = RetryQueue(
+            self._send_records, self._lose_record, self._is_announced, INTERVAL_S
         )
         self._unreachable = False
         self._closing = False
 
-    async def open(self, keys: Sequence[CallKey], start: float) -> asyncio.Future[None]:
-        """Announce the calls of one request. The future is done once the store has all of them.
+    async def open(
+        self, keys: Sequence[CallKey], start: float, *, may_cover: bool = True
+    ) -> asyncio.Future[None]:
+        """Announce the calls of one request. The future is done once they may be answered.
 
         It fails with `AttemptFinishedError` if their attempt has finished, and with `OverloadedError` if the
-        store does not answer in time. The calls must be closed in either case.
+        store does not answer in time. The calls must be closed in either case. Those of a held attempt may be
+        answered at once; that it has finished is noticed with the next call after their announcement.
+
+        Args:
+            may_cover: False announces the calls before they are answered in any case.
 
         Raises:
             OverloadedError: there was no room for them in time, or this recorder is closed.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
+        if self._closing or not self._has_room(keys):
+            await self._wait_for_room(keys)
+        self._used += len(keys)
+        self.stats.opened += len(keys)
+        self.stats.unsent += len(keys)
+        hold = self._holds.use(keys[0].attempt_id) if may_cover else None
+        if hold is not None:
+            items = [_Item(opened=(key, start), hold=hold) for key in keys]
+            self._records.put(*items, within=COVERED_LINGER_S)
+            return self._done()
+        hold = self._holds.request(keys[0]) if may_cover and self._waits else None
+        return self._announce([(key, start) for key in keys], deadline, hold)
+
+    async def _wait_for_room(self, keys: Sequence[CallKey]) -> None:
         await self._room.wait_for(
             lambda: self._closing or self._has_room(keys),
             self._timeout_s if len(keys) <= self._capacity else 0,
@@ -134,14 +186,22 @@ class Recorder:
         if self._closing or not self._has_room(keys):
             self.stats.overloaded += len(keys)
             raise OverloadedError("the recorder has no room for more calls; send the request again")
-        self._used += len(keys)
-        self.stats.opened += len(keys)
-        announcement = _Announcement([(key, start) for key in keys], loop.create_future())
-        announcement.timer = loop.call_at(deadline, self._time_out, announcement)
-        self._unannounced.update(keys)
-        self.stats.unsent += len(keys)
+
+    def _announce(self, calls: list[OpenedCall], deadline: float, hold: Hold | None) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        announcement = _Announcement(calls, loop.create_future(), time.monotonic(), hold)
+        announcement.timer = loop.call_later(deadline - announcement.begun, self._time_out, announcement)
+        ids = [key.call_id for key, _ in calls]
+        self._unannounced.update(ids)
+        self._awaited[ids[0]] = announcement
         self._announcements.put(announcement)
         return announcement.known
+
+    def _done(self) -> asyncio.Future[None]:
+        if self._covered is None:
+            self._covered = asyncio.get_running_loop().create_future()
+            self._covered.set_result(None)
+        return self._covered
 
     def close(self, records: Sequence[ClosedCall]) -> None:
         """Hand over the records of calls that were opened; returns immediately."""
@@ -150,7 +210,15 @@ class Recorder:
             call is not None and call.finish_reason == "aborted" for _, call, _ in records
         )
         self.stats.unsent += len(records)
-        self._records.put(*records)
+        linger = COVERED_LINGER_S
+        for key, _, _ in records:
+            if self._holds.use(key.attempt_id) is None:
+                linger = LINGER_S
+            announcement = self._awaited.pop(key.call_id, None)
+            if announcement is not None and announcement.confirmed is not None:
+                waited = announcement.confirmed - announcement.begun
+                self._waits = time.monotonic() - announcement.begun < 2 * waited
+        self._records.put(*[_Item(closed=record) for record in records], within=linger)
 
     async def aclose(self, timeout: float = 10.0) -> int:
         """Reject new calls, wait up to `timeout` seconds for the open ones to close, and send everything.
@@ -158,11 +226,14 @@ class Recorder:
         Returns the number of announcements and records lost.
         """
         self._closing = True
+        self._release_holds()
         self._announcements.flush()
         self._records.flush()
         self._room.notify_all()
         if not await self._empty.wait_for(lambda: self.stats.unsent == 0 and self._used == 0, timeout):
             self._log_losses(timeout)
+        if self._releasing is not None:
+            self._releasing.cancel()
         await self._records.stop()
         for announcement in await self._announcements.stop():
             announcement.resolve(OverloadedError("this replica is shutting down; send the request again"))
@@ -179,7 +250,7 @@ class Recorder:
                 lost,
                 timeout,
             )
-        if still_open := self._used - len(self._records.queue):
+        if still_open := self.stats.opened - self.stats.closed:
             logger.error(
                 "%d calls were still open %g s after shutdown began; their samples are lost",
                 still_open,
@@ -196,16 +267,62 @@ class Recorder:
         )
 
     async def _send_announcements(self, announcements: list[_Announcement]) -> None:
-        rejected = set(await self._send([call for one in announcements for call in one.calls], []))
+        opened = [call for one in announcements for call in one.calls]
+        opened += [(one.hold.key, one.calls[0][1]) for one in announcements if one.hold is not None]
+        rejected = {key.call_id for key in await self._send(opened, [])}
+        now = time.monotonic()
         for announcement in announcements:
-            count = sum(key in rejected for key, _ in announcement.calls)
+            count = sum(key.call_id in rejected for key, _ in announcement.calls)
             self.stats.rejected += count
+            announcement.confirmed = now
+            if (hold := announcement.hold) is not None:
+                if hold.key.call_id in rejected:
+                    self._holds.drop(hold)
+                hold.is_stored = True
             announcement.resolve(AttemptFinishedError() if count else None)
         self._release_records(announcements)
+        if self._releasing is None:
+            self._release_holds()
 
-    async def _send_records(self, records: list[ClosedCall]) -> None:
-        await self._send([], records)
-        self._free_room(len(records))
+    def _release_holds(self) -> None:
+        """Release the holds that are no longer used, and plan the next release.
+
+        If this comes late, the event loop was busy, and calls of held attempts may wait for it: they get the
+        time of another hold.
+        """
+        planned, self._releasing = self._releasing, None
+        loop = asyncio.get_running_loop()
+        if planned is not None and loop.time() > planned.when() + LATE_S and not self._closing:
+            self._releasing = loop.call_later(HOLD_S, self._release_late)
+            return
+        self._release_unused()
+
+    def _release_late(self) -> None:
+        self._releasing = None
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        if released := self._holds.release(everything=self._closing):
+            self.stats.unsent += len(released)
+            self._records.put(*[_Item(closed=(hold.key, None, None), hold=hold) for hold in released])
+        if (next_release := self._holds.next_release) is not None:
+            delay = max(next_release - time.monotonic(), 0.001)
+            self._releasing = asyncio.get_running_loop().call_later(delay, self._release_holds)
+
+    async def _send_records(self, items: list[_Item]) -> None:
+        opened = [item.opened for item in items if item.opened is not None]
+        closed = [item.closed for item in items if item.closed is not None and not _is_kept(item)]
+        rejected = await self._send(opened, closed) if opened or closed else ()
+        if rejected:
+            ids = {key.call_id for key in rejected}
+            self.stats.rejected += len(rejected)
+            for item in items:
+                if item.opened is not None and item.hold is not None and item.opened[0].call_id in ids:
+                    self._holds.drop(item.hold)
+        self._free_room(items)
+
+    def _is_announced(self, item: _Item) -> bool:
+        return item.closed is None or item.closed[0].call_id not in self._unannounced
 
     async def _send(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
         try:
@@ -230,26 +347,34 @@ class Recorder:
     def _lose_announcement(self, announcement: _Announcement, error: Exception) -> None:
         announcement.resolve(RequestError(f"the call cannot be recorded: {error}", 500, "server_error"))
         self.stats.lost += len(announcement.calls)
+        if announcement.hold is not None:
+            self._holds.drop(announcement.hold)
         self._release_records([announcement])
 
-    def _lose_record(self, record: ClosedCall, error: Exception) -> ClosedCall | None:
-        """Return the record without its span, which may be the invalid part. A record without one is lost."""
-        key, generation, span = record
-        if span is not None:
-            return key, generation, None
+    def _lose_record(self, item: _Item, error: Exception) -> _Item | None:
+        """Return the record without its span, which may be the invalid part. Anything else is lost."""
+        if item.closed is not None and item.closed[2] is not None:
+            return _Item(closed=(*item.closed[:2], None))
+        if item.hold is not None:
+            self._holds.drop(item.hold)
         self.stats.lost += 1
-        self._free_room(1)
+        self._free_room([item])
         return None
 
     def _release_records(self, announcements: list[_Announcement]) -> None:
         """Let the records of confirmed announcements be sent."""
-        keys = [key for announcement in announcements for key, _ in announcement.calls]
-        self._unannounced.difference_update(keys)
-        self.stats.unsent -= len(keys)
+        ids = [key.call_id for announcement in announcements for key, _ in announcement.calls]
+        self._unannounced.difference_update(ids)
+        self.stats.unsent -= len(ids)
         self._records.check()
 
-    def _free_room(self, count: int) -> None:
-        self.stats.unsent -= count
-        self._used -= count
+    def _free_room(self, items: list[_Item]) -> None:
+        self.stats.unsent -= len(items)
+        self._used -= sum(item.closed is not None and item.hold is None for item in items)
         self._room.notify_all()
         self._empty.notify_all()
+
+
+def _is_kept(item: _Item) -> bool:
+    """Return True for the release of a hold that the store must keep."""
+    return item.closed is not None and item.hold is not None and item.hold.is_broken

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from cachetools import TTLCache
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -90,12 +89,15 @@ class RetryCache:
     ) -> None:
         self._app = app
         self._clock = clock
+        self._ttl_s = ttl_s
         self._delivered_ttl_s = min(DELIVERED_TTL_S, ttl_s)
         self._per_attempt = per_attempt
         self._max_bytes = max_bytes
         self._on_replay = on_replay
         self._answers: dict[Key, list[_KeptAnswer]] = {}
-        self._ended = _EndedAnswers(max_bytes, ttl_s, clock, self._remove)
+        self._ended: OrderedDict[_KeptAnswer, None] = OrderedDict()
+        """Ended answers, the oldest first."""
+        self._ended_bytes = 0
         self._ended_of_attempt: Counter[tuple[str, str]] = Counter()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -112,7 +114,7 @@ class RetryCache:
         digest = hashlib.blake2b(request.content, digest_size=16).digest()
         key = (attempt, scope["path"], scope.get("query_string", b""), digest)
         tries = _retry_count(scope)
-        self._ended.expire()
+        self._drop_old()
         if tries and (previous := self._find_previous(key, tries)) is not None:
             if previous.state != "failed" and await self._replay(previous, tries, receive, send):
                 self._on_replay()
@@ -187,9 +189,8 @@ class RetryCache:
         """Add a message to a running answer."""
         answer.messages.append(message)
         answer.size += len(message.get("body", b"")) + OVERHEAD
-        answer.size += sum(
-            len(name) + len(value) + HEADER_OVERHEAD for name, value in message.get("headers", ())
-        )
+        if headers := message.get("headers"):
+            answer.size += sum(len(name) + len(value) + HEADER_OVERHEAD for name, value in headers)
         if message.get("status", 200) >= 400 or answer.size > self._max_bytes:
             self.end(answer, "failed")
         elif last:
@@ -202,18 +203,29 @@ class RetryCache:
         if state == "failed":
             answer.messages, answer.size = [], ANSWER_OVERHEAD
         answer.state, answer.ended = state, self._clock()
-        self._ended[answer] = answer
+        self._ended[answer] = None
+        self._ended_bytes += answer.size
         self._ended_of_attempt[answer.attempt] += 1
         answer.changed.notify_all()
+        self._drop_old()
         if self._ended_of_attempt[answer.attempt] > self._per_attempt:
             self.drop(next(old for old in self._ended if old.attempt == answer.attempt))
 
+    def _drop_old(self) -> None:
+        """Drop answers for their age, and the oldest ones for room."""
+        since = self._clock() - self._ttl_s
+        while self._ended:
+            oldest = next(iter(self._ended))
+            if oldest.ended > since and self._ended_bytes <= self._max_bytes:
+                return
+            self.drop(oldest)
+
     def drop(self, answer: _KeptAnswer) -> None:
         """Stop keeping an ended answer. Requests that already receive it get all of it."""
-        if self._ended.pop(answer, None) is not None:
-            self._remove(answer)
-
-    def _remove(self, answer: _KeptAnswer) -> None:
+        if answer not in self._ended:
+            return
+        del self._ended[answer]
+        self._ended_bytes -= answer.size
         self._ended_of_attempt[answer.attempt] -= 1
         if not self._ended_of_attempt[answer.attempt]:
             del self._ended_of_attempt[answer.attempt]
@@ -221,35 +233,6 @@ class RetryCache:
         equals.remove(answer)
         if not equals:
             del self._answers[answer.key]
-
-
-class _EndedAnswers(TTLCache[_KeptAnswer, _KeptAnswer]):
-    """Ended answers, the oldest first, bounded in bytes and age.
-
-    Args:
-        on_eviction: called with each answer that is dropped for its age or for room.
-    """
-
-    def __init__(
-        self,
-        max_bytes: int,
-        ttl_s: float,
-        clock: Callable[[], float],
-        on_eviction: Callable[[_KeptAnswer], None],
-    ) -> None:
-        super().__init__(max_bytes, ttl_s, timer=clock, getsizeof=lambda answer: answer.size)
-        self._on_eviction = on_eviction
-
-    def expire(self, time: float | None = None) -> Any:
-        expired = super().expire(time)
-        for answer, _ in expired:
-            self._on_eviction(answer)
-        return expired
-
-    def popitem(self) -> tuple[_KeptAnswer, _KeptAnswer]:
-        item = super().popitem()
-        self._on_eviction(item[0])
-        return item
 
 
 class _KeepingConnection:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
+from raylight.garbage import freeze_startup_objects
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -125,7 +126,8 @@ class ReplicaRuntime:
             settings.coordinator,
             self._delete_application,
             call_forever=lambda: [settings.coordinator.wait_forever.remote()],
-            handle=ray.get_runtime_context().current_actor,
+            # as bytes: the coordinator would import Serve to read it, which takes half a second
+            handle=ray.cloudpickle.dumps(ray.get_runtime_context().current_actor),
             node=ray.util.get_node_ip_address(),
         )
         await self._executor.catch_up()
@@ -153,6 +155,7 @@ class ReplicaRuntime:
             # the tokens of an upstream model are not known
             check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
         )
+        freeze_startup_objects()
         return add_replica_header(gateway, self._replica)
 
     async def check_health(self) -> None:

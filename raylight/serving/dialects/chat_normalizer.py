@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylight.http.errors import RequestError
-from raylight.request_fields import drop_field, log_dropped
+from raylight.request_fields import log_dropped
 from raylight.serving.dialects.tool_checks import check_response_format, check_tools
 
 HINTS = frozenset({"reasoning_effort", "reasoning", "verbosity", "thinking", "enable_thinking"})
@@ -20,14 +21,11 @@ VARIABLES = frozenset({"reasoning_effort", "verbosity", "enable_thinking", "thin
 GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Tag of transformers around the assistant's text, which jinja2 alone does not parse."""
 UNREAD = "this model's chat template does not read"
-CACHE_HINTS = (
-    ("cache_control",),
-    ("messages", "cache_control"),
-    ("messages", "content", "cache_control"),
-    ("tools", "cache_control"),
-    ("tools", "function", "cache_control"),
-)
-"""Places of hints for a provider's prompt cache."""
+CACHE_HINT = "cache_control"
+"""Hint for a provider's prompt cache."""
+Places: TypeAlias = Mapping[str, "Places"]
+HINTED: Places = {"messages": {"content": {}}, "tools": {"function": {}}}
+"""Fields of a request whose objects may have such a hint, and fields of these objects."""
 
 
 class ChatNormalizer:
@@ -58,7 +56,7 @@ class ChatNormalizer:
         Raises:
             RequestError: 400, a tool, a choice of tools, or the schema of the answer is invalid.
         """
-        body = _without_cache_hints(body)
+        body = _without_cache_hints(body, HINTED)
         check_tools(body.get("tools"))
         check_response_format(body.get("response_format"))
         body = _without_empty_tools(_resolve_allowed_tools(body))
@@ -150,10 +148,19 @@ def _thinking_budget(body: Mapping[str, Any]) -> int | None:
     return budget if type(budget) is int else None
 
 
-def _without_cache_hints(body: dict[str, Any]) -> dict[str, Any]:
-    for path in CACHE_HINTS:
-        body = drop_field(body, path)
-    return body
+def _without_cache_hints(value: Any, places: Places) -> Any:
+    """Return an object, or a list of them, without hints; the same one if it has none."""
+    if isinstance(value, list):
+        entries = [_without_cache_hints(entry, places) for entry in value]
+        return entries if any(map(operator.is_not, entries, value)) else value
+    if not isinstance(value, dict):
+        return value
+    inner = {
+        name: _without_cache_hints(value[name], below) for name, below in places.items() if name in value
+    }
+    if CACHE_HINT not in value and all(new is value[name] for name, new in inner.items()):
+        return value
+    return {name: entry for name, entry in (value | inner).items() if name != CACHE_HINT}
 
 
 def _resolve_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:

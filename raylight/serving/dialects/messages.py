@@ -34,6 +34,12 @@ STOP_REASONS = {
     "content_filter": "refusal",
 }
 """Stop reasons by the engine's finish reason."""
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Type of a delta, and its field with the text, by the kind of its block."""
 
 
 class MessagesDialect(Dialect):
@@ -126,12 +132,8 @@ def _event(step: Step) -> Event:
         return {"type": "content_block_start", "index": index, "content_block": empty}
     if step.kind == "stop":
         return {"type": "content_block_stop", "index": index}
-    delta = {
-        "text": {"type": "text_delta", "text": step.text},
-        "reasoning": {"type": "thinking_delta", "thinking": step.text},
-        "call": {"type": "input_json_delta", "partial_json": step.text},
-    }[step.block.kind]
-    return {"type": "content_block_delta", "index": index, "delta": delta}
+    kind, field = DELTAS[step.block.kind]
+    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: step.text}}
 
 
 def _message(turn: Turn) -> dict[str, Any]:

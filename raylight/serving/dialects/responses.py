@@ -140,8 +140,7 @@ class ResponsesStream(AnswerStream):
 
     def _events(self, step: Step) -> list[Event]:
         block = step.block
-        item = _item(self._reader.turn, block, _status(self._reader.turn, block))
-        position: dict[str, Any] = {"output_index": block.index, "item_id": item["id"]}
+        position: dict[str, Any] = {"output_index": block.index, "item_id": _id_of(self._reader.turn, block)}
         if block.kind != "call":
             position["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
@@ -156,6 +155,7 @@ class ResponsesStream(AnswerStream):
             added = [self._event("response.output_item.added", output_index=block.index, item=started)]
             return added + [self._event(f"{part}.added", **position, part=one) for one in parts]
         is_call = block.kind == "call"
+        item = _item(self._reader.turn, block, _status(self._reader.turn, block))
         full_text = {"name": block.name, "arguments": block.text} if is_call else {"text": block.text}
         done = [self._event(f"{text}.done", **position, **full_text, **logprobs)]
         done += [self._event(f"{part}.done", **position, part=one) for one in item.get("content", [])]
@@ -172,9 +172,13 @@ def _status(turn: Turn, block: Block) -> str:
     return "incomplete" if was_cut else "completed"
 
 
+def _id_of(turn: Turn, block: Block) -> str:
+    return item_id(ID_PREFIXES[block.kind], turn.id, block.index)
+
+
 def _item(turn: Turn, block: Block, status: str) -> dict[str, Any]:
     """Return the output item of a block."""
-    head = {"id": item_id(ID_PREFIXES[block.kind], turn.id, block.index), "status": status}
+    head = {"id": _id_of(turn, block), "status": status}
     if block.kind == "call":
         call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
         return head | {"type": "function_call"} | call

@@ -17,7 +17,7 @@ from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, sse_bytes
-from raylight.serving.dialects.answers import DONE
+from raylight.serving.dialects.answers import DONE, decode_json
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.dialect import Dialect, Translation
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
@@ -231,7 +231,7 @@ class _EventStream:
 
 def _decode_engine_json(body: bytes | str) -> dict[str, Any]:
     try:
-        decoded = json.loads(body)
+        decoded = decode_json(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the engine's answer is not JSON: {error}", 502, "server_error") from None
     if not isinstance(decoded, dict):

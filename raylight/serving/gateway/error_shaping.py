@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import uuid
@@ -42,17 +43,20 @@ class ErrorShapingSend:
 
     Attributes:
         started: True once anything has been sent, so that no other answer is possible.
-        request_id: id of the request in errors.
     """
 
     def __init__(self, send: Send, dialect: type[Dialect] | None) -> None:
         self.started = False
-        self.request_id = f"req_{uuid.uuid4().hex[:24]}"
         self._send = send
         self._dialect = dialect
         self._streams = False
         self._error_start: Message | None = None
         self._body = bytearray()
+
+    @functools.cached_property
+    def request_id(self) -> str:
+        """Id of the request in errors."""
+        return f"req_{uuid.uuid4().hex[:24]}"
 
     async def __call__(self, message: Message) -> None:
         kind = message["type"]
@@ -78,8 +82,10 @@ class ErrorShapingSend:
     def _with_shaped_event(self, message: Message) -> Message:
         """Return a message of an answer; an event that is an engine's error gets the shape of OpenAI."""
         if message["type"] == "http.response.start":
-            headers = {name.lower(): value for name, value in message.get("headers", [])}
-            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._streams = any(
+                value.startswith(b"text/event-stream") and name.lower() == b"content-type"
+                for name, value in message.get("headers", ())
+            )
             return message
         body = message.get("body", b"")
         if not (self._streams and body.startswith(STREAMED_ERROR) and self._dialect and self._dialect.native):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import json
 import logging
@@ -102,9 +103,7 @@ class Gateway:
             timer.route = route.name
             if attempt is not None:
                 _check_use(use, route)
-                trains, has_budgets = use in ("train", "train-budgets"), (use or "").endswith("-budgets")
-                attempt = replace(attempt, trains=trains, has_budgets=has_budgets)
-            if attempt is not None:
+                attempt = _scope_of(attempt, use)
                 await self._check_running(attempt, route, headers)
             await self._serve(route, attempt, scope, receive, answer)
         except RequestError as error:
@@ -357,6 +356,13 @@ def _use_of(key: str, secret: str, attempt: AttemptScope | None) -> KeyUse | Non
     if attempt is not None:
         return key_use(key, secret, attempt.rollout_id, attempt.attempt_id)
     return "model" if hmac.compare_digest(key.encode(), secret.encode()) else None
+
+
+@functools.lru_cache(8192)
+def _scope_of(attempt: AttemptScope, use: KeyUse | None) -> AttemptScope:
+    """Return the scope of an attempt's call with a key of this use."""
+    trains, has_budgets = use in ("train", "train-budgets"), (use or "").endswith("-budgets")
+    return replace(attempt, trains=trains, has_budgets=has_budgets)
 
 
 def _check_use(use: KeyUse | None, route: Route) -> None:

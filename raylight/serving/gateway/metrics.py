@@ -29,6 +29,7 @@ class Metrics:
     def __init__(self, extra: Callable[[], bytes] | None = None) -> None:
         self.registry = registry = CollectorRegistry()
         self._extra = extra
+        self._of_routes: dict[tuple[str, str], tuple[Counter, Histogram, Histogram]] = {}
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"raylight_{name}", text, labels, registry=registry)
@@ -37,7 +38,8 @@ class Metrics:
             return Histogram(f"raylight_{name}", text, ["route"], registry=registry, buckets=BUCKETS_S)
 
         self.requests = counter("requests", "Requests by route and status", "route", "status")
-        self.in_flight = Gauge("raylight_requests_in_flight", "Requests not yet answered", registry=registry)
+        self.requests_in_flight = 0
+        self.gauge("requests_in_flight", "Requests not yet answered", lambda: self.requests_in_flight)
         self.seconds = histogram("request_seconds", "Seconds from a request to the end of its answer")
         self.first_byte = histogram(
             "first_byte_seconds", "Seconds from a request to the first byte of its answer"
@@ -55,6 +57,14 @@ class Metrics:
         self.rejected_keys = counter("rejected_keys", "Requests without a valid API key")
         self._idle_s, self._idle_since, self._requests_of_engine = 0.0, time.perf_counter(), 0
         self.gauge("engine_idle_seconds", "Seconds in which the engine had no request", lambda: self.idle_s)
+
+    def of_route(self, route: str, status: str) -> tuple[Counter, Histogram, Histogram]:
+        """Return a route's `requests`, `seconds` and `first_byte`, found once for all its requests."""
+        if (found := self._of_routes.get((route, status))) is None:
+            requests = self.requests.labels(route, status)
+            found = requests, self.seconds.labels(route), self.first_byte.labels(route)
+            self._of_routes[route, status] = found
+        return found
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""
@@ -99,7 +109,8 @@ class Metrics:
                     for sample in context.samples.values():
                         self.prompt_tokens.inc(len(sample.prompt_ids))
                         self.output_tokens.inc(len(sample.output_ids))
-                        self.aborted.inc(sample.finish_reason == "aborted")
+                        if sample.finish_reason == "aborted":
+                            self.aborted.inc()
 
         return counting
 
@@ -118,7 +129,7 @@ class RequestTimer:
         self._start = time.perf_counter()
         self._first_byte: float | None = None
         self._status = CLIENT_DISCONNECTED
-        metrics.in_flight.inc()
+        metrics.requests_in_flight += 1
 
     async def send(self, message: Message) -> None:
         """Send a message of the answer."""
@@ -131,8 +142,9 @@ class RequestTimer:
     def end(self) -> None:
         """Add the request to the metrics."""
         metrics = self._metrics
-        metrics.in_flight.dec()
-        metrics.requests.labels(self.route, self._status).inc()
-        metrics.seconds.labels(self.route).observe(time.perf_counter() - self._start)
+        metrics.requests_in_flight -= 1
+        requests, seconds, first_byte = metrics.of_route(self.route, self._status)
+        requests.inc()
+        seconds.observe(time.perf_counter() - self._start)
         if self._first_byte is not None:
-            metrics.first_byte.labels(self.route).observe(self._first_byte)
+            first_byte.observe(self._first_byte)

@@ -5,6 +5,7 @@ A path that is neither here nor a dialect's does not exist, whatever the engine 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
@@ -13,12 +14,15 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import RequestError
+from raylight.serving.dialects.dialect import Dialect
 from raylight.serving.dialects.registry import DIALECTS, dialect_of
 
 ATTEMPT_PATH = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?(?=/|$)")
 """The part of a path as sent that names an attempt. Ids are percent-encoded, so that each is one segment."""
 VERSION = "/v1"
 MODEL_PREFIX = "/v1/models/"
+REMEMBERED_PATH = 1_000
+"""Length of the longest path whose reading is remembered: an attempt makes many calls with one."""
 
 
 class MethodError(RequestError):
@@ -68,13 +72,19 @@ def read_path(scope: AsgiScope) -> tuple[AttemptScope | None, str]:
     base URL without `/v1` or with two of them, for repeated slashes, and for a slash at its end.
     """
     sent = scope.get("raw_path") or quote(scope["path"]).encode()
-    path = sent.partition(b"?")[0].decode("latin-1")
+    read = _read_path if len(sent) <= REMEMBERED_PATH else _read_path.__wrapped__
+    return read(sent.partition(b"?")[0], scope.get("root_path", ""))
+
+
+@functools.lru_cache(8192)
+def _read_path(sent: bytes, root: str) -> tuple[AttemptScope | None, str]:
+    path = sent.decode("latin-1")
     attempt = None
     if match := ATTEMPT_PATH.search(path):
         rollout, attempt_id, agent = (part and unquote(part) for part in match.groups())
         attempt = AttemptScope(rollout, attempt_id, agent)
         path = path[: match.start()] + path[match.end() :]
-    return attempt, _as_route(_without_root(path, scope.get("root_path", "")))
+    return attempt, _as_route(_without_root(path, root))
 
 
 def _without_root(path: str, root: str) -> str:
@@ -122,9 +132,14 @@ def _route_of(path: str) -> Route | None:
         )
     dialect = dialect_of(path)
     if path == dialect.path:
-        return Route(dialect.name, path, samples=True)
+        return _sampling_route(dialect)
     name = dialect.other_paths.get(path)
     return Route(name, path) if name else None
+
+
+@functools.cache
+def _sampling_route(dialect: type[Dialect]) -> Route:
+    return Route(dialect.name, dialect.path, samples=True)
 
 
 def _known_routes(attempt: AttemptScope | None) -> list[str]:

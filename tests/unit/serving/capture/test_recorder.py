@@ -32,6 +32,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_queue, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(retry_queue, "LONGEST_PAUSE_S", 0.002)
     monkeypatch.setattr(module, "LINGER_S", 0.0)
+    monkeypatch.setattr(module, "HOLD_S", 0.0)
+    monkeypatch.setattr(module, "INTERVAL_S", 0.0)
 
 
 async def opened(recorder: Recorder, *keys: CallKey) -> None:
@@ -149,6 +151,22 @@ async def test_closings_linger_for_others_and_let_announcements_pass(monkeypatch
         assert sink.messages == [(1, 0)] * 3
         assert await recorder.aclose() == 0
     assert sink.messages[3:] == [(0, 3)]
+
+
+async def test_two_messages_of_closings_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 60.0)
+    sink = Lanes()
+    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    async with within():
+        await opened(recorder, *keys)
+        recorder.close([(keys[0], None, SPAN)])
+        await sink.has(3, 1)
+        for key in keys[1:]:
+            recorder.close([(key, None, SPAN)])
+            await settle()
+        assert sink.messages == [(3, 0), (0, 1)]
+        assert await recorder.aclose() == 0
+    assert sink.messages == [(3, 0), (0, 1), (0, 2)]
 
 
 async def test_closings_do_not_linger_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

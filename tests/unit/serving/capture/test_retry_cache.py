@@ -289,13 +289,13 @@ async def test_the_bytes_that_are_kept_are_bounded() -> None:
     bench = Bench(max_bytes=3000)
     for seed in range(4):
         await bench.call(ASKED | {"seed": seed}).answered()
-    assert 0 < bench.cache._ended.currsize <= 3000
+    assert 0 < bench.cache._ended_bytes <= 3000
     bench.app.answer = "x" * 4000
     large = await bench.call(ASKED | {"seed": 5}).answered()
     assert len(large.json["choices"][0]["message"]["content"]) == 4000
     await bench.call(ASKED | {"seed": 5}, 1).answered()
     assert bench.sampled == 6
-    assert bench.cache._ended.currsize <= 3000
+    assert bench.cache._ended_bytes <= 3000
 
 
 async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(bench: Bench) -> None:
@@ -309,8 +309,8 @@ async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(
     await bench.call(ASKED | {"n": 2}).answered()
     assert len(bench.cache._answers) == 1
     bench.now = 2000.0
-    bench.cache._ended.expire()
-    assert (bench.cache._answers, bench.cache._ended.currsize, bench.cache._ended_of_attempt) == (
+    bench.cache._drop_old()
+    assert (bench.cache._answers, bench.cache._ended_bytes, bench.cache._ended_of_attempt) == (
         {},
         0,
         {},

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from raylight.http.errors import RequestError, error_body, error_response, read_error
 from raylight.http.sse import ServerSentEvent, SseReader, sse_bytes
+from raylight.serving.dialects import answers
 from raylight.serving.dialects.answers import Answer, AnswerReader, Choice
 from raylight.serving.dialects.messages import MessagesDialect
 from raylight.serving.dialects.registry import dialect_of
@@ -91,8 +92,12 @@ SAYS = [
 ]
 
 
+@pytest.mark.parametrize("batch", [0, 20, answers.BATCH_BYTES])
 @pytest.mark.parametrize("say", SAYS)
-def test_a_streamed_answer_is_read_as_the_whole_one(say: Say) -> None:
+def test_a_streamed_answer_is_read_as_the_whole_one(
+    say: Say, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "BATCH_BYTES", batch)
     whole = json.dumps(say.answer(1)).encode()
     stream = b"".join(sse_bytes(chunk) for chunk in say.chunks(1)) + b"data: [DONE]\n\n"
     answer = read("application/json", whole[:9], whole[9:])
@@ -158,6 +163,14 @@ def test_completions_whole_and_streamed() -> None:
 )
 def test_what_is_no_answer_has_no_choices(body: bytes) -> None:
     assert read("application/json", body) == Answer(None, [])
+
+
+def test_text_that_is_no_unicode_is_read() -> None:
+    chunks = [
+        sse_bytes({"id": "x", "choices": [{"delta": {"content": text}}]}) for text in ("a", "\ud800", "b")
+    ]
+    answer = read("text/event-stream", *chunks)
+    assert answer.choices[0].message == {"role": "assistant", "content": "a\ud800b"}
 
 
 def test_half_a_stream_has_what_came() -> None:
