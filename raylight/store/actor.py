@@ -11,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylight.config import StoreConfig
+from raylight.garbage import freeze_startup_objects
 from raylight.store.service import StoreService
 
 STORE_NAME = "store"
@@ -21,6 +22,10 @@ class StoreActor(StoreService):
 
     The actor is asynchronous, so that long polls do not block one another.
     """
+
+    def __init__(self, path: str, config: StoreConfig) -> None:
+        super().__init__(path, config)
+        freeze_startup_objects()
 
 
 def start_store(namespace: str, path: str, config: StoreConfig) -> Any:

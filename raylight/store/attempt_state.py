@@ -10,6 +10,11 @@ IS_LIVE = "a.status IN ('preparing', 'running')"
 """SQL condition of attempts that a worker executes."""
 
 
+HOLD = "hold-"
+"""Beginning of the id of an open call that samples nothing: until a recorder closes it, the attempt may have
+answered calls that the recorder has not announced yet."""
+
+
 class AttemptState(NamedTuple):
     """Columns of an attempt, and of its rollout, from which transitions and deadlines are computed."""
 
@@ -27,15 +32,15 @@ class AttemptState(NamedTuple):
     """Time without a span or a call after which the attempt is unresponsive."""
     timeout_at: float | None
     unresponsive_at: float | None
-    next_sequence_id: int
+    next_sequence_id: int = 1
     """Sequence id of the attempt's next span."""
-    lost: bool
+    lost: bool = False
     """True if the attempt is unresponsive because of the infrastructure."""
-    latest: bool
+    latest: bool = True
     """True if the rollout has no later attempt."""
-    suspect: bool
+    suspect: bool = False
     """True if the rollout is suspected of crashing a runner."""
-    charged: bool
+    charged: bool = False
     """True if the attempt's loss counts against the rollout's `infrastructure_retries`."""
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.attempt_state import SELECT_STATE, AttemptState
+from raylight.store.attempt_state import HOLD, SELECT_STATE, AttemptState
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
-from raylight.store.rows import ATTEMPT, Row, failure_from_json, failure_json
+from raylight.store.rows import ATTEMPT, N_STATE, Row, config_from_json, failure_from_json, failure_json
 from raylight.store.transitions import (
     InfrastructureLosses,
     backoff_seconds,
@@ -34,6 +34,7 @@ from raylight.types import (
     AttemptStatus,
     Failure,
     FailureKind,
+    RolloutStatus,
 )
 
 
@@ -67,9 +68,9 @@ class Attempts:
         Raises:
             InvalidTransitionError: another rollout has this id.
         """
-        if self._rollouts.insert(request, "preparing"):
-            self.begin(request[0], attempt_id, worker_id)
-        elif not self._journal.fetch_one(
+        if self._rollouts.insert(request, "preparing", self._rollouts.latest_resources()):
+            return self._begin_by_hand(request[0], "preparing", attempt_id, worker_id)
+        if not self._journal.fetch_one(
             "SELECT 1 FROM attempts WHERE attempt_id = ? AND rollout_id = ?", (attempt_id, request[0])
         ):
             raise InvalidTransitionError(
@@ -83,63 +84,51 @@ class Attempts:
         Raises:
             InvalidTransitionError: the rollout is cancelled.
         """
-        if not self._journal.fetch_one("SELECT 1 FROM attempts WHERE attempt_id = ?", (attempt_id,)):
-            if self._rollouts.status(rollout_id) == "cancelled":
-                raise InvalidTransitionError(
-                    f"rollout {rollout_id} is cancelled; queue it again by update_rollout(status='requeuing')"
-                )
-            self.begin(rollout_id, attempt_id, worker_id)
-        return self._rollouts.state(rollout_id)
+        if self._journal.fetch_one("SELECT 1 FROM attempts WHERE attempt_id = ?", (attempt_id,)):
+            return self._rollouts.state(rollout_id)
+        if (before := self._rollouts.status(rollout_id)) == "cancelled":
+            raise InvalidTransitionError(
+                f"rollout {rollout_id} is cancelled; queue it again by update_rollout(status='requeuing')"
+            )
+        return self._begin_by_hand(rollout_id, before, attempt_id, worker_id)
+
+    def _begin_by_hand(
+        self, rollout_id: str, before: RolloutStatus, attempt_id: str, worker_id: str | None
+    ) -> Row:
+        """Add an attempt that was not dequeued; returns columns ROLLOUT_STATE."""
+        if worker_id is not None:
+            self._workers.mark_busy(worker_id, self._clock())
+        return self.begin(rollout_id, before, attempt_id, worker_id, None)[:N_STATE]
 
     def begin(
-        self, rollout_id: str, attempt_id: str, worker_id: str | None, request_id: str | None = None
-    ) -> None:
-        """Add an attempt.
+        self,
+        rollout_id: str,
+        before: RolloutStatus,
+        attempt_id: str,
+        worker_id: str | None,
+        request_id: str | None,
+    ) -> Row:
+        """Add an attempt of a rollout that had the status `before`; returns columns ROLLOUT_WITH_INPUT.
 
         Args:
             request_id: the dequeue that leases the attempt; None for an attempt that was started by hand,
                 which has no lease because no other worker may take it over.
         """
-        now, (config, sequence_id) = self._clock(), self._rollouts.begin_attempt(rollout_id)
-        attempt = AttemptState(
-            attempt_id,
-            rollout_id,
-            sequence_id,
-            "preparing",
-            worker_id,
-            now,
-            None,
-            request_id is not None,
-            config.unresponsive_seconds,
-            now + config.timeout_seconds if config.timeout_seconds else None,
-            None,
-            1,
-            lost=False,
-            latest=True,
-            suspect=False,
-            charged=False,
-        )
-        attempt = attempt._replace(unresponsive_at=self._unresponsive_at(attempt, now))
+        state, rest, sequence_id = self._rollouts.begin_attempt(rollout_id, before)
+        now, config = self._clock(), config_from_json(rest[0])
+        status: AttemptStatus = "preparing"
+        own = (attempt_id, rollout_id, sequence_id, status, worker_id, now)
+        timeout_at = now + config.timeout_seconds if config.timeout_seconds else None
+        unresponsive_at = now + config.unresponsive_seconds if config.unresponsive_seconds else None
+        limits = (config.unresponsive_seconds, timeout_at, unresponsive_at)
+        attempt = AttemptState(*own, None, request_id is not None, *limits)
         self._journal.execute(
             "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time, "
             "request_id, silence, timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                attempt_id,
-                rollout_id,
-                sequence_id,
-                attempt.status,
-                worker_id,
-                now,
-                request_id,
-                attempt.unresponsive_seconds,
-                attempt.timeout_at,
-                attempt.unresponsive_at,
-                self._deadline(attempt, now),
-            ),
+            (*own, request_id, *limits, self._deadline(attempt, now)),
         )
         self._journal.increment("total_attempts")
-        if worker_id is not None:
-            self._workers.mark_busy(worker_id, now)
+        return *state, *own, None, None, None, None, *rest
 
     # reading
 
@@ -252,6 +241,15 @@ class Attempts:
         """
         latest = self.latest(rollout_id) if attempt_id == "latest" else None
         attempt = latest or self.get(rollout_id, attempt_id)
+        self._change(attempt, values)
+        row = self._journal.fetch_one(
+            f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,)
+        )
+        assert row is not None, "the attempt was read above"
+        return row
+
+    def _change(self, attempt: AttemptState, values: dict[str, Any]) -> None:
+        """Change columns of an attempt as `update` does."""
         columns = {name: value for name, value in values.items() if name not in ("status", "failure")}
         if columns:
             changes = ", ".join(f"{name} = ?" for name in columns)
@@ -272,11 +270,6 @@ class Attempts:
                     "waits for them"
                 )
             self.set_status(attempt, status, failure_from_json(failure), reported=True)
-        row = self._journal.fetch_one(
-            f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,)
-        )
-        assert row is not None, "the attempt was read above"
-        return row
 
     def _apply_worker_change(self, attempt: AttemptState, columns: dict[str, Any]) -> AttemptState:
         """Renew the lease and update both workers after a user changed an attempt's worker or heartbeat."""
@@ -292,7 +285,7 @@ class Attempts:
             self._rollouts.events.queued |= attempt.suspect and previous_worker != attempt.worker_id
         return attempt
 
-    def finish(self, rollout_id: str, attempt_id: str, values: dict[str, Any]) -> Row:
+    def finish(self, attempt: AttemptState, values: dict[str, Any]) -> Row:
         """Decide an attempt and return its rollout.
 
         An attempt that was decided before is unchanged, and counted as late.
@@ -300,17 +293,16 @@ class Attempts:
         Raises:
             InvalidTransitionError: the status is not final.
         """
-        attempt = self.get(rollout_id, attempt_id)
         if values["status"] not in ATTEMPT_FINISHED:
             raise InvalidTransitionError(
-                f"attempt {attempt_id}: {values['status']} does not finish it; use one of "
+                f"attempt {attempt.attempt_id}: {values['status']} does not finish it; use one of "
                 f"{', '.join(sorted(ATTEMPT_FINISHED))}"
             )
         if attempt.status in ATTEMPT_FINISHED:
             self._journal.increment("attempts_late", by=attempt.status != values["status"])
         else:
-            self.update(rollout_id, attempt_id, values)
-        return self._rollouts.state(rollout_id)
+            self._change(attempt, values)
+        return self._rollouts.state(attempt.rollout_id)
 
     def set_status(
         self,
@@ -320,7 +312,8 @@ class Attempts:
         charged: bool = True,
         reported: bool = False,
     ) -> None:
-        """Change an attempt's status, and that of its rollout if this is the latest attempt.
+        """Change an attempt's status, and that of its rollout if this is the latest attempt; store its next
+        sequence id and its last heartbeat.
 
         Args:
             charged: a failure of the infrastructure counts against the rollout's `infrastructure_retries`.
@@ -330,12 +323,15 @@ class Attempts:
         check_attempt_transition(attempt.attempt_id, attempt.status, status)
         now, finished = self._clock(), status in ATTEMPT_FINISHED
         self._journal.execute(
-            "UPDATE attempts SET status = ?, end_time = ?, failure = ?, deadline = ? WHERE attempt_id = ?",
+            "UPDATE attempts SET status = ?, end_time = ?, failure = ?, deadline = ?, next_span = ?, "
+            "last_heartbeat_time = ? WHERE attempt_id = ?",
             (
                 status,
                 now if finished else None,
                 failure_json(failure) if failure else None,
                 None if finished else self._deadline(attempt._replace(status=status), now),
+                attempt.next_sequence_id,
+                attempt.last_heartbeat_time,
                 attempt.attempt_id,
             ),
         )
@@ -392,8 +388,9 @@ class Attempts:
 
     def _drop_open_calls(self, attempt_id: str) -> None:
         """Delete the open calls of an attempt that ended without their records."""
-        lost = self._journal.execute(
-            "DELETE FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
-        ).rowcount
+        dropped = self._journal.execute(
+            "DELETE FROM calls WHERE attempt_id = ? AND generation IS NULL RETURNING call_id", (attempt_id,)
+        ).fetchall()
+        lost = sum(not call_id.startswith(HOLD) for (call_id,) in dropped)
         self._journal.increment("calls_lost", by=lost)
-        self._rollouts.events.calls_closed |= lost > 0
+        self._rollouts.events.calls_closed |= bool(dropped)

@@ -16,7 +16,7 @@ from cachetools import LRUCache
 from raylight.semconv import INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
 from raylight.store.call_rows import generation_bytes
 from raylight.store.records import ClosedCall
-from raylight.store.rows import Row, span_row
+from raylight.store.rows import Row, call_span_row
 from raylight.types import CallKey, Generation, IntArray, Span
 
 CAPACITY = 2**26
@@ -74,6 +74,16 @@ class _Branch:
         return shared == sum(map(len, self.tokens)) and other.messages.startswith(self.messages[:-1])
 
 
+class _Branches(list[_Branch]):
+    """Branches of an attempt, and their memory in bytes."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+
 class CallDeltas:
     """Encoder of the calls that one client records.
 
@@ -82,9 +92,7 @@ class CallDeltas:
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._attempts: LRUCache[str, list[_Branch]] = LRUCache(
-            capacity, getsizeof=lambda branches: sum(branch.size for branch in branches)
-        )
+        self._attempts: LRUCache[str, _Branches] = LRUCache(capacity, getsizeof=lambda known: known.size)
 
     def encode(self, key: CallKey, generation: Generation | None, span: Span | None) -> ClosedCall:
         """Encode a call, and remember it.
@@ -95,7 +103,7 @@ class CallDeltas:
             SpanError: the span cannot be stored.
             TypeError: the sampling parameters cannot be stored.
         """
-        branches = self._attempts.get(key.attempt_id, [])
+        branches: list[_Branch] = self._attempts.get(key.attempt_id, [])
         base, shared, data, tokens = None, 0, None, 0
         if generation is not None:
             base, shared = _find_base(branches, generation.prompt_ids)
@@ -107,7 +115,7 @@ class CallDeltas:
             before = base if generation is not None else continued
             if before is not None and not before.is_within(branch, shared):
                 before = None
-            self._remember(key.attempt_id, [*(other for other in branches if other is not before), branch])
+            self._remember(key.attempt_id, branch, before)
         base_id = base.call_id if base is not None else None
         return key.rollout_id, key.attempt_id, key.call_id, base_id, shared, data, tokens, row
 
@@ -121,11 +129,16 @@ class CallDeltas:
         for attempt_id in attempt_ids:
             self._attempts.pop(attempt_id, None)
 
-    def _remember(self, attempt_id: str, branches: list[_Branch]) -> None:
-        branches = branches[-MAX_BRANCHES:]
-        while sum(branch.size for branch in branches) > self._attempts.maxsize:
-            del branches[0]
-        self._attempts[attempt_id] = branches
+    def _remember(self, attempt_id: str, branch: _Branch, before: _Branch | None) -> None:
+        """Add a branch in place of the one that it continues."""
+        known = self._attempts.get(attempt_id) or _Branches()
+        if before is not None:
+            known.remove(before)
+        known.append(branch)
+        known.size += branch.size - (before.size if before is not None else 0)
+        while len(known) > MAX_BRANCHES or known.size > self._attempts.maxsize:
+            known.size -= known.pop(0).size
+        self._attempts[attempt_id] = known
 
 
 def _branch(call_id: str, generation: Generation | None, span: Span | None, texts: dict[str, str]) -> _Branch:
@@ -151,17 +164,16 @@ def _span_delta(branches: list[_Branch], span: Span, texts: dict[str, str]) -> t
     messages = texts.get(INPUT_MESSAGES, "")
     base, longest = None, MIN_TEXT - 1
     for branch in reversed(branches):
-        if longest >= len(messages):
+        if longest >= len(messages) - 1:  # all but the last bracket
             break
         if branch.span_id and branch.messages.startswith(messages[: longest + 1]):
             base, longest = branch, _count_shared(messages, branch.messages)
     if base is None:
-        return span_row(span, base=""), None
+        return call_span_row(span, span.attributes), None
     lengths = {name: _count_shared(text, base.texts.get(name, "")) for name, text in texts.items()}
     shared = {name: length for name, length in lengths.items() if length >= MIN_TEXT}
     attributes = {name: span.attributes[name][length:] for name, length in shared.items()}
-    rest = span.model_copy(update={"attributes": span.attributes | attributes})
-    return span_row(rest, base.span_id, shared), base
+    return call_span_row(span, span.attributes | attributes, base.span_id, shared), base
 
 
 def _texts_of(span: Span) -> dict[str, str]:

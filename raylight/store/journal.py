@@ -72,6 +72,8 @@ class Journal:
         self._resources = contextlib.ExitStack()  # files and connections, closed in reverse order
         self._increments: Counter[str] = Counter()
         """Changes of counters in the current transaction, which are written with its end."""
+        self._counts: Counter[str] = Counter()
+        """Counters at the end of the last transaction."""
         if self._folder:
             self._resources.callback(self._folder.cleanup)
         try:
@@ -83,6 +85,7 @@ class Journal:
             else:
                 self._lock()
                 self._create_tables()
+                self._counts.update(dict(self.db.execute("SELECT name, value FROM counts")))
             self.reader = self._connect()
             self.reader.execute("PRAGMA query_only = 1")
             self._inode = self.path.stat().st_ino
@@ -176,6 +179,7 @@ class Journal:
             yield
             self.db.executemany(_ADD_TO_COUNTER, self._increments.items())
             self.db.execute("COMMIT")
+            self._counts.update(self._increments)
             self._increments.clear()
         except BaseException as error:
             self._undo("ROLLBACK")
@@ -261,8 +265,7 @@ class Journal:
 
     def counter(self, name: str) -> int:
         """Value of a counter; 0 if it was never incremented."""
-        row = self.fetch_one("SELECT value FROM counts WHERE name = ?", (name,))
-        return (row[0] if row else 0) + self._increments[name]
+        return self._counts[name] + self._increments[name]
 
     def close(self) -> None:
         """Close the file and release the lock."""

@@ -71,9 +71,12 @@ class Leases:
         if leased and not self._may_lease_suspect(worker_id):  # this reads all attempts of the worker
             leased = []
         leased += self._rollouts.oldest_waiting(limit - len(leased))
-        for rollout_id in leased:
-            self._attempts.begin(rollout_id, new_id("at"), worker_id, request_id)
-        return [self._rollouts.with_input(rollout_id) for rollout_id in leased]
+        if leased and worker_id is not None:
+            self._workers.mark_busy(worker_id, self._clock())
+        return [
+            self._attempts.begin(rollout_id, status, new_id("at"), worker_id, request_id)
+            for rollout_id, status in leased
+        ]
 
     def _may_lease_suspect(self, worker_id: str | None) -> bool:
         return worker_id is None or not any(attempt.suspect for attempt in self._held_by(worker_id))

@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 from collections.abc import Callable, Iterator
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import msgspec
 
 from raylight.errors import StoreError
 
@@ -71,6 +73,19 @@ def decode_payload(data: bytes) -> Any:
     return msgpack.unpackb(
         data, ext_hook=_decode_extension, strict_map_key=False, unicode_errors="surrogatepass"
     )
+
+
+def json_text(value: Any) -> str:
+    """Encode a value as JSON.
+
+    Raises:
+        TypeError: JSON has no such value.
+        ValueError: it contains itself.
+    """
+    try:
+        return msgspec.json.encode(value).decode()
+    except (UnicodeEncodeError, TypeError):  # surrogates without their pair, which JSON can escape
+        return json.dumps(value)
 
 
 def _encode_other(value: Any) -> Any:

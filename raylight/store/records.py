@@ -3,8 +3,9 @@
 Laws:
 - A span or a call that arrives twice is stored once.
 - The sequence ids of an attempt's spans only grow.
-- The spans of an attempt are bounded in number. Those with a reward have a bound of their own, and an attempt
-  over it fails, because rewards were dropped.
+- The spans of agents are bounded in number, those of captured calls are not: conversations are read from
+  them. Spans with a reward have a bound of their own, and an attempt over it fails, because rewards were
+  dropped.
 - The record of a call belongs to the attempt that opened it, and to no other.
 - Records for a decided attempt are counted as late, never attributed to the next attempt.
 - A call or a span is stored only after its base, which then never changes.
@@ -13,16 +14,17 @@ Laws:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raylight.errors import UnknownIdError
-from raylight.store.attempt_state import AttemptState
+from raylight.store.attempt_state import HOLD, AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
-from raylight.types import ATTEMPT_FINISHED, FINISHED, MAX_REWARD_SPANS, MAX_SPANS, Failure
+from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, MAX_REWARD_SPANS, MAX_SPANS, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
 """`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
@@ -36,13 +38,20 @@ _ADD_SPAN = (
     f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT "
     "(attempt_id, span_id) DO NOTHING"
 )
-_OPEN_WITH_BASES = (
-    "WHERE attempt_id = ? AND call_id = ? AND generation IS NULL AND (? IS NULL OR EXISTS (SELECT 1 FROM "
-    "calls WHERE attempt_id = ? AND call_id = ? AND generation IS NOT NULL)) AND (? IS NULL OR EXISTS ("
-    "SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ? AND base IS NOT NULL))"
+_WITH_BASES = (
+    "(? IS NULL OR EXISTS (SELECT 1 FROM calls WHERE attempt_id = ? AND call_id = ? AND generation IS NOT "
+    "NULL)) AND (? IS NULL OR EXISTS (SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ? AND base IS "
+    "NOT NULL))"
 )
-"""SQL condition of an open call whose bases are stored. The base of its span must be the span of a captured
-call, because an agent may have written a span with any id."""
+"""SQL condition of a call whose bases are stored. The base of its span must be the span of a captured call,
+because an agent may have written a span with any id."""
+_OPEN_WITH_BASES = f"WHERE attempt_id = ? AND call_id = ? AND generation IS NULL AND {_WITH_BASES}"
+_OPEN_COLUMNS = "call_id, rollout_id, attempt_id, start_time, recorder, request"
+_OPEN_CALL = f"INSERT INTO calls ({_OPEN_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+_ADD_CALL = (
+    f"INSERT INTO calls ({_OPEN_COLUMNS}, base, shared, generation) SELECT ?, ?, ?, ?, ?, ?, ?, ?, ? WHERE "
+    f"{_WITH_BASES} ON CONFLICT DO NOTHING"
+)
 _CLOSE_CALL = f"UPDATE calls SET base = ?, shared = ?, generation = ? {_OPEN_WITH_BASES}"
 _DELETE_OPEN_CALL = f"DELETE FROM calls {_OPEN_WITH_BASES}"
 _COUNT_TOKENS = (
@@ -71,10 +80,49 @@ class Room:
             self.spans -= 1
 
 
-class Records:
-    """Spans and calls in the journal."""
+class _Message:
+    """Changes by a message of captured calls, which are stored once for all its calls.
 
-    def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts) -> None:
+    Attributes:
+        attempts: the attempts of its calls.
+        begun: calls that began and are not stored yet, by attempt and id.
+        active: attempts with activity.
+        next_spans: sequence id of each attempt's next span.
+        tokens: sampled tokens by rollout and attempt.
+    """
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._table = attempts
+        self.attempts: dict[str, AttemptState] = {}
+        self.begun: dict[tuple[str, str], OpenedCall] = {}
+        self.active: set[str] = set()
+        self.next_spans: dict[str, int] = {}
+        self.tokens: Counter[tuple[str, str]] = Counter()
+
+    def attempt(self, row: Row) -> AttemptState | None:
+        """Return the attempt of a row that begins with its rollout and its attempt; None if it is unknown."""
+        rollout_id, attempt_id = row[:2]
+        if attempt_id not in self.attempts:
+            found = self._table.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)
+            if not found:
+                return None
+            self.attempts[attempt_id] = found[0]
+            self.next_spans[attempt_id] = found[0].next_sequence_id
+        attempt = self.attempts[attempt_id]
+        return attempt if attempt.rollout_id == rollout_id else None
+
+
+class Records:
+    """Spans and calls in the journal.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
@@ -84,12 +132,12 @@ class Records:
 
     # spans
 
-    def add_spans(self, spans: list[Row], bounded: bool = True) -> list[int | None]:
-        """Store spans (columns SPAN); returns the sequence id of each, or None for one that is not stored: a
-        duplicate, or one over the capacity of its attempt.
+    def add_spans(self, spans: list[Row], finishing: AttemptState | None = None) -> list[int | None]:
+        """Store spans of agents (columns SPAN); returns the sequence id of each, or None for one that is not
+        stored: a duplicate, or one over the capacity of its attempt.
 
         Args:
-            bounded: False exempts the spans of captured calls, which conversations are read from.
+            finishing: a live attempt that the caller decides now; it is not changed here.
 
         Raises:
             UnknownIdError: a span names an unknown attempt; no span was stored.
@@ -102,12 +150,18 @@ class Records:
         for span in spans:
             rollout_id, attempt_id, given_id = span[:3]
             if (rollout_id, attempt_id) not in attempts:
-                attempt = attempts[rollout_id, attempt_id] = self._attempts.get(rollout_id, attempt_id)
+                if finishing is not None and (rollout_id, attempt_id) == (
+                    finishing.rollout_id,
+                    finishing.attempt_id,
+                ):
+                    attempt = finishing
+                else:
+                    attempt = self._attempts.get(rollout_id, attempt_id)
+                attempts[rollout_id, attempt_id] = attempt
                 next_ids[attempt_id] = attempt.next_sequence_id
-                if bounded:
-                    rooms[attempt_id] = self._room(attempt, len(spans))
+                rooms[attempt_id] = self._room(attempt, len(spans))
             rewarded = span[REWARD] is not None
-            if bounded and not rooms[attempt_id].fits(rewarded):
+            if not rooms[attempt_id].fits(rewarded):
                 dropped += 1
                 sequence_ids.append(None)
                 continue
@@ -118,12 +172,13 @@ class Records:
             if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, sequence_id, *span[3:])).rowcount:
                 next_ids[attempt_id] = max(next_ids[attempt_id], sequence_id + 1)
                 sequence_ids.append(sequence_id)
-                if bounded:  # a duplicate takes no room
-                    rooms[attempt_id].take(rewarded)
+                rooms[attempt_id].take(rewarded)  # a duplicate takes none
                 self._journal.increment("spans_late", by=late)
             else:
                 sequence_ids.append(None)
         for attempt in attempts.values():
+            if attempt is finishing:
+                continue
             self._attempts.record_activity(attempt._replace(next_sequence_id=next_ids[attempt.attempt_id]))
         added = sum(sequence_id is not None for sequence_id in sequence_ids)
         self._journal.increment("total_spans", by=added)
@@ -150,16 +205,30 @@ class Records:
         )
         return row[0] if row else 0
 
-    def check_rewards(self, attempt_id: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the final values of an attempt: a failure instead of a success if rewards were dropped."""
-        if values["status"] != "succeeded" or self._count_rewards(attempt_id) <= MAX_REWARD_SPANS:
-            return values
-        lost = Failure(
-            kind="reward",
-            error=f"RewardError: the attempt has more than {MAX_REWARD_SPANS} spans with a reward, and the "
-            "later ones were dropped; emit fewer rewards",
-        )
-        return values | {"status": "failed", "failure": failure_json(lost)}
+    def finish_attempt(
+        self, rollout_id: str, attempt_id: str, values: dict[str, Any], spans: list[Row]
+    ) -> Row:
+        """Store an attempt's last spans and decide it as `Attempts.finish` does.
+
+        An attempt whose rewards were dropped fails.
+        """
+        attempt = self._attempts.get(rollout_id, attempt_id)
+        if attempt.status in LIVE:
+            stored = [number for number in self.add_spans(spans, finishing=attempt) if number is not None]
+            next_id = max([attempt.next_sequence_id, *(number + 1 for number in stored)])
+            heartbeat = self._clock() if spans else attempt.last_heartbeat_time
+            attempt = attempt._replace(next_sequence_id=next_id, last_heartbeat_time=heartbeat)
+        else:
+            self.add_spans(spans)
+            attempt = self._attempts.get(rollout_id, attempt_id)  # the spans may have revived it
+        if values["status"] == "succeeded" and self._count_rewards(attempt_id) > MAX_REWARD_SPANS:
+            lost = Failure(
+                kind="reward",
+                error=f"RewardError: the attempt has more than {MAX_REWARD_SPANS} spans with a reward, and "
+                "the later ones were dropped; emit fewer rewards",
+            )
+            values = values | {"status": "failed", "failure": failure_json(lost)}
+        return self._attempts.finish(attempt, values)
 
     def next_sequence_ids(self, attempts: list[tuple[str, str]]) -> list[int]:
         """Reserve the next sequence id of each attempt; an attempt that is listed twice gets two."""
@@ -171,28 +240,55 @@ class Records:
 
     # calls
 
-    def open_calls(self, calls: list[OpenedCall]) -> list[CallIds]:
-        """Record that calls to the engine began, which counts as activity of their attempts.
+    def capture(
+        self, opened: list[OpenedCall], closed: list[ClosedCall]
+    ) -> tuple[list[CallIds], list[CallIds], list[CallIds]]:
+        """Record that calls to the engine began, which counts as activity of their attempts, and that calls
+        ended, each with what it sampled.
 
-        Returns the calls of decided or unknown attempts, which are counted as late. A call that is announced
-        again is unchanged.
+        A call that is announced again is unchanged. A call that is not open (any more) is counted as late. A
+        call without tokens may have a span: it failed, or its model runs elsewhere.
+
+        Returns the calls that must not begin, because their attempts are decided or unknown; those whose base
+        is not stored, which stay open until they are sent completely; and those that are not open, which
+        nothing may have as its base.
         """
+        message = _Message(self._attempts)
         rejected: list[CallIds] = []
-        for rollout_id, attempt_id, call_id, start, recorder, request in calls:
-            attempt = self._undecided_attempt(rollout_id, attempt_id)
-            if attempt is None or recorder in self._lost_recorders:
-                self._journal.increment("calls_late")
-                rejected.append((rollout_id, attempt_id, call_id))
+        for call in opened:
+            recorder, call_id = call[4], call[2]
+            attempt = message.attempt(call)
+            if attempt is None or attempt.status in ATTEMPT_FINISHED or recorder in self._lost_recorders:
+                self._journal.increment("calls_late", by=not call_id.startswith(HOLD))
+                rejected.append(call[:3])
                 continue
-            self._journal.execute(
-                "INSERT INTO calls (call_id, rollout_id, attempt_id, start_time, recorder, request) VALUES "
-                "(?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (call_id, rollout_id, attempt_id, start, recorder, request),
-            )
+            message.active.add(attempt.attempt_id)
+            message.begun[attempt.attempt_id, call_id] = call
+        if self._lost_recorders or not closed:
+            self._store_begun(message)
+        without_base, ignored = self._close_calls(message, closed)
+        self._store_begun(message)
+        self._end(message)
+        return rejected, without_base, ignored
+
+    def _store_begun(self, message: _Message) -> None:
+        """Store the open calls of a message."""
+        for attempt_id, call_id in list(message.begun):
+            self._open(message.begun.pop((attempt_id, call_id)))
             if self._lost_recorders:
                 self._drop_retried_calls("calls.attempt_id = ?", (attempt_id,))
-            self._attempts.record_activity(attempt)
-        return rejected
+
+    def _open(self, call: OpenedCall) -> None:
+        rollout_id, attempt_id, call_id, *rest = call
+        self._journal.execute(_OPEN_CALL, (call_id, rollout_id, attempt_id, *rest))
+
+    def _end(self, message: _Message) -> None:
+        """Store what the calls of a message change in their attempts."""
+        for attempt_id in message.active:
+            attempt = message.attempts[attempt_id]
+            self._attempts.record_activity(attempt._replace(next_sequence_id=message.next_spans[attempt_id]))
+        for (rollout_id, attempt_id), tokens in message.tokens.items():
+            self._journal.execute(_COUNT_TOKENS, (rollout_id, attempt_id, tokens))
 
     def lose_recorder(self, recorder: str) -> None:
         """Stop waiting for the records of a recorder that is gone."""
@@ -220,43 +316,68 @@ class Records:
         ).rowcount
         self._journal.increment("calls_repeated", by=dropped)
 
-    def close_calls(self, calls: list[ClosedCall]) -> tuple[list[CallIds], list[CallIds]]:
-        """Record that calls ended, each with what it sampled.
-
-        A call that is not open (any more) is counted as late. A call without tokens may have a span: it
-        failed, or its model runs elsewhere.
-
-        Returns the calls whose base is not stored, which stay open until they are sent completely, and those
-        that are not open, which nothing may have as its base.
-        """
+    def _close_calls(self, message: _Message, calls: list[ClosedCall]) -> tuple[list[CallIds], list[CallIds]]:
+        """Record ends of calls; returns the last two results of `capture`."""
         without_base: list[CallIds] = []
         ignored: list[CallIds] = []
         unusable: set[tuple[str, str | None]] = set()
-        for rollout_id, attempt_id, call_id, base, shared, generation, tokens, span in calls:
-            ids, key = (rollout_id, attempt_id, call_id), (attempt_id, call_id)
+        for call in calls:
+            rollout_id, attempt_id, call_id, base, _, generation, tokens, span = call
+            key = (attempt_id, call_id)
+            if call_id.startswith(HOLD) and self._recorder_is_lost(key):
+                continue  # it may have answered calls that were rejected
             span_base = span[BASE] or None if span else None
-            condition = (*key, base, attempt_id, base, span_base, attempt_id, span_base)
-            if not unusable.isdisjoint({(attempt_id, base), (attempt_id, span_base)}):
-                closed = 0
-            elif generation is None:
-                closed = self._journal.execute(_DELETE_OPEN_CALL, condition).rowcount
-            else:
-                closed = self._journal.execute(_CLOSE_CALL, (base, shared, generation, *condition)).rowcount
-            if closed:
+            is_usable = unusable.isdisjoint({(attempt_id, base), (attempt_id, span_base)})
+            if is_usable and self._close(message, call, span_base):
                 self._journal.increment("generations", by=generation is not None)
                 if tokens:
-                    self._journal.execute(_COUNT_TOKENS, (rollout_id, attempt_id, tokens))
+                    message.tokens[rollout_id, attempt_id] += tokens
                 if span is not None:
-                    self.add_spans([span], bounded=False)
+                    self._add_call_span(message, span)
             elif (is_open := self._is_open(key)) is True:
-                without_base.append(ids)
+                without_base.append(call[:3])
                 continue
             else:  # closed before, by the message that a client repeats, or late
                 self._journal.increment("generations_late", by=is_open is None and generation is not None)
-                ignored.append(ids)
+                ignored.append(call[:3])
                 unusable |= {key, *([(attempt_id, span[SPAN_ID])] if span else [])}
             self._rollouts.events.calls_closed = True
         return without_base, ignored
+
+    def _close(self, message: _Message, call: ClosedCall, span_base: str | None) -> bool:
+        """Record the end of a call; False if it is not open, or its bases are not stored."""
+        _, attempt_id, call_id, base, shared, generation, _, _ = call
+        bases = (base, attempt_id, base, span_base, attempt_id, span_base)
+        begun = message.begun.pop((attempt_id, call_id), None)
+        if begun is not None and generation is not None:  # begun and ended in one message
+            row = (call_id, *begun[:2], *begun[3:], base, shared, generation)
+            if self._journal.execute(_ADD_CALL, (*row, *bases)).rowcount:
+                return True
+        if begun is not None:
+            self._open(begun)
+        key = (attempt_id, call_id)
+        if generation is None:
+            return self._journal.execute(_DELETE_OPEN_CALL, (*key, *bases)).rowcount > 0
+        return self._journal.execute(_CLOSE_CALL, (base, shared, generation, *key, *bases)).rowcount > 0
+
+    def _add_call_span(self, message: _Message, span: Row) -> None:
+        attempt = message.attempt(span)
+        assert attempt is not None, "it had an open call"
+        attempt_id = attempt.attempt_id
+        message.active.add(attempt_id)
+        sequence_id = span[2] or message.next_spans[attempt_id]
+        added = self._journal.execute(_ADD_SPAN, (*span[:2], sequence_id, *span[3:])).rowcount
+        if added:
+            message.next_spans[attempt_id] = max(message.next_spans[attempt_id], sequence_id + 1)
+            self._journal.increment("spans_late", by=attempt.status in ATTEMPT_FINISHED)
+        self._journal.increment("total_spans" if added else "spans_duplicate")
+
+    def _recorder_is_lost(self, key: tuple[str, str]) -> bool:
+        """Return True if the recorder of a call is gone."""
+        if not self._lost_recorders:
+            return False
+        row = self._journal.fetch_one("SELECT recorder FROM calls WHERE attempt_id = ? AND call_id = ?", key)
+        return row is not None and row[0] in self._lost_recorders
 
     def _is_open(self, key: tuple[str, str]) -> bool | None:
         """Return True for an open call, False for a recorded one, and None for one that is not stored."""
@@ -264,11 +385,3 @@ class Records:
             "SELECT generation IS NULL FROM calls WHERE attempt_id = ? AND call_id = ?", key
         )
         return None if row is None else bool(row[0])
-
-    def _undecided_attempt(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
-        """The attempt; None if it is unknown or decided."""
-        try:
-            attempt = self._attempts.get(rollout_id, attempt_id)
-        except UnknownIdError:
-            return None
-        return None if attempt.status in ATTEMPT_FINISHED else attempt

@@ -15,9 +15,29 @@ from typing import Any
 
 from raylight.errors import UnknownIdError
 from raylight.store.journal import Journal
-from raylight.store.rows import LATEST, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, Row, config_from_json
+from raylight.store.rows import (
+    LATEST,
+    N_ROLLOUT,
+    N_STATE,
+    ROLLOUT,
+    ROLLOUT_STATE,
+    ROLLOUT_WITH_INPUT,
+    Row,
+    config_from_json,
+)
 from raylight.store.transitions import InfrastructureLosses, check_manual_transition
 from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
+
+ResourcesVersion = tuple[str | None, int | None]
+"""Id and version of resources; None without any."""
+NO_ATTEMPT = (None,) * (N_STATE - N_ROLLOUT)
+"""Columns of the latest attempt, in ROLLOUT_STATE of a rollout without one."""
+
+_BEGIN_ATTEMPT = (
+    "UPDATE rollouts SET status = 'preparing', queue = NULL, not_before = NULL, end_time = NULL, "
+    f"n_attempts = n_attempts + 1 WHERE rollout_id = ? RETURNING {ROLLOUT}, (SELECT version FROM resources v "
+    "WHERE v.resources_id = rollouts.resources_id), config, metadata, input, n_attempts"
+)
 
 
 @dataclass
@@ -70,63 +90,67 @@ class Rollouts:
         Raises:
             UnknownIdError: a request names resources that are not in the store; no rollout was queued.
         """
-        return [(self.insert(request, "queuing"), self.state(request[0])) for request in requests]
+        rows: list[tuple[bool, Row]] = []
+        latest = self.latest_resources()
+        for request in requests:
+            new = self.insert(request, "queuing", latest)
+            rows.append((new is not None, new or self.state(request[0])))
+        return rows
 
     def check_requests(self, requests: list[Row]) -> None:
         """Raise UnknownIdError if a request names resources that are not in the store."""
         for resources_id in {request[4] for request in requests if request[4]}:
             self._check_resources(resources_id)
 
-    def _check_resources(self, resources_id: str) -> None:
-        if not self._journal.fetch_one("SELECT 1 FROM resources WHERE resources_id = ?", (resources_id,)):
+    def _check_resources(self, resources_id: str) -> int:
+        """Version of resources; raises UnknownIdError."""
+        row = self._journal.fetch_one("SELECT version FROM resources WHERE resources_id = ?", (resources_id,))
+        if row is None:
             raise UnknownIdError(f"no resources {resources_id!r} in the store")
+        return row[0]
 
-    def insert(self, request: Row, status: RolloutStatus) -> bool:
-        """Add a rollout; False if its id exists."""
+    def insert(self, request: Row, status: RolloutStatus, latest: ResourcesVersion) -> Row | None:
+        """Add a rollout, and return its columns ROLLOUT_STATE; None if its id exists.
+
+        Args:
+            latest: version of the resources of a request that names none.
+        """
         rollout_id, task, mode, group_id, resources_id, config, metadata = request
-        if self._journal.fetch_one("SELECT 1 FROM rollouts WHERE rollout_id = ?", (rollout_id,)):
-            return False
-        if resources_id:
-            self._check_resources(resources_id)
-        self._journal.execute(
+        version = self._check_resources(resources_id) if resources_id else latest[1]
+        resources_id, now = resources_id or latest[0], self._clock()
+        position = self._next_position() if status in WAITING else None
+        added = self._journal.execute(
             "INSERT INTO rollouts (rollout_id, status, mode, group_id, resources_id, start_time, config, "
-            "metadata, input, queue) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                rollout_id,
-                status,
-                mode,
-                group_id,
-                resources_id or self._latest_resources_id(),
-                self._clock(),
-                config,
-                metadata,
-                task,
-                self._next_position() if status in WAITING else None,
-            ),
+            "metadata, input, queue) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout_id) DO "
+            "NOTHING",
+            (rollout_id, status, mode, group_id, resources_id, now, config, metadata, task, position),
         )
-        return True
+        if not added.rowcount:
+            return None
+        self._journal.increment("total_rollouts")
+        self._count(None, status)
+        return (rollout_id, status, mode, group_id, resources_id, now, None, version, *NO_ATTEMPT)
 
-    def oldest_waiting(self, limit: int, suspect: bool = False) -> list[str]:
-        """Ids of the oldest rollouts in the queue that are not held back, either of the crash suspects or of
-        the others."""
-        rows = self._journal.execute(
-            "SELECT rollout_id FROM rollouts WHERE queue IS NOT NULL AND not_before IS NULL AND suspect = ? "
-            "ORDER BY queue LIMIT ?",
+    def oldest_waiting(self, limit: int, suspect: bool = False) -> list[tuple[str, RolloutStatus]]:
+        """Ids and statuses of the oldest rollouts in the queue that are not held back, either of the crash
+        suspects or of the others."""
+        return self._journal.execute(
+            "SELECT rollout_id, status FROM rollouts WHERE queue IS NOT NULL AND not_before IS NULL AND "
+            "suspect = ? ORDER BY queue LIMIT ?",
             (suspect, limit),
-        )
-        return [rollout_id for (rollout_id,) in rows.fetchall()]
+        ).fetchall()
 
-    def begin_attempt(self, rollout_id: str) -> tuple[RolloutConfig, int]:
-        """Take a rollout out of the queue for another attempt; returns its config and the number of the
-        attempt."""
-        row = self._journal.fetch_one(
-            "UPDATE rollouts SET status = 'preparing', queue = NULL, not_before = NULL, end_time = NULL, "
-            "n_attempts = n_attempts + 1 WHERE rollout_id = ? RETURNING config, n_attempts",
-            (rollout_id,),
-        )
+    def begin_attempt(self, rollout_id: str, before: RolloutStatus) -> tuple[Row, Row, int]:
+        """Take a rollout out of the queue for another attempt.
+
+        Returns the columns of ROLLOUT_WITH_INPUT before and after those of its attempt, and the number of
+        the attempt.
+        """
+        row = self._journal.fetch_one(_BEGIN_ATTEMPT, (rollout_id,))
         assert row is not None, "the caller looked the rollout up"
+        self._count(before, "preparing")
         self.events.dequeued = True
-        return config_from_json(row[0]), row[1]
+        return row[:N_ROLLOUT], row[N_ROLLOUT:-1], row[-1]
 
     def next_release(self) -> float | None:
         """The earliest time at which a rollout is no longer held back, in seconds since the epoch."""
@@ -262,13 +286,23 @@ class Rollouts:
             "UPDATE rollouts SET status = ?, queue = ?, not_before = ?, end_time = ? WHERE rollout_id = ?",
             (status, position, not_before, end, rollout_id),
         )
+        self._count(before, status)
         if status in FINISHED:
             self.events.decided.add(rollout_id)
         self.events.dequeued |= before in WAITING and status not in WAITING
 
-    def _latest_resources_id(self) -> str | None:
-        row = self._journal.fetch_one("SELECT resources_id FROM resources ORDER BY updated DESC LIMIT 1")
-        return row[0] if row else None
+    def _count(self, before: RolloutStatus | None, status: RolloutStatus) -> None:
+        """Count a rollout under its new status, no longer under that before."""
+        if before is not None:
+            self._journal.increment(f"rollouts_{before}", by=-1)
+        self._journal.increment(f"rollouts_{status}")
+
+    def latest_resources(self) -> ResourcesVersion:
+        """The resources that were added or updated last."""
+        row = self._journal.fetch_one(
+            "SELECT resources_id, version FROM resources ORDER BY updated DESC LIMIT 1"
+        )
+        return (row[0], row[1]) if row else (None, None)
 
     def _next_position(self) -> int:
         self.events.queued = True

@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from raylight.errors import StoreError
-from raylight.store.payloads import decode_payload, encode_payload
+from raylight.errors import SpanError, StoreError
+from raylight.store.payloads import decode_payload, encode_payload, json_text
 from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
     AttemptedRollout,
+    Attributes,
     EnqueueRolloutRequest,
     Failure,
     ResourcesUpdate,
@@ -196,13 +197,8 @@ _SPAN_COLUMNS = {
 }
 
 
-def span_row(span: Span, base: str | None = None, shared: dict[str, int] | None = None) -> Row:
-    """Columns SPAN of a span.
-
-    Args:
-        base: see SPAN.
-        shared: number of characters that an attribute shares with that of the base; the span's attribute has
-            only those after them.
+def span_row(span: Span) -> Row:
+    """Columns SPAN of a span that an agent recorded.
 
     Raises:
         SpanError: the span cannot be stored (see `span_json`).
@@ -219,9 +215,32 @@ def span_row(span: Span, base: str | None = None, shared: dict[str, int] | None 
         span.start_time,
         span.end_time,
         get_reward_value(span),
-        base,
-        f"[{json.dumps(shared)}, {body}]" if base else body,
+        None,
+        body,
     )
+
+
+def call_span_row(
+    span: Span, attributes: Attributes, base: str = "", shared: dict[str, int] | None = None
+) -> Row:
+    """Columns SPAN of a captured call's span, which has attributes alone.
+
+    Args:
+        attributes: the span's, without what it shares with the base.
+        base: see SPAN.
+        shared: number of characters that an attribute shares with that of the base.
+
+    Raises:
+        SpanError: the span cannot be stored.
+    """
+    body = {"status": {"status_code": span.status.status_code}, "attributes": attributes}
+    try:
+        text = json_text([shared, body] if base else body)
+        "".join((span.name, span.span_id, span.trace_id, span.parent_id or "")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SpanError(f"the span of the call {span.trace_id!r} cannot be stored: {error}") from None
+    ids = (span.rollout_id, span.attempt_id, span.sequence_id, span.trace_id, span.span_id, span.parent_id)
+    return (*ids, span.name, span.start_time, span.end_time, None, base, text)
 
 
 def spans_from_rows(rows: Sequence[Row], bases: Sequence[Row] = ()) -> list[Span]:

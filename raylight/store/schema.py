@@ -1,6 +1,6 @@
 """Tables of the store's file."""
 
-VERSION = 6
+VERSION = 7
 """Version of the schema. A file with another version, or of another program, is refused."""
 
 # Columns that need a word: `queue` is the position in the queue; `not_before` is the time until which a
@@ -137,12 +137,4 @@ CREATE TABLE clients (
 CREATE INDEX clients_used ON clients(used);
 
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TRIGGER rollout_counted AFTER INSERT ON rollouts BEGIN
-    INSERT INTO counts VALUES ('rollouts_' || new.status, 1) ON CONFLICT DO UPDATE SET value = value + 1;
-    INSERT INTO counts VALUES ('total_rollouts', 1) ON CONFLICT DO UPDATE SET value = value + 1;
-END;
-CREATE TRIGGER status_counted AFTER UPDATE OF status ON rollouts WHEN old.status != new.status BEGIN
-    INSERT INTO counts VALUES ('rollouts_' || new.status, 1) ON CONFLICT DO UPDATE SET value = value + 1;
-    UPDATE counts SET value = value - 1 WHERE name = 'rollouts_' || old.status;
-END;
 """

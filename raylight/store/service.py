@@ -34,7 +34,7 @@ from raylight.store.leases import Leases
 from raylight.store.mailbox import Mailbox
 from raylight.store.outages import Outages
 from raylight.store.queries import Queries
-from raylight.store.records import CallIds, ClosedCall, OpenedCall, Records
+from raylight.store.records import Records
 from raylight.store.resources import Resources
 from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
@@ -47,6 +47,9 @@ FULL_QUEUE_WARNING_S = 60.0
 """Interval of the log messages about a full queue."""
 MIN_TIMER_S = 0.001
 """Shortest wait of the timer, because the clocks of the event loop and of the store differ slightly."""
+
+REPEATABLE = frozenset({"capture", "finish_attempt", "add_spans", "update_worker"})
+"""Frequent methods that keep nothing in memory, so that they can be undone and executed again."""
 
 Call = tuple[str, tuple[Any, ...]]
 """Name of a method, and its arguments."""
@@ -80,7 +83,7 @@ class StoreService(Mailbox):
         tables = (self._journal, self._rollouts, self._attempts)
         self._outages = Outages(*tables, clock)
         self._leases = Leases(*tables, self._workers, self._outages, clock)
-        self._records = Records(*tables)
+        self._records = Records(*tables, clock)
         self._budgets = Budgets(*tables, clock)
         self._resources = Resources(self._journal, clock)
         self._steps = Steps(self._journal)
@@ -113,7 +116,7 @@ class StoreService(Mailbox):
             "cancel": self._rollouts.cancel,
             "add_spans": self._records.add_spans,
             "next_sequence_ids": self._records.next_sequence_ids,
-            "capture": self._capture,
+            "capture": self._records.capture,
             "lose_recorder": self._records.lose_recorder,
             "check_budgets": self._budgets.check,
             "truncation": self._budgets.truncation,
@@ -153,12 +156,12 @@ class StoreService(Mailbox):
     def _execute_all(self, calls: list[Call]) -> list[CallResult]:
         """Execute the calls of a message; each fails on its own.
 
-        Captured calls to the engine have no savepoints, which would take a sixth of their time. If one fails,
-        all are undone and executed again with savepoints.
+        The frequent ones have no savepoints, which would take a sixth of their time. If one fails, all are
+        undone and executed again with savepoints.
         """
-        if all(method == "capture" for method, _ in calls):
+        if all(method in REPEATABLE for method, _ in calls):
             try:
-                return [(True, self._capture(*args)) for _, args in calls]
+                return [(True, self._methods[method](*args)) for method, args in calls]
             except (DiskError, JournalError, sqlite3.Error):
                 raise
             except Exception:  # raised again below, by the call that it belongs to
@@ -208,20 +211,12 @@ class StoreService(Mailbox):
         force: bool,
         losses: dict[str, int] | None,
     ) -> Row | None:
-        """Store an attempt's last spans and decide it; returns None without any change while it has open
-        calls, unless forced."""
+        """Decide an attempt; returns None without any change while it has open calls, unless forced."""
         if not force and self._attempts.count_open_calls(attempt_id):
             return None
-        self._records.add_spans(spans)
         for name, count in (losses or {}).items():
             self._journal.increment(name, by=count)
-        return self._attempts.finish(rollout_id, attempt_id, self._records.check_rewards(attempt_id, values))
-
-    def _capture(
-        self, opened: list[OpenedCall], closed: list[ClosedCall]
-    ) -> tuple[list[CallIds], list[CallIds], list[CallIds]]:
-        """Record calls; returns those that must not begin, and the results of `close_calls`."""
-        return self._records.open_calls(opened), *self._records.close_calls(closed)
+        return self._records.finish_attempt(rollout_id, attempt_id, values, spans)
 
     # calls that wait
 

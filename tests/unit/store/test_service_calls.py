@@ -15,6 +15,7 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import StoreError, UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
+from raylight.store.attempt_state import HOLD
 from raylight.types import CallKey, Generation, HistoryNote, Rollout
 
 
@@ -412,3 +413,47 @@ async def test_a_recorder_that_is_gone_begins_nothing(box: Box) -> None:
     await box.store.lose_recorder("r1")
     key = asked(rollout, "hello")
     assert await box.store.capture([(key, 0.0)], [], "r1") == [key]
+
+
+def hold_of(rollout: Rollout) -> CallKey:
+    return CallKey(*ids_of(rollout), f"{HOLD}{uuid.uuid4().hex[:28]}")
+
+
+async def test_an_attempt_succeeds_only_when_its_hold_is_released(box: Box) -> None:
+    rollout = await box.take()
+    hold, key = hold_of(rollout), call_of(rollout)
+    await box.store.capture([(hold, 0.0)], [], "r1")
+    async with within():
+        finishing = asyncio.create_task(box.store.finish_attempt(rollout, "succeeded", timeout=3600))
+        await asyncio.sleep(0)
+        assert not finishing.done()
+        await box.store.capture([(key, 1.0)], [(key, sampled(key), None), (hold, None, None)], "r1")
+        assert (await finishing).status == "succeeded"
+    assert await generations(box, rollout) == [sampled(key)]
+
+
+@pytest.mark.parametrize("lost_first", [True, False])
+async def test_the_hold_of_a_lost_recorder_is_never_released(box: Box, lost_first: bool) -> None:
+    """It may have answered calls whose announcement was rejected."""
+    rollout = await box.take()
+    hold, late = hold_of(rollout), call_of(rollout)
+    await box.store.capture([(hold, 0.0)], [], "r1")
+    if not lost_first:
+        await box.store.capture([(call_of(rollout), 0.0)], [], "r1")
+    await box.store.lose_recorder("r1")
+    assert await box.store.capture(
+        [(late, 1.0)], [(late, sampled(late), None), (hold, None, None)], "r1"
+    ) == [late]
+    async with within():
+        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=3600)).status != "succeeded"
+    assert (await box.attempt(rollout)).failure.kind == "infrastructure"
+    assert await box.count("calls_lost") == (not lost_first)
+
+
+async def test_holds_are_no_calls_in_counts(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.capture([(hold_of(rollout), 0.0)], [])
+    await box.store.finish_attempt(rollout, "failed", BROKEN, timeout=0)
+    late = hold_of(rollout)
+    assert await box.store.capture([(late, 0.0)], []) == [late]
+    assert (await box.count("calls_lost"), await box.count("calls_late")) == (0, 0)
