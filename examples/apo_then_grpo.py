@@ -39,12 +39,11 @@ SEED = rl.PromptTemplate(template="Could you please tell me what {a} plus {b} ma
 async def adder(task: dict, llm: rl.LLM, prompt_template: rl.PromptTemplate) -> float:
     """Ask for a + b with the prompt template; the reward is 1 for exactly the right number, else 0."""
     sampling = {"temperature": 1.0, "max_tokens": 8} | llm.sampling_parameters
-    async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
-        reply = await client.chat.completions.create(
-            model=llm.model,
-            messages=[{"role": "user", "content": prompt_template.format(**task)}],
-            **sampling,
-        )
+    reply = await llm.client().chat.completions.create(
+        model=llm.model,
+        messages=[{"role": "user", "content": prompt_template.format(**task)}],
+        **sampling,
+    )
     return 1.0 if (reply.choices[0].message.content or "").strip() == str(task["a"] + task["b"]) else 0.0
 
 

@@ -12,8 +12,6 @@ The agent depends on raylight only through its `llm` argument, and can use any O
 import argparse
 import random
 
-from openai import AsyncOpenAI
-
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 
@@ -21,12 +19,11 @@ from raylight.quickstart import STARTER_MODEL
 @rl.rollout
 async def adder(task: dict, llm: rl.LLM) -> float:
     """Ask for a + b; the reward is 1 for the right answer."""
-    async with AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client:
-        reply = await client.chat.completions.create(
-            model=llm.model,
-            messages=[{"role": "user", "content": f"{task['a']}+{task['b']}="}],
-            max_tokens=8,
-        )
+    reply = await llm.client().chat.completions.create(
+        model=llm.model,
+        messages=[{"role": "user", "content": f"{task['a']}+{task['b']}="}],
+        max_tokens=8,
+    )
     return 1.0 if reply.choices[0].message.content == str(task["a"] + task["b"]) else 0.0
 
 

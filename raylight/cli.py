@@ -59,7 +59,6 @@ def quickstart(
         model=model or (TOOL_MODEL if tools else STARTER_MODEL),
         n_steps=steps,
         lr=2e-4,
-        kl_coef=1e-3,
         max_staleness=max_staleness,
         val_every=5,
         val_samples=2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -34,12 +33,6 @@ It leaves room for improvement: no order of the tools, no advice on how to searc
 """
 
 
-@functools.cache
-def model_client() -> AsyncOpenAI:
-    """One HTTP client for all rollouts of a process."""
-    return AsyncOpenAI(base_url="http://unset", api_key="unset")
-
-
 @rl.rollout(
     system_prompt=rl.PromptTemplate(template=PROMPT),
     simulator=os.environ.get(URL_VARIABLE) or "http://127.0.0.1:8700",
@@ -56,10 +49,9 @@ async def design(
         {"role": "system", "content": system_prompt.format(max_calls=MAX_CALLS)},
         {"role": "user", "content": task["text"]},
     ]
-    client = model_client().with_options(base_url=llm.endpoint, api_key=llm.api_key)
     async with httpx2.AsyncClient(base_url=simulator, timeout=TIMEOUT_S) as http:
         toolbox = Toolbox(http)
-        text = await converse(client, llm, messages, toolbox)
+        text = await converse(llm.client(), llm, messages, toolbox)
     with rl.operation(name=ANSWER, kind=ANSWER) as op:
         op.set_output(text)
     return grade(task, [*toolbox.spans, op.span()]).named()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
-
-from openai import AsyncOpenAI
 
 import raylight as rl
 from raylight.types import Span
@@ -30,12 +27,6 @@ from."""
 TOLERANCE = 1e-4
 
 
-@functools.cache
-def client() -> AsyncOpenAI:
-    """One HTTP client for all rollouts of a process."""
-    return AsyncOpenAI(base_url="http://unset", api_key="unset")
-
-
 class MathSolver(rl.LitAgent[dict[str, Any]]):
     """Calls the model once and emits its response as a message; `NumberReward` computes the reward.
 
@@ -56,11 +47,7 @@ class MathSolver(rl.LitAgent[dict[str, Any]]):
         llm: rl.LLM = resources["llm"]
         sampling = {"temperature": 1.0, "max_tokens": self.max_tokens} | llm.sampling_parameters
         message: Any = {"role": "user", "content": PROMPTS[self.prompt].format(question=task["question"])}
-        reply = (
-            await client()
-            .with_options(base_url=llm.endpoint, api_key=llm.api_key)
-            .chat.completions.create(model=llm.model, messages=[message], **sampling)
-        )
+        reply = await llm.client().chat.completions.create(model=llm.model, messages=[message], **sampling)
         rl.emit_message(reply.choices[0].message.content or "")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from typing import Literal
-
-from openai import AsyncOpenAI
 
 import raylight as rl
 from examples.tau2_agent.conversation import Assistant, converse
@@ -16,12 +13,6 @@ from examples.tau2_agent.users import ModelUser, ScriptedUser, User
 
 ASSISTANT, USER = "assistant", "user"
 """Names of the agents, under which calls are recorded and trained agents are selected."""
-
-
-@functools.cache
-def client() -> AsyncOpenAI:
-    """One HTTP client for all rollouts of a process, because creating one takes 20 ms."""
-    return AsyncOpenAI(base_url="http://unset", api_key="unset")
 
 
 class CustomerService(rl.LitAgent[Row]):
@@ -52,7 +43,7 @@ class CustomerService(rl.LitAgent[Row]):
         rollout.mark_agent_as_trainable(ASSISTANT)
         environment, details = read_row(task)
         case = await asyncio.to_thread(find_domain(environment).open, details)  # loading tau2 takes a second
-        assistant = Assistant(resources["llm"].for_agent(ASSISTANT), client(), self.max_tokens)
+        assistant = Assistant(resources["llm"].for_agent(ASSISTANT), self.max_tokens)
         transcript = await converse(case, assistant, self._user(case.person, resources), self.max_steps)
         rl.emit_annotation(
             {"ending": transcript.ending, "steps": transcript.steps, "tool_errors": transcript.tool_errors}
@@ -62,6 +53,5 @@ class CustomerService(rl.LitAgent[Row]):
     def _user(self, person: Person, resources: rl.NamedResources) -> User:
         if self.user == "scripted":
             return ScriptedUser(person)
-        return ModelUser(
-            person, (resources["user"] if "user" in resources else resources["llm"]).for_agent(USER), client()
-        )
+        llm = resources["user"] if "user" in resources else resources["llm"]
+        return ModelUser(person, llm.for_agent(USER))

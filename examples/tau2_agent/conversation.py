@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from openai import AsyncOpenAI, BadRequestError
+from openai import BadRequestError
 from openai.types.chat import ChatCompletionMessage
 
 import raylight as rl
@@ -24,9 +24,9 @@ class Assistant:
         max_tokens: maximum length of one response, unless the model's sampling parameters set it.
     """
 
-    def __init__(self, llm: rl.LLM, client: AsyncOpenAI, max_tokens: int) -> None:
+    def __init__(self, llm: rl.LLM, max_tokens: int) -> None:
         self._model = llm.model
-        self._client = client.with_options(base_url=llm.endpoint, api_key=llm.api_key or "unused")
+        self._client = llm.client()
         self._sampling = {"max_tokens": max_tokens} | llm.sampling_parameters
 
     async def step(self, messages: list[Any], tools: list[Any]) -> ChatCompletionMessage:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, Protocol
 
-from openai import AsyncOpenAI
-
 import raylight as rl
 from examples.tau2_agent.domain import Person
 from raylight.errors import ConfigError
@@ -94,9 +92,9 @@ class ModelUser:
         llm: the model, with the user's agent name; its calls are recorded if it is traced, and never trained.
     """
 
-    def __init__(self, person: Person, llm: rl.LLM, client: AsyncOpenAI) -> None:
+    def __init__(self, person: Person, llm: rl.LLM) -> None:
         self._llm = llm
-        self._client = client.with_options(base_url=llm.endpoint, api_key=llm.api_key or "unused")
+        self._client = llm.client()
         who = (
             f"Your name is {person.name}, and your e-mail address is {person.email}.\n" if person.name else ""
         )

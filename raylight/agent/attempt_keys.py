@@ -29,8 +29,12 @@ def attempt_key(secret: str, rollout_id: str, attempt_id: str, use: KeyUse = "mo
     return _keys(secret, rollout_id, attempt_id)[use].decode()
 
 
+@functools.lru_cache(8192)
 def key_use(key: str, secret: str, rollout_id: str, attempt_id: str) -> KeyUse | None:
-    """Return the use of a key of the attempt; None if it is not one. Comparisons take constant time."""
+    """Return the use of a key of the attempt; None if it is not one. Comparisons take constant time.
+
+    Answers are remembered: an attempt makes many calls with one key.
+    """
     given, found = key.encode(), None
     for use, known in _keys(secret, rollout_id, attempt_id).items():
         if hmac.compare_digest(given, known):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path
+from raylight.agent.clients import Provider, async_client, sync_client
 from raylight.base_config import Config, validation_message
 from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.errors import ConfigError
 from raylight.synonyms import take_synonyms
 
 if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
     from raylight.types import Rollout
 
 LLM_SYNONYMS = {"name": "model"}
@@ -127,6 +131,38 @@ class LLM(Resource):
     def routed(self) -> bool:
         """True if each attempt has a URL of its own."""
         return self.traced
+
+    @overload
+    def client(self, provider: Literal["openai"] = "openai") -> AsyncOpenAI: ...
+
+    @overload
+    def client(self, provider: Literal["anthropic"]) -> AsyncAnthropic: ...
+
+    def client(self, provider: Provider = "openai") -> Any:
+        """Return an asynchronous client of OpenAI or Anthropic with the URL and the key of this model.
+
+        Its connections are shared by all clients of the event loop and kept open, also when the client is
+        closed. So it costs nothing to call this method in each rollout.
+
+        Raises:
+            ConfigError: no event loop is running, or the library is not installed.
+        """
+        return async_client(provider, self.endpoint, self.api_key)
+
+    @overload
+    def sync_client(self, provider: Literal["openai"] = "openai") -> OpenAI: ...
+
+    @overload
+    def sync_client(self, provider: Literal["anthropic"]) -> Anthropic: ...
+
+    def sync_client(self, provider: Provider = "openai") -> Any:
+        """Return a synchronous client, for agents in threads; see `client`. Its connections are shared by all
+        threads of the process.
+
+        Raises:
+            ConfigError: the library is not installed.
+        """
+        return sync_client(provider, self.endpoint, self.api_key)
 
     def for_attempt(
         self,

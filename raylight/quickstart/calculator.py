@@ -7,7 +7,6 @@ from typing import Any
 
 import raylight as rl
 from raylight.quickstart.additions import is_right
-from raylight.quickstart.agent import client
 
 MAX_CALLS = 3
 """Model calls of one rollout."""
@@ -29,10 +28,10 @@ ADD: Any = {
 @rl.rollout
 async def calculator(task: dict, llm: rl.LLM) -> float:
     """Ask for a + b with the tool `add`; return reward 1 for the right answer and 0 otherwise."""
-    model = client().with_options(base_url=llm.endpoint, api_key=llm.api_key)
+    client = llm.client()
     messages: list[Any] = [{"role": "user", "content": f"What is {task['a']} + {task['b']}?"}]
     for _ in range(MAX_CALLS):
-        reply = await model.chat.completions.create(
+        reply = await client.chat.completions.create(
             model=llm.model, messages=messages, tools=[ADD], **SAMPLING | llm.sampling_parameters
         )
         message = reply.choices[0].message

@@ -12,6 +12,7 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,7 @@ from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.agent.rollout_scope import TrainerView
-from raylight.aio import pause
+from raylight.aio import BroadcastCondition, pause
 from raylight.errors import SpanError, WorkerGoneError
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
@@ -38,8 +39,14 @@ from raylight.types import AttemptedRollout, ResourcesUpdate, Rollout, RolloutSt
 logger = logging.getLogger(__name__)
 
 POLL_TIMEOUT_S = 30.0
-DEQUEUE_LIMIT = 8
-"""Rollouts per dequeue: few enough that runners share a small batch evenly."""
+FIRST_DEQUEUE = 8
+"""Rollouts of the first dequeue after the queue was empty: few enough that runners share a small batch
+evenly."""
+MAX_DEQUEUE = 32
+"""Maximum number of rollouts of a dequeue. It doubles from `FIRST_DEQUEUE` while the queue is long enough."""
+ROOM_WAIT_S = 0.01
+"""Seconds for which a runner that was full waits for the end of further attempts, so that one message
+dequeues several rollouts."""
 FLUSH_S = 1.0
 """Interval at which the spans of running attempts are sent."""
 HEARTBEAT_S = 10.0
@@ -95,6 +102,9 @@ class Runner:
         self._fetching = asyncio.Lock()
         self._running: dict[str, asyncio.Task[None]] = {}
         """Tasks of the running attempts, by attempt id."""
+        self._attempt_ended = BroadcastCondition()
+        self._error: asyncio.Future[None] | None = None
+        """First error with which the task of an attempt ended; it ends the runner."""
         self._traces: dict[str, AttemptTrace] = {}
         self._obsolete: set[str] = set()
         """Running attempts that are being cancelled because the store reported them as obsolete."""
@@ -111,9 +121,13 @@ class Runner:
     async def serve(self) -> RunnerExit:
         """Dequeue and execute rollouts until this runner ends by itself; raises when the store is gone."""
         self._context.tracer.setup()
+        self._error = asyncio.get_running_loop().create_future()
         loops = [
-            asyncio.create_task(work)
-            for work in (self._dequeue_rollouts(), self._repeat(FLUSH_S, self._flush), self._heartbeats())
+            self._error,
+            *(
+                asyncio.create_task(work)
+                for work in (self._dequeue_rollouts(), self._repeat(FLUSH_S, self._flush), self._heartbeats())
+            ),
         ]
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
@@ -133,41 +147,32 @@ class Runner:
     async def _dequeue_rollouts(self) -> None:
         """Dequeue rollouts while there is capacity; returns when this runner takes no more and its attempts
         have ended."""
+        most = FIRST_DEQUEUE
         while True:
-            await self._wait_while(lambda: len(self._running) >= self._max_concurrent)
+            await self._wait_for_room()
             if self._remaining == 0 or self._threads.abandoned >= MAX_HUNG_AGENTS:
                 break
-            limit = min(
-                self._max_concurrent - len(self._running), DEQUEUE_LIMIT, self._remaining or DEQUEUE_LIMIT
-            )
+            limit = min(self._max_concurrent - len(self._running), most, self._remaining or most)
             try:
-                rollouts = await self._poll(limit)
+                rollouts = await self._store.dequeue_many_rollouts(
+                    limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S
+                )
             except WorkerGoneError:
                 self._retired = True
                 break
+            most = min(2 * most, MAX_DEQUEUE) if len(rollouts) == limit else FIRST_DEQUEUE
             for rollout in rollouts:
                 self._start(rollout)
-        await self._wait_while(lambda: bool(self._running))
+        await self._attempt_ended.wait_for(lambda: not self._running)
 
-    async def _poll(self, limit: int) -> list[AttemptedRollout]:
-        """Dequeue up to `limit` rollouts; an error of a running attempt is raised at once, not after the
-        poll."""
-        dequeue = self._store.dequeue_many_rollouts(
-            limit=limit, worker_id=self.worker_id, timeout=POLL_TIMEOUT_S
-        )
-        poll = asyncio.ensure_future(dequeue)
-        try:
-            while not poll.done():
-                await asyncio.wait([poll, *self._running.values()], return_when=asyncio.FIRST_COMPLETED)
-                self._reap()
-            return poll.result()
-        finally:
-            poll.cancel()
+    async def _wait_for_room(self) -> None:
+        """Wait until another attempt can run, and for a moment until a sixteenth of the attempts can."""
 
-    def _reap(self) -> None:
-        """Remove the tasks of attempts that ended, and raise their errors."""
-        for attempt_id in [attempt_id for attempt_id, task in self._running.items() if task.done()]:
-            self._running.pop(attempt_id).result()
+        def has_room(share: int) -> bool:
+            return len(self._running) <= self._max_concurrent - share
+
+        await self._attempt_ended.wait_for(lambda: has_room(1))
+        await self._attempt_ended.wait_for(lambda: has_room(self._max_concurrent // 16), ROOM_WAIT_S)
 
     def _start(self, rollout: AttemptedRollout) -> None:
         attempt_id = rollout.attempt.attempt_id
@@ -175,15 +180,19 @@ class Runner:
             return  # the store repeated a response
         if self._remaining is not None:
             self._remaining -= 1
-        self._running[attempt_id] = asyncio.create_task(self.run_attempt(rollout))
+        task = self._running[attempt_id] = asyncio.create_task(self.run_attempt(rollout))
+        task.add_done_callback(functools.partial(self._end, attempt_id))
 
-    async def _wait_while(self, condition: Callable[[], bool]) -> None:
-        """Wait for running attempts while a condition holds; raises the error of one that ended."""
-        while True:
-            self._reap()
-            if not condition():
-                return
-            await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+    def _end(self, attempt_id: str, task: asyncio.Task[None]) -> None:
+        """Remove the task of an attempt that ended, and end the runner if it ended with an error."""
+        del self._running[attempt_id]
+        self._attempt_ended.notify_all()
+        if self._error is None or self._error.done():
+            return
+        if task.cancelled():
+            self._error.cancel()
+        elif error := task.exception():
+            self._error.set_exception(error)
 
     async def run_attempt(self, rollout: AttemptedRollout) -> None:
         """Execute an attempt and decide it."""

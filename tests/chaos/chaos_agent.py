@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import sys
 from pathlib import Path
@@ -16,20 +15,12 @@ import raylight as rl
 PROGRAM = Path(__file__).with_name("chaos_program.py")
 
 
-@functools.cache
-def client() -> Any:
-    """Return the process's one HTTP client."""
-    from openai import AsyncOpenAI
-
-    return AsyncOpenAI(base_url="http://unset", api_key="unset")
-
-
 @rl.rollout
 async def asker(task: dict, llm: rl.LLM, rollout: rl.AttemptedRollout) -> float:
     with AttemptLog(rollout.rollout_id, rollout.attempt.attempt_id, rollout.mode or "") as log:
         if HOLD_VARIABLE in os.environ and rollout.rollout_id.endswith(HELD_ROLLOUTS):
             await asyncio.Event().wait()
-        model = client().with_options(base_url=llm.endpoint, api_key=llm.api_key)
+        model = llm.client()
         messages: list[Any] = []
         for question in questions(task):
             messages.append({"role": "user", "content": question})

@@ -6,11 +6,8 @@ every task, so only the tool's answer contains the price, and a wrong number ret
 item. The reward requires both answers to be correct.
 """
 
-import functools
 import random
 from pathlib import Path
-
-from openai import AsyncOpenAI
 
 import raylight as rl
 
@@ -60,15 +57,10 @@ def score(task: dict[str, int], total: str) -> float:
     return float(total == str(price(task, str(task["a"] + task["b"])) + task["shipping"]))
 
 
-@functools.cache
-def client() -> AsyncOpenAI:
-    return AsyncOpenAI(base_url="http://unset", api_key="unset")
-
-
 @rl.rollout
 async def buyer(task: dict[str, int], llm: rl.LLM) -> float:
     """Ask for the item, look it up, and ask for the total in the same conversation."""
-    chat = client().with_options(base_url=llm.endpoint, api_key=llm.api_key).chat.completions
+    chat = llm.client().chat.completions
     item = await chat.create(model=llm.model, messages=conversation(task), temperature=1.0, max_tokens=8)  # type: ignore[arg-type]
     messages = conversation(task, item.choices[0].message.content or "")
     total = await chat.create(model=llm.model, messages=messages, temperature=1.0, max_tokens=8)  # type: ignore[arg-type]

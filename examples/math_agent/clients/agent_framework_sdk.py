@@ -18,7 +18,6 @@ from agent_framework import (
 )
 from agent_framework.exceptions import ToolExecutionException
 from agent_framework_openai import OpenAIChatCompletionClient
-from openai import AsyncOpenAI
 
 import raylight as rl
 from examples.math_agent.calculator import CALL_S, is_lost, shared
@@ -28,11 +27,8 @@ from examples.math_agent.prompts import instructions
 
 async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
     """See `examples.math_agent.clients.Solve`."""
-    async with (
-        shared("agent_framework", settings.command, lambda: _tool(settings.command)) as tool,
-        AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as connection,
-    ):
-        client = OpenAIChatCompletionClient(model=llm.model, async_client=connection)
+    async with shared("agent_framework", settings.command, lambda: _tool(settings.command)) as tool:
+        client = OpenAIChatCompletionClient(model=llm.model, async_client=llm.client())
         before_last = max(settings.max_turns - 1, 1)  # the last call is made without tools
         client.function_invocation_configuration |= {
             "max_iterations": before_last,

@@ -7,7 +7,6 @@ from typing import Any
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner
 from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
 from agents.mcp import MCPServerStdio
-from openai import AsyncOpenAI
 
 import raylight as rl
 from examples.math_agent.calculator import CALL_S, is_lost, shared
@@ -20,14 +19,11 @@ QUIET = RunConfig(tracing_disabled=True)
 
 async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
     """See `examples.math_agent.clients.Solve`."""
-    async with (
-        shared("agents", settings.command, lambda: _server(settings.command)) as server,
-        AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client,
-    ):
+    async with shared("agents", settings.command, lambda: _server(settings.command)) as server:
         agent = Agent(
             name="calculator",
             instructions=instructions(settings.extractor),
-            model=OpenAIChatCompletionsModel(model=llm.model, openai_client=client),
+            model=OpenAIChatCompletionsModel(model=llm.model, openai_client=llm.client()),
             model_settings=ModelSettings(**llm.sampling_parameters),
             mcp_servers=[server],
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageToolCallUnion
 
 import raylight as rl
@@ -20,10 +19,8 @@ async def solve(question: str, llm: rl.LLM, settings: MathSettings) -> str:
         {"role": "system", "content": instructions(settings.extractor)},
         {"role": "user", "content": question},
     ]
-    async with (
-        calculator(settings.command) as tools,
-        AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key) as client,
-    ):
+    async with calculator(settings.command) as tools:
+        client = llm.client()
         schemas: list[Any] = [
             {
                 "type": "function",

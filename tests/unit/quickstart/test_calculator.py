@@ -41,9 +41,6 @@ class ScriptedClient:
         self.answers, self.requests = list(answers), list[dict[str, Any]]()
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
 
-    def with_options(self, **options: Any) -> ScriptedClient:
-        return self
-
     async def create(self, **request: Any) -> ChatCompletion:
         self.requests.append({**request, "messages": list(request["messages"])})
         message = {"role": "assistant", "content": None, **self.answers.pop(0)}
@@ -74,7 +71,7 @@ async def test_the_reward_is_that_of_the_answer(
     answers: list[dict[str, Any]], reward: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = ScriptedClient(*answers)
-    monkeypatch.setattr(module, "client", lambda: client)
+    monkeypatch.setattr(rl.LLM, "client", lambda llm: client)
     llm = rl.LLM(endpoint="http://model/v1", model="m")
     assert await calculator(TASK, llm=llm) == reward
     assert all(request["tools"] == [module.ADD] for request in client.requests)
