@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from raylight.config import EngineConfig, LearnerConfig
+from raylight.engines.transformers.prompt_rows import count_prompt_rows
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.errors import DeviceMemoryError
@@ -216,7 +217,8 @@ def _cache(config: Any, engine: EngineConfig, dtype: torch.dtype) -> int:
         length *= 2
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * config.num_hidden_layers * engine.max_concurrent * heads * head_dim * length * dtype.itemsize
+    rows = engine.max_concurrent + count_prompt_rows(engine.max_concurrent)
+    return 2 * config.num_hidden_layers * rows * heads * head_dim * length * dtype.itemsize
 
 
 class _Attention(torch.autograd.Function):

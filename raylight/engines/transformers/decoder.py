@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, check_state
 from raylight.engines.transformers.attention import AttentionMasks, Masks
+from raylight.engines.transformers.prompt_rows import PromptRows, count_prompt_rows
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
 from raylight.errors import EngineStartError
@@ -39,26 +40,57 @@ class Decoder:
         self.adapters = PeftAdapters(self.module)
         self.active: list[Sequence] = []
         """Sequences in the cache, by slot."""
+        prompts = count_prompt_rows(slots)
+        self._prompts = PromptRows(slots, prompts)
+        self._prompt_logits: dict[int, torch.Tensor] = {}
+        """Logits of the next token of the prompt in each row."""
+        self._cache_slots = slots + prompts
         self._cache = self._empty_cache()
         self._check_cache()
 
     def _empty_cache(self) -> SlotCache:
-        return SlotCache(self.module.config.num_hidden_layers, self.slots, self._longest)
+        return SlotCache(self.module.config.num_hidden_layers, self._cache_slots, self._longest)
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
-        """Add sequences with all their tokens so far.
+        """Add sequences with all their tokens so far. Those with the prompt of another sequence share its
+        computation.
 
         Returns:
             The logits of their next tokens, shape (rows, vocabulary).
         """
+        admission, first = self._prompts.admit(admitted), len(self.active)
+        order = [*admission.computed, *admission.copied]
+        self.active += [admitted[i] for i in order]  # before the pass: if it fails, these must fail too
+        slots = {index: first + place for place, index in enumerate(order)}
+        try:
+            computed = [admitted[i] for i in admission.computed]
+            logits = self._compute(computed, first) if computed else ()
+            next_logits = dict(zip(admission.computed, logits, strict=True))
+            for index, row in admission.kept.items():
+                self._prompt_logits[row] = next_logits[index].clone()
+            self._copy_prompts(admitted, {(slots[i], row): i for i, row in admission.kept.items()})
+            self._copy_prompts(admitted, {(row, slots[i]): i for i, row in admission.copied.items()})
+        except BaseException:
+            self._prompts.clear()  # not all of them are in their rows
+            raise
+        next_logits |= {index: self._prompt_logits[row] for index, row in admission.copied.items()}
+        return torch.stack([next_logits[index] for index in range(len(admitted))])
+
+    def _copy_prompts(self, sequences: list[Sequence], copies: dict[tuple[int, int], int]) -> None:
+        """Copy prompts within the cache: pairs of a slot and its target, and the index of their sequence."""
+        if copies:
+            longest = max(len(sequences[index].sample.prompt_ids) for index in copies.values())
+            self._cache.copy(list(copies), longest)
+
+    def _compute(self, admitted: list[Sequence], first: int) -> torch.Tensor:
+        """Compute sequences into the slots from `first` on; returns the logits of their next tokens."""
         rows = len(admitted)
-        self.active += admitted  # before the pass: if it fails, these sequences must fail too
         lengths = torch.tensor([s.length for s in admitted])
         width = int(lengths.max())
         ids = torch.zeros(rows, width, dtype=torch.long)
         for row, sequence in enumerate(admitted):
             ids[row, : sequence.length] = torch.from_numpy(sequence.ids)
-        self._cache.prefill(len(self.active) - rows, rows, width)
+        self._cache.prefill(first, rows, width)
         indices = torch.arange(width, device=self.device)
         # logits only at positions where some row ends
         ends, end_of_row = (lengths - 1).unique(return_inverse=True)
@@ -143,6 +175,7 @@ class Decoder:
     def clear(self) -> list[Sequence]:
         """Empty the cache; returns the sequences that were in it."""
         removed, self.active = self.active, []
+        self._prompts.clear()
         return removed
 
     def check_weights(self, shapes: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from raylight.config import cpu_threads
 from raylight.engines.protocol import EngineLoad, EngineSettings, LoraAdapter, UpdateMode
 from raylight.engines.transformers.app import build_app
+from raylight.engines.transformers.linear import use_fast_linear
 from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.worker import CLOSED
 from raylight.errors import ConfigError, WeightSyncError
@@ -64,9 +65,13 @@ class TransformersEngine(Sampler):
     """
 
     workers = 1
+    fast_linear = True
+    """Compute linear layers by the faster kernels of `linear.py`, where they are."""
 
     def __init__(self, path: str, model: str, *, transport: str = "auto", **settings: Any) -> None:
         super().__init__(path, model, **settings)
+        if self.fast_linear and self._decoder.device.type == "cpu":
+            use_fast_linear(self._decoder.module)
         self._receiver = make_receiver(transport)
         self._incomplete = False
         """True once an update has loaded weights, until it is complete."""

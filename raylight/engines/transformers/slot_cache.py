@@ -1,8 +1,8 @@
 """Key-value cache for continuous batching, with one slot per sequence, as a transformers `Cache`.
 
-Sequences that are decoded occupy slots 0..n-1. New ones are prefilled into the slots after them. When one
-ends, the last one moves into its slot. A forward pass sees the slots `rows` up to `width` tokens, without
-copying.
+Sequences that are decoded occupy slots 0..n-1, and the last slots keep prompts. New sequences are prefilled
+into the slots after those that are decoded. When one ends, the last one moves into its slot. A forward pass
+sees the slots `rows` up to `width` tokens, without copying.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class SlotLayer(CacheLayerMixin):
         self.keys[target, :, :length] = self.keys[source, :, :length]
         self.values[target, :, :length] = self.values[source, :, :length]
 
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+        self.keys[targets, :, :length] = self.keys[sources, :, :length]
+        self.values[targets, :, :length] = self.values[sources, :, :length]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.window.width, 0
 
@@ -98,6 +102,16 @@ class SlotCache(Cache):
         """Copy a sequence of `length` tokens to another slot."""
         for layer in self.slot_layers:
             layer.move(source, target, length)
+
+    def copy(self, slots: list[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` tokens of several slots.
+
+        Args:
+            slots: pairs of a slot and the slot that it is copied to.
+        """
+        sources, targets = torch.tensor(slots).T
+        for layer in self.slot_layers:
+            layer.copy(sources, targets, length)
 
 
 def _grow(old: torch.Tensor, window: Window) -> torch.Tensor:

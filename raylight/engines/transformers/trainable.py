@@ -16,6 +16,8 @@ class TrainableEngine(TransformersEngine):
     """Engine that samples from a module which is trained between two decoding steps, so weights are never
     copied."""
 
+    fast_linear = False  # its log-probs must be those of the learner's passes to the last bit
+
     @property
     def module(self) -> Any:
         """Model. After the first request, only the engine's thread may use it (`run_between_steps`,

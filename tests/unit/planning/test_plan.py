@@ -204,7 +204,7 @@ def test_shorter_micro_batches_come_with_shorter_rollouts(dense):
 def test_fewer_sequences_make_the_cache_of_transformers_fit(dense):
     engine = EngineConfig(num_gpus=1, dtype="bfloat16", max_model_len=16384)
     run = replace(planned(dense), kind="transformers", engine=engine)
-    assert make_plan(run, H100S).remedies == ("engine.max_concurrent=64",)
+    assert make_plan(run, H100S).remedies == ("engine.max_concurrent=32",)
 
 
 def test_replicas_count_up_to_their_largest_number(dense):

@@ -107,12 +107,17 @@ def raise_for_broken(function: Callable[..., Any], error: BaseException, has: Ca
     return checked
 
 
-async def check_others(engine: TransformersEngine, alone: list[list[int]]) -> None:
-    """Check that the broken sequence alone fails, and that the engine goes on."""
+async def check_others(
+    engine: TransformersEngine, alone: list[list[int]], prompt: tuple[int, ...] = (5, 6)
+) -> None:
+    """Check that the broken sequence alone fails, and that the engine goes on.
+
+    Args:
+        prompt: prompt of the broken sequence.
+    """
+    prompts = [list(prompt), *([5, 6] for _ in SOUND)]
     async with within(30):
-        found = await asyncio.gather(
-            *(engine.generate([5, 6], params) for params in [BROKEN, *SOUND]), return_exceptions=True
-        )
+        found = await asyncio.gather(*map(engine.generate, prompts, [BROKEN, *SOUND]), return_exceptions=True)
         assert isinstance(found[0], RequestError)
         assert found[0].status == 500
         assert [sample.output_ids for sample in found[1:]] == alone  # type: ignore[union-attr]
@@ -146,7 +151,7 @@ async def test_a_prompt_that_breaks_its_prefill(sound: Any) -> None:
     engine._decoder._forward = raise_for_broken(
         engine._decoder._forward, IndexError("no"), lambda rows, *_: any(s.params.top_k == 7 for s in rows)
     )
-    await check_others(engine, alone)
+    await check_others(engine, alone, prompt=(7, 8))
 
 
 class Panic(BaseException):
