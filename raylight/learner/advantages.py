@@ -82,12 +82,17 @@ class RolloutSequences:
             matrix[rollout, start : start + len(row_values)] = torch.from_numpy(row_values)
         return matrix
 
-    def select(self, row: TrainRow, matrix: torch.Tensor) -> torch.Tensor:
-        """Return a row's values of a matrix, with an entry per response token, 0 if it was not sampled."""
-        values, sampled = torch.zeros(len(row.response)), row.mask == 1
-        start = self._starts[row.index]
-        values[sampled] = matrix[row.rollout, start : start + int(sampled.sum())].float()
-        return values
+    def select(self, rows: list[TrainRow], matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows' values of a matrix, with an entry per response token, 0 if it was not sampled."""
+        lengths = [len(row.response) for row in rows]
+        sampled = torch.cat([row.mask for row in rows]) == 1
+        row_of = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))[sampled]
+        counts = row_of.bincount(minlength=len(rows))
+        starts = torch.from_numpy(self._starts)[[row.index for row in rows]]
+        positions = torch.arange(len(row_of)) + (starts - counts.cumsum(0) + counts)[row_of]
+        values = torch.zeros(len(sampled))
+        values[sampled] = matrix[torch.tensor([row.rollout for row in rows])[row_of], positions].float()
+        return values.split(lengths)
 
     def rewards(self) -> torch.Tensor:
         """Return the batch's rewards, each on its token.
@@ -122,13 +127,13 @@ class Estimate:
     """True if the loss averages over rows. The advantages are then multiplied by the row's fraction of its
     rollout's tokens, which makes a rollout count once."""
 
-    def assign(self, row: TrainRow) -> None:
-        """Set the advantages, returns and rollout fraction of a row."""
-        row.advantages = self.sequences.select(row, self.advantages)
-        row.returns = self.sequences.select(row, self.returns)
-        row.rollout_fraction = self.sequences.row_fraction(row)
-        if self.weighs_rows:
-            row.advantages = row.advantages * row.rollout_fraction
+    def assign(self, rows: list[TrainRow]) -> None:
+        """Set the advantages, returns and rollout fractions of rows."""
+        advantages, returns = (self.sequences.select(rows, m) for m in (self.advantages, self.returns))
+        for row, row_advantages, row_returns in zip(rows, advantages, returns, strict=True):
+            row.rollout_fraction = self.sequences.row_fraction(row)
+            row.advantages = row_advantages * row.rollout_fraction if self.weighs_rows else row_advantages
+            row.returns = row_returns
 
 
 def add_advantages(
@@ -145,10 +150,10 @@ def add_advantages(
     sequences = RolloutSequences(outline)
     matrices = {name: sequences.matrix(_all_gather_field(rows, name)) for name in fields}
     result = estimate(outline, sequences, matrices, settings, kl)
-    for row in rows:
-        result.assign(row)
-        if settings.critic and row.values is None:
-            row.values = sequences.select(row, matrices["values"])
+    result.assign(rows)
+    if settings.critic and (others := [row for row in rows if row.values is None]):
+        for row, values in zip(others, sequences.select(others, matrices["values"]), strict=True):
+            row.values = values
     return result.metrics
 
 

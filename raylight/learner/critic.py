@@ -10,12 +10,12 @@ from raylight.config import LearnerConfig
 from raylight.experience.settings import CriticSettings
 from raylight.experience.unused_settings import SCALED_AGGREGATION
 from raylight.learner import verl_api as verl
-from raylight.learner.engines import build_critic, optimizer_config
+from raylight.learner.engines import build_critic
 from raylight.learner.faults import GradientGuard
 from raylight.learner.losses import averages_rows, longest_response, mean_over_rollouts
 from raylight.learner.metrics import CRITIC_NAMES, all_reduce_metrics, mean_over_steps, rename_metrics
-from raylight.learner.response_logprobs import select_response_tokens
-from raylight.learner.rows import Minibatch, TrainRow, to_tensordict
+from raylight.learner.micro_batch import MicroBatch
+from raylight.learner.rows import Minibatch, TrainRow
 
 
 class Critic:
@@ -28,7 +28,7 @@ class Critic:
     def __init__(
         self, model_path: str, config: LearnerConfig, settings: CriticSettings, total_steps: int
     ) -> None:
-        self._config, self._settings = config, settings
+        self._settings = settings
         self.engine = build_critic(settings.model or model_path, config, settings, total_steps)
         self._gradients = GradientGuard()
 
@@ -43,13 +43,8 @@ class Critic:
         Args:
             rows: this rank's.
         """
-        data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
-        with self.engine.eval_mode():
-            output = self.engine.infer_batch(data)["model_output"]["values"]
-        for row, values in zip(
-            rows, verl.response_from_nested(output, data["response_mask"]).unbind(), strict=True
-        ):
-            row.values = values.float().cpu()
+        for row, values in zip(rows, self.engine.infer(rows), strict=True):
+            row.values = values
 
     def update(self, minibatches: list[Minibatch]) -> dict[str, float]:
         """Fit the values to the rows' `returns`, and return metrics.
@@ -64,11 +59,7 @@ class Critic:
 
     def _step(self, minibatch: Minibatch) -> dict[str, float]:
         """Take an optimizer step on one mini-batch."""
-        rows, rollouts = minibatch
-        data = to_tensordict(rows, self._config, global_rollouts=rollouts, entropy=False)
-        with self.engine.train_mode():
-            output = self.engine.train_batch(data, loss_function=ValueLoss(self._settings, rows))
-        metrics = all_reduce_metrics(output["metrics"])
+        metrics = all_reduce_metrics(self.engine.train(minibatch, ValueLoss(self._settings, minibatch.rows)))
         skipped = self._gradients.check(metrics["grad_norm"])["learner/skipped_steps"]
         return rename_metrics(metrics, CRITIC_NAMES) | {"critic/skipped_steps": skipped}
 
@@ -87,29 +78,34 @@ class ValueLoss:
     """
 
     def __init__(self, settings: CriticSettings, rows: list[TrainRow]) -> None:
-        self._averages_rows = averages_rows(settings)
-        self._config = verl.CriticConfig(
-            strategy="fsdp2",
-            use_dynamic_bsz=True,
-            cliprange_value=settings.cliprange_value,
-            loss_agg_mode=settings.loss_agg_mode,
-            loss_scale_factor=(
-                longest_response(rows) if settings.loss_agg_mode == SCALED_AGGREGATION else None
-            ),
-            optim=optimizer_config(settings, 1),
-        )
+        self._settings, self._averages_rows = settings, averages_rows(settings)
+        scaled = settings.loss_agg_mode == SCALED_AGGREGATION
+        self._scale_factor = longest_response(rows) if scaled else None
 
     def __call__(
-        self, model_output: dict[str, Any], data: Any, dp_group: Any = None
+        self, outputs: dict[str, torch.Tensor], batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the loss of a micro-batch and verl's metrics."""
-        loss, metrics = verl.value_loss(self._config, model_output, data, dp_group)
+        """Return the loss of a micro-batch and its metrics."""
+        values, limit = outputs["values"], self._settings.cliprange_value
+        old, returns = batch.matrix("values"), batch.matrix("returns")
+        loss, clipped_fraction = verl.compute_value_loss(
+            vpreds=values,
+            values=old,
+            returns=returns,
+            response_mask=batch.mask,
+            cliprange_value=limit,
+            loss_agg_mode=self._settings.loss_agg_mode,
+            dp_size=batch.dp_size,
+            batch_num_tokens=batch.tokens,
+            global_batch_size=batch.rollouts,
+            loss_scale_factor=self._scale_factor,
+        )
         if self._averages_rows:
-            values = select_response_tokens(model_output["values"], data)
-            old, returns = data["values"].values(), data["returns"].values()
-            limit = self._config.cliprange_value
             clipped = values.clamp(old - limit, old + limit)
             errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-            loss = 0.5 * mean_over_rollouts(errors, data)
-            metrics["critic/vf_loss"] = verl.Metric("sum", loss)
-        return loss, metrics
+            loss = 0.5 * mean_over_rollouts(errors, batch)
+        return loss, {
+            "critic/vf_loss": verl.Metric("sum", loss),
+            "critic/vf_clipfrac": clipped_fraction.item(),
+            "critic/vpred_mean": verl.masked_mean(values.detach(), batch.mask).item(),
+        }

@@ -18,7 +18,7 @@ from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
 from raylight.learner.local_engine import LocalEngine
 from raylight.learner.model_check import causal_lm_class, check_model
-from raylight.learner.rows import TrainRow, make_probe_row, to_tensordict
+from raylight.learner.rows import make_probe_row
 
 logger = logging.getLogger(__name__)
 
@@ -164,16 +164,7 @@ def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: st
     """
     rows = [make_probe_row(range(1, 14)), make_probe_row(range(3, 13))]
 
-    def infer(batch: list[TrainRow]) -> list[torch.Tensor]:
-        data = to_tensordict(batch, config, global_rollouts=len(batch), entropy=False)
-        with engine.eval_mode():
-            output = engine.infer_batch(data)["model_output"]
-        nested = output["values" if isinstance(engine, ValueEngine) else "log_probs"]
-        return [
-            row.float().cpu() for row in verl.response_from_nested(nested, data["response_mask"]).unbind()
-        ]
-
-    for alone, packed in zip([infer([row])[0] for row in rows], infer(rows), strict=True):
+    for alone, packed in zip([engine.infer([row])[0] for row in rows], engine.infer(rows), strict=True):
         tolerance = PACKING_TOLERANCE[config.dtype] * float(alone.abs().max())
         if not float((alone - packed).abs().mean()) <= tolerance:
             raise ConfigError(

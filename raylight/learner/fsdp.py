@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,10 +16,15 @@ from raylight.config import LearnerConfig
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
+from raylight.learner.micro_batch import MicroBatch, place
 from raylight.learner.progress import CLOCK
-from raylight.learner.response_logprobs import LogprobHead, TargetTokens, sampled_tokens, to_nested
+from raylight.learner.response_logprobs import LogprobHead, TargetTokens
+from raylight.learner.rows import Minibatch, TrainRow, mask_all
 
 logger = logging.getLogger(__name__)
+
+LossFunction = Callable[[dict[str, torch.Tensor], MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
+"""Function from the outputs of a micro-batch, as its matrices, to its loss and metrics."""
 
 
 class RaylightEngine(verl.FSDPEngineWithLMHead):
@@ -29,14 +35,30 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         configs: verl's configurations, by name.
     """
 
+    _output = "log_probs"
+    """Name of the output that `infer` returns."""
+
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
         self._learner = learner
         super().__init__(**configs)
 
     @property
-    def collective_device(self) -> Any:
+    def device(self) -> torch.device:
+        """Device on which the model computes."""
+        return torch.device(verl.get_device_id())
+
+    @property
+    def collective_device(self) -> torch.device:
         """Device of the tensors that ranks reduce."""
-        return verl.get_device_id()
+        return self.device
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if FSDP has nothing to shard, cast or move: one rank in float32 on a CPU.
+
+        Its hooks and its copies of the parameters would take a tenth of the update of a small model.
+        """
+        return dist.get_world_size() == 1 and self._learner.dtype == "fp32" and not torch.cuda.is_available()
 
     def _build_lora_module(self, module: Any) -> Any:
         """Wrap the model with peft. verl's version does not support dropout."""
@@ -65,6 +87,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             for layer in list(module.modules()):
                 if type(layer).__name__ in (module._no_split_modules or ()):
                     layer.compile(dynamic=True)
+        if self._is_whole:
+            self._autocast_dtype = torch.float32
+            return module
         # verl would offload every forward-only model to pinned host memory, which needs a GPU
         self.engine_config.forward_only = forward_only and self.engine_config.param_offload
         try:
@@ -85,60 +110,104 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 param.requires_grad_(True)
             yield
 
-    def forward_backward_batch(
-        self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False
-    ) -> Any:
-        """Run a batch as verl does, but with raylight's micro-batches.
+    def infer(self, rows: list[TrainRow]) -> list[torch.Tensor]:
+        """Return the model's outputs for the response tokens of each row, in float32 on the CPU. A
+        collective."""
+        outputs = [torch.empty(0)] * len(rows)
+        with self.eval_mode(), torch.no_grad(), self._autocast():
+            for indices, batch in self._micro_batches(Minibatch(rows, len(rows))):
+                found = self._compute(batch)[self._output].float().cpu()
+                for index, values in zip(indices, found, strict=False):  # an idle pass has no indices
+                    outputs[index] = values[: len(rows[index].response)]
+                CLOCK.mark()
+        return outputs
 
-        verl ignores the cost of padding, and fails if a rank has fewer rows than another rank has
-        micro-batches. Such a rank computes one of its rows again with an empty mask, and the result is
-        dropped.
+    def train(
+        self,
+        minibatch: Minibatch,
+        loss_function: LossFunction,
+        *,
+        entropy: bool = False,
+        entropy_grad: bool = False,
+    ) -> dict[str, Any]:
+        """Take an optimizer step; return the loss function's metrics, each of all micro-batches, and the
+        gradient's norm. A collective.
+
+        Args:
+            entropy, entropy_grad: compute the entropies, and their gradient.
         """
-        tools, group = verl.tensordict_utils, self.get_data_parallel_group()
-        tokens = data["loss_mask"].sum().to(self.collective_device)
+        metrics: dict[str, Any] = {}
+        with self.train_mode():
+            self.optimizer_zero_grad()
+            batches = self._micro_batches(minibatch, entropy, entropy_grad)
+            for i, (indices, batch) in enumerate(batches):
+                with self._gradient_sync_context(is_last_micro_batch=i == len(batches) - 1):
+                    with self._autocast():
+                        loss, found = loss_function(self._compute(batch), batch)
+                    loss.backward()
+                if indices:
+                    verl.append_to_dict(metrics, found)
+                CLOCK.mark()
+            return metrics | {"grad_norm": self.optimizer_step()}
+
+    def _micro_batches(
+        self, minibatch: Minibatch, entropy: bool = False, entropy_grad: bool = False
+    ) -> list[tuple[list[int], MicroBatch]]:
+        """Divide a mini-batch; return each part with the indices of its rows. A collective.
+
+        A rank with fewer parts than another rank begins with idle passes: it computes one of its rows with an
+        empty mask. These parts have no indices.
+        """
+        rows, learner, group = minibatch.rows, self._learner, self.get_data_parallel_group()
+        budget = learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
+        parts = plan_micro_batches([row.tokens for row in rows], budget, learner.packed)
+        tokens = torch.cat([row.mask for row in rows]).sum().to(self.collective_device)
         dist.all_reduce(tokens, group=group)
-        dp_size = self.get_data_parallel_size()
-        tools.assign_non_tensor(
-            data, sp_size=self.ulysses_sequence_parallel_size, batch_num_tokens=tokens.item(), dp_size=dp_size
-        )
-        lengths = data["input_ids"].offsets().diff().tolist()
-        budget = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
-        parts = plan_micro_batches(lengths, budget, self._learner.packed)
         passes = torch.tensor(len(parts), device=self.collective_device)
         dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=group)
-        idle = int(passes) - len(parts)  # collective passes without rows of this rank
-        outputs = []
-        for i, part in enumerate([parts[-1][-1:]] * idle + parts):
-            micro_batch = (
-                data if len(part) == len(lengths) and not idle else tools.index_select_tensor_dict(data, part)
-            )
-            if i < idle:
-                for name in ("loss_mask", "response_mask"):
-                    micro_batch[name] = torch.zeros_like(micro_batch[name])
-            syncs = self._gradient_sync_context(is_last_micro_batch=i == int(passes) - 1)
-            with torch.no_grad() if forward_only else syncs:
-                loss, output = self.forward_step(
-                    micro_batch, loss_function=loss_function, forward_only=forward_only
-                )
-                if not forward_only:
-                    loss.backward()
-                    output.pop("model_output", None)  # else it stays in memory until the last micro-batch
-            if i >= idle:
-                outputs.append(output)
-            CLOCK.mark()
-        return verl.postprocess_batch_func(output_lst=outputs, indices=parts, data=data)
+        make = functools.partial(
+            MicroBatch,
+            device=self.device,
+            packed=learner.packed,
+            rollouts=minibatch.rollouts,
+            tokens=int(tokens),
+            dp_size=self.get_data_parallel_size(),
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+        )
+        found = [(part, make([rows[i] for i in part])) for part in parts]
+        idle = make([mask_all(rows[parts[-1][-1]])])
+        return [([], idle)] * (int(passes) - len(parts)) + found
 
-    def prepare_model_inputs(self, micro_batch: Any) -> Any:
-        """Add the sampled tokens, whose log-probs the model returns instead of logits."""
-        inputs, arguments = super().prepare_model_inputs(micro_batch)
-        wanted = {
-            name: verl.tensordict_utils.get_non_tensor_data(data=micro_batch, key=key, default=False)
-            for name, key in (("entropy", "calculate_entropy"), ("entropy_grad", "entropy_grad"))
-        }
-        sampled = sampled_tokens(micro_batch, packed=self._learner.packed, **wanted)
-        if self.use_ulysses_sp:
-            sampled = self._slice_for_rank(sampled)
-        return inputs | {"sampled": sampled}, arguments | {"sampled": sampled}
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Context of verl's passes and losses."""
+        if self._autocast_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype)
+
+    def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return matrices `log_probs`, and `entropy` if it is wanted, of the sampled tokens."""
+        inputs, pad_size = self._model_inputs(batch)
+        targets = batch.targets()
+        if not self.use_ulysses_sp:
+            output = self.module(**inputs, sampled=targets, use_cache=False)
+        else:
+            own = self._slice_for_rank(targets)
+            output = {
+                name: self._gather_and_unpad_packed(
+                    values.new_zeros(own.positions[0].shape).masked_scatter(own.positions[0], values),
+                    pad_size,
+                )[targets.positions[0]]
+                for name, values in self.module(**inputs, sampled=own, use_cache=False).items()
+            }
+        return {name: place(values, batch.mask) for name, values in output.items()}
+
+    def _model_inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], int]:
+        """Return the model's inputs, and the tokens that pad a packed sequence."""
+        if not batch.packed:
+            return batch.padded_inputs(), 0
+        inputs, arguments = self.prepare_model_inputs(batch.packed_inputs())
+        return inputs, arguments["pad_size"]
 
     def _slice_for_rank(self, sampled: TargetTokens) -> TargetTokens:
         """Return the sampled tokens in this rank's slice of the sequence."""
@@ -152,29 +221,19 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             temperatures=None if sampled.temperatures is None else sampled.temperatures[chosen],
         )
 
-    def prepare_model_outputs(
-        self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
-    ) -> Any:
-        """Return the log-probs and entropies of sampled tokens in verl's layout."""
-        if not self.use_ulysses_sp:
-            return {name: to_nested(values, micro_batch) for name, values in output.items()}
-        own = output_args["sampled"].positions[0]
-        return {
-            name: torch.nested.nested_tensor_from_jagged(
-                self._gather_and_unpad_packed(
-                    values.new_zeros(own.shape).masked_scatter(own, values), output_args["pad_size"]
-                ),
-                micro_batch["input_ids"].offsets(),
-            )
-            for name, values in output.items()
-        }
 
-
-class ValueEngine(RaylightEngine, verl.FSDPEngineWithValueHead):
+class ValueEngine(RaylightEngine):
     """Engine of the critic: the policy's architecture with a head of one value per token."""
 
-    prepare_model_inputs = verl.FSDPEngineWithValueHead.prepare_model_inputs
-    prepare_model_outputs = verl.FSDPEngineWithValueHead.prepare_model_outputs
+    _output = "values"
+
+    def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Return the matrix `values`: for each response token, the value of the context before it."""
+        inputs, pad_size = self._model_inputs(batch)
+        values = self.module(**inputs, use_cache=False).logits.squeeze(-1)
+        if batch.packed:
+            values = self._gather_and_unpad_packed(values[0], pad_size)[None]
+        return {"values": place(values[batch.predicting(batch.within)], batch.within)}
 
     def _add_head(self, module: Any) -> None:
         """Keep the model's own head, which computes one value per token."""

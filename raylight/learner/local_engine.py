@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ class LocalEngine(RaylightEngine):
     def __init__(self, module: torch.nn.Module, learner: LearnerConfig, **configs: Any) -> None:
         super().__init__(learner, **configs)
         self.module: Any = module
+        self._autocast_dtype = torch.float32
 
     def _init_device_mesh(self) -> None:
         self.device_mesh = self.ulysses_device_mesh = self.ulysses_parallel_group = None
@@ -44,20 +44,9 @@ class LocalEngine(RaylightEngine):
         self.module.eval()
 
     @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
     def collective_device(self) -> torch.device:
         return torch.device("cpu")
-
-    def forward_step(
-        self, micro_batch: Any, loss_function: Callable[..., Any] | None, forward_only: bool
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Run a micro-batch on the module's device, without autocast."""
-        micro_batch = micro_batch.to(next(self.module.parameters()).device)
-        inputs, arguments = self.prepare_model_inputs(micro_batch)
-        output = self.prepare_model_outputs(
-            self.module(**inputs, use_cache=False), arguments, micro_batch, loss_function
-        )
-        loss, metrics = torch.zeros(()), {}
-        if loss_function is not None:
-            group = self.get_data_parallel_group()
-            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=group)
-        return loss, {"model_output": output, "loss": loss.item(), "metrics": metrics}

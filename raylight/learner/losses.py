@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from raylight.errors import ConfigError
 from raylight.experience.registry import select_arguments
@@ -15,7 +14,7 @@ from raylight.experience.unused_settings import SCALED_AGGREGATION
 from raylight.learner import verl_api as verl
 from raylight.learner.correction import bounded_weights
 from raylight.learner.engines import optimizer_config
-from raylight.learner.response_logprobs import select_response_tokens
+from raylight.learner.micro_batch import MicroBatch
 from raylight.learner.rows import TrainRow
 
 
@@ -42,84 +41,79 @@ class PolicyLoss:
             settings = settings.model_copy(update={"loss_scale_factor": longest_response(rows)})
         self._settings, self._config = settings, actor_config(settings)
         self._averages_rows = averages_rows(settings)
-        self._averages_micro_batch = settings.loss_mode == "geo_mean"
         if settings.user_loss is not None:
             verl.register_policy_loss(settings.loss_mode)(wrap_token_loss(settings.user_loss))
-        self._rows = rows
         self._stores_logprobs = not settings.needs_old_logprobs and any(
             row.learner_logprobs is None for row in rows
         )
 
     def __call__(
-        self, model_output: dict[str, Any], data: Any, dp_group: Any = None
+        self, outputs: dict[str, torch.Tensor], batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss of a micro-batch and verl's metrics."""
+        settings, logprobs = self._settings, outputs["log_probs"]
         if self._stores_logprobs:
-            self._store_logprobs(model_output, data)
-        if self._settings.proximal == "loglinear":
-            self._interpolate_proximal(model_output, data)
-        if self._averages_micro_batch:
-            # geo_mean divides by the rows of the micro-batch, all other losses by the rollouts of all ranks
-            data["advantages"] = data["advantages"] * (
-                len(data["row"]) * data["dp_size"] / data["global_batch_size"]
-            )
-        if not self._averages_rows:
-            return verl.ppo_loss(self._config, model_output, data, dp_group)
-        without_entropy = {name: value for name, value in model_output.items() if name != "entropy"}
-        loss, metrics = verl.ppo_loss(self._config, without_entropy, data, dp_group)
-        return self._add_regularizers(loss, metrics, model_output, data), metrics
-
-    def _store_logprobs(self, model_output: dict[str, Any], data: Any) -> None:
-        """Store the log-probs of this pass in the rows, and use them as the old ones if there are none."""
-        logprobs = select_response_tokens(model_output["log_probs"].detach(), data)
-        offsets = data["responses"].offsets()
-        lengths = offsets.diff().tolist()
-        if "old_log_probs" not in data:
-            data["old_log_probs"] = _nest_responses(logprobs, data)
-        for index, row_logprobs in zip(
-            data["row"].tolist(), logprobs.float().cpu().split(lengths), strict=True
-        ):
-            self._rows[index].learner_logprobs = row_logprobs
-
-    def _interpolate_proximal(self, model_output: dict[str, Any], data: Any) -> None:
-        """Set the log-probs of the proximal policy, and the weights that correct for the engine's."""
-        logprobs = select_response_tokens(model_output["log_probs"].detach(), data)
-        engine, fractions = data["rollout_log_probs"].values(), data["proximal_fractions"].values()
-        log_ratio = fractions * (logprobs - engine)
-        data["old_log_probs"] = _nest_responses(engine + log_ratio, data)
-        lengths = data["responses"].offsets().diff().tolist()
-        mask = pad_sequence(data["response_mask"].values().split(lengths), batch_first=True)
-        weights = pad_sequence(log_ratio.split(lengths), batch_first=True)
-        weights = bounded_weights(weights, mask, self._settings)
-        flat = torch.cat([row[:length] for row, length in zip(weights, lengths, strict=True)])
-        data["rollout_is_weights"] = _nest_responses(flat, data)
-
-    def _add_regularizers(
-        self, loss: torch.Tensor, metrics: dict[str, Any], model_output: dict[str, Any], data: Any
-    ) -> torch.Tensor:
-        """Add the entropy bonus and the KL penalty to the loss, and both to the metrics."""
-        settings = self._settings
-        if "entropy" in model_output:
-            entropy = mean_over_rollouts(select_response_tokens(model_output["entropy"], data), data)
+            _store_logprobs(logprobs, batch)
+        if settings.proximal == "loglinear":
+            old, weights = self._interpolate_proximal(logprobs, batch)
+        else:
+            old, weights = batch.matrix("old_logprobs"), batch.matrix("weights")
+        advantages = batch.matrix("advantages")
+        if settings.loss_mode == "geo_mean":
+            # it divides by the rows of the micro-batch, all other losses by the rollouts of all ranks
+            advantages = advantages * (len(batch.rows) * batch.dp_size / batch.rollouts)
+        self._config.global_batch_info.update(
+            dp_size=batch.dp_size,
+            batch_num_tokens=batch.tokens,
+            global_batch_size=batch.rollouts,
+            loss_scale_factor=settings.loss_scale_factor,
+        )
+        loss, found = verl.get_policy_loss_fn(settings.loss_mode)(
+            old_log_prob=logprobs.detach() if old is None else old,
+            log_prob=logprobs,
+            advantages=advantages,
+            response_mask=batch.mask,
+            loss_agg_mode=settings.loss_agg_mode,
+            config=self._config,
+            rollout_is_weights=weights,
+        )
+        metrics = verl.Metric.from_dict(found, "mean") | {"actor/pg_loss": verl.Metric("sum", loss)}
+        if "entropy" in outputs:
+            entropy = self._aggregate(outputs["entropy"], batch)
             loss = loss - settings.entropy_coef * entropy
             metrics["actor/entropy_loss"] = verl.Metric("sum", entropy)
         if settings.kl_coef > 0:
-            logprobs: Any = select_response_tokens(model_output["log_probs"], data)
-            kl = mean_over_rollouts(
-                verl.kl_penalty(logprobs, data["ref_log_prob"].values(), settings.kl_type), data
-            )
+            own: Any = logprobs
+            penalty = verl.kl_penalty(own, batch.matrix("ref_logprobs"), settings.kl_type)
+            kl = self._aggregate(penalty, batch)
             loss = loss + settings.kl_coef * kl
             metrics["kl_loss"] = verl.Metric("sum", kl)
-        return loss
+        return loss, metrics
+
+    def _interpolate_proximal(
+        self, logprobs: torch.Tensor, batch: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probs of the proximal policy, and the weights that correct for the engine's."""
+        engine = batch.matrix("engine_logprobs")
+        log_ratio = batch.matrix("proximal_fractions") * (logprobs.detach() - engine)
+        return engine + log_ratio, bounded_weights(log_ratio, batch.mask, self._settings)
+
+    def _aggregate(self, values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return a micro-batch's part of the mean of a value per token, as the settings define the mean."""
+        if self._averages_rows:
+            return mean_over_rollouts(values, batch)
+        return verl.agg_loss(
+            loss_mat=values,
+            loss_mask=batch.mask,
+            loss_agg_mode=self._settings.loss_agg_mode,
+            **self._config.global_batch_info,
+        )
 
 
-def _nest_responses(flat: torch.Tensor, data: Any) -> torch.Tensor:
-    """Return a value per response token, row after row, as a nested tensor of shape (rows, tokens)."""
-    offsets = data["responses"].offsets()
-    lengths = offsets.diff().tolist()
-    return torch.nested.nested_tensor_from_jagged(
-        flat, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
-    )
+def _store_logprobs(logprobs: torch.Tensor, batch: MicroBatch) -> None:
+    """Store the log-probs of this pass in the rows."""
+    for row, values in zip(batch.rows, logprobs.detach().float().cpu(), strict=True):
+        row.learner_logprobs = values[: len(row.response)]
 
 
 def longest_response(rows: list[TrainRow]) -> int:
@@ -129,16 +123,15 @@ def longest_response(rows: list[TrainRow]) -> int:
     return int(longest)
 
 
-def mean_over_rollouts(values: torch.Tensor, data: Any) -> torch.Tensor:
+def mean_over_rollouts(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """Return a micro-batch's part of the mean over rollouts of token means, scaled like verl's losses.
 
     Args:
-        values: one entry per response token, one row after the other.
+        values: a matrix of the micro-batch.
     """
-    mask, lengths = data["response_mask"].values(), data["responses"].offsets().diff()
-    sampled = torch.stack([row.sum() for row in mask.split(lengths.tolist())])
-    weights = (data["rollout_fraction"] / sampled.clamp(min=1)).repeat_interleave(lengths)
-    return (values.where(mask == 1, 0.0) * weights).sum() * (data["dp_size"] / data["global_batch_size"])
+    fractions = torch.tensor([row.rollout_fraction for row in batch.rows], device=batch.device)
+    weights = fractions / batch.mask.sum(-1).clamp(min=1)
+    return (values.where(batch.mask, 0.0).sum(-1) * weights).sum() * (batch.dp_size / batch.rollouts)
 
 
 def wrap_token_loss(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +194,7 @@ def actor_config(settings: PolicySettings) -> Any:
         tau_pos=settings.tau_pos,
         tau_neg=settings.tau_neg,
         entropy_coeff=settings.entropy_coef,
-        use_kl_loss=settings.kl_coef > 0 and not averages_rows(settings),
+        use_kl_loss=settings.kl_coef > 0,
         kl_loss_coef=settings.kl_coef,
         kl_loss_type=settings.kl_type,
         loss_agg_mode=settings.loss_agg_mode,

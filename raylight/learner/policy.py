@@ -12,7 +12,6 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard, shard_batch
 from raylight.learner import correction, weights
-from raylight.learner import verl_api as verl
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic
 from raylight.learner.engines import build_policy, build_reference
@@ -25,7 +24,6 @@ from raylight.learner.rows import (
     build_minibatches,
     build_rows,
     make_probe_row,
-    to_tensordict,
 )
 
 
@@ -133,7 +131,7 @@ class Policy:
 
     def logprobs(self, ids: list[int]) -> list[float]:
         """Return the log-probs of `ids[1:]` at temperature 1, each given the tokens before it."""
-        return self._infer(self.engine, [make_probe_row(ids)])[0].tolist()
+        return self.engine.infer([make_probe_row(ids)])[0].tolist()
 
     def export(self) -> dict[str, np.ndarray] | None:
         """Return the full model as float32 arrays by Hugging Face name, its adapter merged; rank 0 only."""
@@ -154,7 +152,7 @@ class Policy:
         if infers:
             interpolates = settings.proximal == "loglinear"
             name = "learner_logprobs" if settings.bypass_mode or interpolates else "old_logprobs"
-            self._set(rows, name, self._infer(self.engine, rows))
+            self._set(rows, name, self.engine.infer(rows))
         if settings.needs_reference:
             self._set(rows, "ref_logprobs", self._infer_reference(rows))
         if self.critic is not None:
@@ -166,27 +164,18 @@ class Policy:
 
     def _infer_reference(self, rows: list[TrainRow]) -> list[torch.Tensor]:
         if self._reference is not None:
-            return self._infer(self._reference, rows)
+            return self._reference.infer(rows)
         with self.engine.disable_adapter():
-            return self._infer(self.engine, rows)
-
-    def _infer(self, engine: Any, rows: list[TrainRow]) -> list[torch.Tensor]:
-        """Return the log-probs of each row's response."""
-        data = to_tensordict(rows, self._config, global_rollouts=len(rows), entropy=False)
-        with engine.eval_mode():
-            output = engine.infer_batch(data)["model_output"]["log_probs"]
-        return [
-            logprobs.float().cpu()
-            for logprobs in verl.response_from_nested(output, data["response_mask"]).unbind()
-        ]
+            return self.engine.infer(rows)
 
     def _step(self, minibatch: Minibatch) -> dict[str, float]:
         """Take an optimizer step on one mini-batch. The old policy is the same for all of them."""
-        settings, (rows, rollouts) = self._settings, minibatch
-        entropy = settings.calculate_entropy or settings.entropy_coef != 0
-        data = to_tensordict(rows, self._config, global_rollouts=rollouts, entropy=entropy)
-        verl.tensordict_utils.assign_non_tensor(data, entropy_grad=settings.entropy_coef != 0)
-        with self.engine.train_mode():
-            output = self.engine.train_batch(data, loss_function=PolicyLoss(settings, rows))
-        metrics = all_reduce_metrics(output["metrics"])
+        settings = self._settings
+        metrics = self.engine.train(
+            minibatch,
+            PolicyLoss(settings, minibatch.rows),
+            entropy=settings.calculate_entropy or settings.entropy_coef != 0,
+            entropy_grad=settings.entropy_coef != 0,
+        )
+        metrics = all_reduce_metrics(metrics)
         return rename_metrics(metrics) | self._gradients.check(metrics["grad_norm"])

@@ -1,8 +1,7 @@
-"""A rank's rows as tensors, and the input of the training engine that they become."""
+"""A rank's rows as tensors."""
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raylight.config import LearnerConfig
 from raylight.experience.shards import MinibatchShard, PackedRows
-from raylight.learner import verl_api as verl
 
 
 @dataclass(eq=False)
@@ -55,19 +52,6 @@ class TrainRow:
     def tokens(self) -> int:
         """Length of prompt and response."""
         return len(self.prompt) + len(self.response)
-
-
-VERL_NAMES = {
-    "old_logprobs": "old_log_probs",
-    "ref_logprobs": "ref_log_prob",
-    "advantages": "advantages",
-    "returns": "returns",
-    "values": "values",
-    "weights": "rollout_is_weights",
-    "engine_logprobs": "rollout_log_probs",
-    "proximal_fractions": "proximal_fractions",
-}
-"""Optional field of a row -> verl's name for it. verl receives the fields that all rows have."""
 
 
 def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]:
@@ -116,12 +100,13 @@ class Minibatch(NamedTuple):
 def build_minibatches(rows: Mapping[int, TrainRow], shards: Iterable[MinibatchShard]) -> list[Minibatch]:
     """Return a rank's mini-batches. A row that is padding is copied, with an empty mask."""
     return [
-        Minibatch([_pad_with(rows[i]) if shard.is_padding else rows[i] for i in shard.rows], shard.rollouts)
+        Minibatch([mask_all(rows[i]) if shard.is_padding else rows[i] for i in shard.rows], shard.rollouts)
         for shard in shards
     ]
 
 
-def _pad_with(row: TrainRow) -> TrainRow:
+def mask_all(row: TrainRow) -> TrainRow:
+    """Return a copy of a row without sampled tokens."""
     return replace(row, mask=torch.zeros_like(row.mask))
 
 
@@ -130,46 +115,3 @@ def make_probe_row(ids: Sequence[int]) -> TrainRow:
     tokens, length = torch.tensor(ids), len(ids) - 1
     ones, zeros = torch.ones(length, dtype=torch.long), torch.zeros(length)
     return TrainRow(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
-
-
-def to_tensordict(rows: list[TrainRow], config: LearnerConfig, *, global_rollouts: int, entropy: bool) -> Any:
-    """Build verl's input of `infer_batch` and `train_batch`, with nested tensors of shape (rows, tokens).
-
-    Args:
-        global_rollouts: rollouts of the mini-batch on all ranks, the divisor of means over sequences.
-        entropy: compute the entropy of the policy too.
-    """
-    tensors: dict[str, Any] = {
-        "input_ids": _to_nested([torch.cat([row.prompt, row.response]) for row in rows]),
-        "position_ids": _to_nested([torch.arange(row.tokens) for row in rows]),
-        "prompts": _to_nested([row.prompt for row in rows]),
-        "responses": _to_nested([row.response for row in rows]),
-        "response_mask": _to_nested([row.mask for row in rows]),
-        "loss_mask": _to_nested([torch.cat([torch.zeros_like(row.prompt), row.mask]) for row in rows]),
-        "temperature": torch.tensor([row.temperature for row in rows]),
-        "row": torch.arange(len(rows)),
-        "rollout_fraction": torch.tensor([row.rollout_fraction for row in rows]),
-    }
-    for name, verl_name in VERL_NAMES.items():
-        if all(getattr(row, name) is not None for row in rows):
-            tensors[verl_name] = _to_nested([getattr(row, name) for row in rows])
-    options = {
-        "use_remove_padding": config.packed,
-        "use_dynamic_bsz": True,
-        "max_token_len_per_gpu": config.max_tokens_per_micro_batch,
-        "global_batch_size": global_rollouts,
-        "calculate_entropy": entropy,
-        "pad_token_id": 0,
-    }
-    return verl.tensordict_utils.get_tensordict(tensors, non_tensor_dict=options)
-
-
-def _to_nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Build a jagged nested tensor, much faster than `torch.nested.nested_tensor(list)`."""
-    lengths = [len(tensor) for tensor in tensors]
-    return torch.nested.nested_tensor_from_jagged(
-        torch.cat(list(tensors)),
-        torch.tensor([0, *itertools.accumulate(lengths)]),
-        min_seqlen=min(lengths),
-        max_seqlen=max(lengths),
-    )

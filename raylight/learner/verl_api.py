@@ -31,28 +31,27 @@ with warnings.catch_warnings():
         AdaptiveKLController,
         FixedKLController,
         agg_loss,
+        compute_value_loss,
         get_adv_estimator_fn,
+        get_policy_loss_fn,
         kl_penalty,
         register_policy_loss,
     )
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
-    from verl.utils import tensordict_utils
     from verl.utils.device import get_device_id
     from verl.utils.import_utils import is_trl_available
     from verl.utils.metric import Metric
+    from verl.utils.py_functional import append_to_dict
+    from verl.utils.torch_functional import masked_mean
     from verl.utils.ulysses import ulysses_pad_and_slice_inputs
     from verl.workers.config import (
         ActorConfig,
-        CriticConfig,
         FSDPEngineConfig,
         FSDPOptimizerConfig,
         HFModelConfig,
     )
     from verl.workers.config.actor import PolicyLossConfig
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
-    from verl.workers.engine.utils import postprocess_batch_func
-    from verl.workers.utils.losses import ppo_loss, value_loss
-    from verl.workers.utils.padding import response_from_nested
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 # verl caches the answer: with TRL installed, it would import a class that newer versions of TRL lack
 with mock.patch.dict(sys.modules, {"trl": None}):
@@ -67,25 +66,22 @@ __all__ = [
     "AdaptiveKLController",
     "AlgoConfig",
     "CheckpointConfig",
-    "CriticConfig",
     "FSDPEngineConfig",
     "FSDPEngineWithLMHead",
-    "FSDPEngineWithValueHead",
     "FSDPOptimizerConfig",
     "FixedKLController",
     "HFModelConfig",
     "Metric",
     "PolicyLossConfig",
     "agg_loss",
+    "append_to_dict",
     "compute_rollout_rejection_mask",
+    "compute_value_loss",
     "get_adv_estimator_fn",
     "get_device_id",
+    "get_policy_loss_fn",
     "kl_penalty",
-    "postprocess_batch_func",
-    "ppo_loss",
+    "masked_mean",
     "register_policy_loss",
-    "response_from_nested",
-    "tensordict_utils",
     "ulysses_pad_and_slice_inputs",
-    "value_loss",
 ]

@@ -65,8 +65,7 @@ def estimate_rows(
         if getattr(rows[0], name) is not None
     }
     result = estimate(shard.outline, sequences, matrices, config, kl or KlController(config))
-    for row in rows:
-        result.assign(row)
+    result.assign(rows)
     return result
 
 

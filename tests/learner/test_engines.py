@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings import PolicySettings
+from raylight.learner.weight_source import gather
 from raylight.quickstart import STARTER_MODEL
 
 ADAPTER_PARAMETERS = 14_592
@@ -63,9 +64,9 @@ def test_an_update_changes_the_adapter_only(batch):
     policy = make_policy(LORA)
     named = dict(policy.engine.module.named_parameters())
     assert sum(param.numel() for param in named.values() if param.requires_grad) == ADAPTER_PARAMETERS
-    before = {name: param.full_tensor().clone() for name, param in named.items()}
+    before = {name: gather(param).clone() for name, param in named.items()}
     policy.update(batch)
-    changed = {name for name, param in named.items() if not torch.equal(param.full_tensor(), before[name])}
+    changed = {name for name, param in named.items() if not torch.equal(gather(param), before[name])}
     assert changed
     assert all("lora_" in name for name in changed)
 

@@ -17,6 +17,7 @@ from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import advantage_estimator, policy_loss
 from raylight.experience.settings import PolicySettings
+from raylight.learner.weight_source import gather
 from raylight.quickstart import STARTER_MODEL
 
 FAMILY = sorted(
@@ -77,7 +78,7 @@ def gradients_of(engine) -> dict[str, torch.Tensor]:
 
     def spied():
         parameters = engine.module.named_parameters()
-        gradients.update({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
+        gradients.update({name: gather(p.grad).clone() for name, p in parameters if p.grad is not None})
         return step()
 
     engine.optimizer_step = spied
@@ -189,7 +190,7 @@ def test_ppo_matches_its_papers(plain, exact, micro_batch):
     )
     valuer = AutoModelForTokenClassification.from_pretrained(STARTER_MODEL, num_labels=1)
     valuer.load_state_dict(
-        {name: weight.full_tensor() for name, weight in policy.critic.engine.module.state_dict().items()}
+        {name: gather(weight) for name, weight in policy.critic.engine.module.state_dict().items()}
     )
     valued = [  # values of the context before each sampled token
         valuer(torch.tensor(row.token_ids[None])).logits[0, row.prompt_length - 1 : -1, 0]

@@ -8,13 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylight.errors import ConfigError
 from raylight.learner import token_logprobs as chunks
-from raylight.learner.response_logprobs import (
-    LogprobHead,
-    flat_mask,
-    sampled_tokens,
-    select_response_tokens,
-    to_nested,
-)
+from raylight.learner.micro_batch import MicroBatch, place
+from raylight.learner.response_logprobs import LogprobHead
+from raylight.learner.rows import TrainRow
 
 VOCABULARY = 97
 SIZES = {
@@ -41,23 +37,20 @@ MODELS = {
 """Model types, with what their configurations need beside `SIZES`."""
 
 
-def nested(rows):
-    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-
-
 @pytest.fixture
-def data():
+def rows():
     """Rows of several lengths and temperatures, with observations between the sampled tokens."""
     prompts, masks = [[5, 6, 7], [8], [9, 10]], [[1, 1, 0, 0, 1], [1], [0, 1, 1]]
-    responses = [[11 + i for i in range(len(mask))] for mask in masks]
-    rows = list(zip(prompts, responses, masks, strict=True))
-    return {
-        "input_ids": nested([p + r for p, r, _ in rows]),
-        "prompts": nested(prompts),
-        "responses": nested(responses),
-        "loss_mask": nested([[0] * len(p) + m for p, _, m in rows]),
-        "temperature": torch.tensor([0.7, 1.0, 1.3]),
-    }
+    found = []
+    for i, (prompt, mask, temperature) in enumerate(zip(prompts, masks, [0.7, 1.0, 1.3], strict=True)):
+        response, zeros = torch.arange(len(mask)) + 11, torch.zeros(len(mask))
+        tokens = torch.tensor(prompt), response, torch.tensor(mask)
+        found.append(TrainRow(i, i, *tokens, zeros, zeros.long(), temperature))
+    return found
+
+
+def micro_batch(rows, **options):
+    return MicroBatch(rows, torch.device("cpu"), rollouts=3, tokens=6, dp_size=1, **options)
 
 
 def make_model(kind):
@@ -67,15 +60,13 @@ def make_model(kind):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def plain(model, data):
+def plain(model, rows):
     """Log-probs and entropies of the sampled tokens, row by row from full logits."""
     logprobs, entropies = [], []
-    for ids, mask, temperature in zip(
-        data["input_ids"].unbind(), data["loss_mask"].unbind(), data["temperature"], strict=True
-    ):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float() / temperature
+    for row in rows:
+        ids, sampled = torch.cat([row.prompt, row.response]), torch.cat([row.prompt * 0, row.mask])[1:] == 1
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float() / row.temperature
         found = logits.log_softmax(-1)
-        sampled = mask[1:] == 1
         logprobs.append(found.gather(-1, ids[1:, None])[:, 0][sampled])
         entropies.append(-(found.exp() * found).sum(-1)[sampled])
     return torch.cat(logprobs), torch.cat(entropies)
@@ -83,21 +74,19 @@ def plain(model, data):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("limit", [VOCABULARY * 2, 2**25], ids=["chunks", "one-chunk"])
-def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind, limit, data, monkeypatch):
+def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind, limit, rows, monkeypatch):
     monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", limit)
     model = make_model(kind)
-    expected = plain(model, data)
+    expected = plain(model, rows)
     leaves = [param for param in model.parameters() if param.requires_grad]
     wanted = torch.autograd.grad(expected[0].sum() + expected[1].mean(), leaves, allow_unused=True)
     LogprobHead(model)
-    padded = torch.nested.to_padded_tensor(data["input_ids"], 0)
-    lengths = data["input_ids"].offsets().diff()
+    batch = micro_batch(rows, packed=False, entropy=True, entropy_grad=True)
     output = model(
-        input_ids=padded,
-        attention_mask=(torch.arange(padded.shape[1])[None] < lengths[:, None]).long(),
+        **batch.padded_inputs(),
         labels=None,  # an argument that peft passes
         use_cache=False,
-        sampled=sampled_tokens(data, packed=False, entropy=True, entropy_grad=True),
+        sampled=batch.targets(),
     )
     torch.testing.assert_close((output["log_probs"], output["entropy"]), expected, rtol=1e-5, atol=1e-5)
     loss = output["log_probs"].sum() + output["entropy"].mean()
@@ -106,20 +95,24 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind, limit, 
     assert set(model.state_dict()) == set(make_model(kind).state_dict())
 
 
-def test_values_return_to_the_places_of_their_tokens(data):
-    sampled = sampled_tokens(data, packed=True, entropy=False, entropy_grad=False)
-    assert sampled.targets.tolist() == [11, 12, 15, 11, 12, 13]
-    assert sampled.positions.shape == (1, len(data["input_ids"].values()))
-    assert torch.equal(sampled.positions[0], flat_mask(data))
-    placed = to_nested(sampled.targets.float(), data)
-    assert select_response_tokens(placed, data).tolist() == [11, 12, 0, 0, 15, 11, 0, 12, 13]
+def test_values_return_to_the_places_of_their_tokens(rows):
+    batch = micro_batch(rows, packed=True)
+    targets = batch.targets()
+    assert targets.targets.tolist() == [11, 12, 15, 11, 12, 13]
+    assert targets.temperatures.tolist() == pytest.approx([0.7] * 3 + [1.0] + [1.3] * 2)
+    before = [0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 0, 1, 1, 0]
+    assert targets.positions.int().tolist() == [before]
+    padded = micro_batch(rows, packed=False).targets().positions
+    assert padded.int().tolist() == [before[:8], before[8:10] + [0] * 6, before[10:] + [0] * 3]
+    placed = place(targets.targets, batch.mask)
+    assert placed.tolist() == [[11, 12, 0, 0, 15], [11, 0, 0, 0, 0], [0, 12, 13, 0, 0]]
 
 
-def test_ranks_that_share_a_sequence_compute_each_token_once(data, monkeypatch):
+def test_ranks_that_share_a_sequence_compute_each_token_once(rows, monkeypatch):
     from raylight.learner import verl_api as verl
     from raylight.learner.fsdp import RaylightEngine
 
-    everything = sampled_tokens(data, packed=True, entropy=False, entropy_grad=False)
+    everything = micro_batch(rows, packed=True).targets()
     found, targets = [], []
     for rank in range(2):
 
@@ -131,12 +124,11 @@ def test_ranks_that_share_a_sequence_compute_each_token_once(data, monkeypatch):
         engine = object.__new__(RaylightEngine)
         engine.ulysses_sequence_parallel_size = 2
         own = engine._slice_for_rank(everything)
-        spread = torch.zeros(own.positions.shape[1]).masked_scatter(own.positions[0], own.targets.float())
-        found.append(spread)
+        found.append(place(own.targets, own.positions[0]))
         targets += own.targets.tolist()
         assert len(own.temperatures) == len(own.targets)
     assert targets == everything.targets.tolist()
-    flat = to_nested(everything.targets.float(), data).values()
+    flat = place(everything.targets, everything.positions[0])
     assert torch.cat(found)[: len(flat)].tolist() == flat.tolist()
 
 

@@ -59,7 +59,7 @@ def test_a_resumed_run_continues_with_any_number_of_ranks(kind: str, before: int
         assert (joined, second["probe"]) == (whole["steps"], whole["probe"])
     for one, other in zip(joined, whole["steps"], strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
-    assert second["probe"] == pytest.approx(whole["probe"], abs=1e-5)
+    assert second["probe"] == pytest.approx(whole["probe"], rel=5e-6, abs=1e-5)
     assert first["probe"] != pytest.approx(whole["probe"], abs=1e-3)  # it moved meanwhile
 
 

@@ -42,7 +42,7 @@ async def publish(learner: SimulatedLearner, coordinator: ReplicaCoordinator, ve
     finally:
         await asyncio.wait([publishing])
         publishing.exception()
-    return publishing.result()
+    return len(publishing.result())
 
 
 async def test_an_update_takes_its_time_and_counts_the_version() -> None:

@@ -1,0 +1,122 @@
+"""The rows that one pass of a model computes, as tensors on its device."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from raylight.learner.response_logprobs import TargetTokens
+from raylight.learner.rows import TrainRow
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows of a mini-batch.
+
+    Its matrices have a row for each of `rows` and a column for each token of the longest response. They are 0
+    after a response.
+    """
+
+    rows: list[TrainRow]
+    device: torch.device
+    packed: bool
+    """True if the model receives the rows as one sequence; else they are padded."""
+    rollouts: int
+    """Rollouts of the mini-batch on all ranks, the divisor of means over rollouts."""
+    tokens: int
+    """Sampled tokens of the mini-batch on all ranks, the divisor of means over tokens."""
+    dp_size: int
+    """Ranks among which the mini-batch is divided."""
+    entropy: bool = False
+    """Compute the entropies of the sampled tokens' distributions too."""
+    entropy_grad: bool = False
+    """Compute the gradient of the entropies."""
+
+    def matrix(self, field: str) -> Any:
+        """Return a field of the rows as a matrix; None unless all rows have it."""
+        values = [getattr(row, field) for row in self.rows]
+        if any(value is None for value in values):
+            return None
+        return pad_sequence(values, batch_first=True).to(self.device)
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """True for sampled tokens."""
+        return pad_sequence([row.mask == 1 for row in self.rows], batch_first=True).to(self.device)
+
+    @functools.cached_property
+    def within(self) -> torch.Tensor:
+        """True for tokens of responses."""
+        lengths = torch.tensor([len(row.response) for row in self.rows], device=self.device)
+        return torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]
+
+    def predicting(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return True for the tokens before those of a mask, in the shape of the model's input."""
+        row, column = mask.nonzero(as_tuple=True)
+        prompts = torch.tensor([len(row.prompt) for row in self.rows], device=self.device)
+        lengths = [row.tokens for row in self.rows]
+        if self.packed:
+            starts = torch.tensor(self._offsets[:-1], device=self.device)
+            found = mask.new_zeros(1, sum(lengths))
+            found[0, (starts + prompts)[row] + column - 1] = True
+        else:
+            found = mask.new_zeros(len(lengths), max(lengths))
+            found[row, prompts[row] + column - 1] = True
+        return found
+
+    def targets(self) -> TargetTokens:
+        """Return the sampled tokens, of which the model computes log-probs."""
+        temperatures = None
+        if any(row.temperature != 1 for row in self.rows):
+            by_row = torch.tensor([row.temperature for row in self.rows], device=self.device)
+            temperatures = by_row[:, None].expand(self.mask.shape)[self.mask]
+        return TargetTokens(
+            positions=self.predicting(self.mask),
+            targets=self.matrix("response")[self.mask],
+            temperatures=temperatures,
+            entropy=self.entropy,
+            entropy_grad=self.entropy_grad,
+        )
+
+    def padded_inputs(self) -> dict[str, torch.Tensor]:
+        """Return the model's inputs, with a sequence for each row."""
+        lengths = torch.tensor([row.tokens for row in self.rows], device=self.device)
+        ids = pad_sequence(self._sequences(), batch_first=True).to(self.device)
+        positions = torch.arange(ids.shape[1], device=self.device)
+        attended = positions < lengths[:, None]
+        return {
+            "input_ids": ids,
+            "attention_mask": attended.int(),
+            "position_ids": positions.where(attended, 0),
+        }
+
+    def packed_inputs(self) -> dict[str, Any]:
+        """Return verl's input for a packed pass."""
+        offsets = torch.tensor(self._offsets, device=self.device)
+
+        def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nested.nested_tensor_from_jagged(torch.cat(tensors).to(self.device), offsets)
+
+        return {
+            "input_ids": nested(self._sequences()),
+            "position_ids": nested([torch.arange(row.tokens) for row in self.rows]),
+            "temperature": torch.ones(len(self.rows), device=self.device),  # the head has its own
+            "use_remove_padding": True,
+        }
+
+    def _sequences(self) -> list[torch.Tensor]:
+        return [torch.cat([row.prompt, row.response]) for row in self.rows]
+
+    @functools.cached_property
+    def _offsets(self) -> list[int]:
+        return [0, *itertools.accumulate(row.tokens for row in self.rows)]
+
+
+def place(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the shape of a mask, with values where it is True and 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
