@@ -28,7 +28,6 @@ from raylight.trainer.components.serving import ADAPTER_FILES
 from raylight.trainer.display import Display
 from raylight.trainer.fit import fixed_model
 from raylight.trainer.outcome import raise_if_hopeless
-from raylight.trainer.plot import plot_histogram
 from raylight.trainer.report import ProgressReporter
 from raylight.trainer.rollouts import run_rollouts
 from raylight.trainer.run import Run
@@ -123,6 +122,8 @@ async def evaluate(
         progress.note(note)
     figures = describe_evaluation(settings, chosen, scores, finished, seconds, note)
     write_atomic(folder / "eval.json", json.dumps(figures, indent=2) + "\n")
+    from raylight.trainer.plot import plot_histogram
+
     plot_histogram(rewards_by_name(finished), folder / "eval.png")
     return figures
 

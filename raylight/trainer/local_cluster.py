@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 import ray
+import ray._private.parameter as ray_parameter
 import ray._private.ray_constants as ray_constants
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private.services import get_node_ip_address
@@ -36,7 +38,7 @@ CONNECT_TIMEOUT_S = 2.0
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
-def start_local_cluster(timeout_s: float, **options: Any) -> None:
+def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options: Any) -> None:
     """Start a Ray cluster that ends with this process, and connect to it.
 
     All its ports are bound to the loopback interface, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, Ray's switch
@@ -44,6 +46,7 @@ def start_local_cluster(timeout_s: float, **options: Any) -> None:
 
     Args:
         timeout_s: seconds for each step of the start. A variable RAY_... of the user takes precedence.
+        log_to_driver: print the output of actors here.
         options: further arguments of `ray.init`.
 
     Raises:
@@ -51,8 +54,8 @@ def start_local_cluster(timeout_s: float, **options: Any) -> None:
     """
     before, began = _children(), time.monotonic()
     try:
-        with _start_settings(timeout_s):
-            ray.init(address="local", include_dashboard=True, **options)
+        with _start_settings(timeout_s, log_to_driver):
+            ray.init(address="local", include_dashboard=True, log_to_driver=log_to_driver, **options)
     except BaseException as error:
         with ignored_interrupts("Ray is being shut down"):
             end_processes(_children() - before)
@@ -63,8 +66,13 @@ def start_local_cluster(timeout_s: float, **options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _start_settings(timeout_s: float) -> Iterator[None]:
-    """Set the times and the interface of Ray's start. Ray's processes inherit both as variables."""
+def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
+    """Set the times, the interface and the processes of Ray's start. Ray's processes inherit the first two as
+    variables.
+
+    The dashboard's agent takes any free port: it would try for 3 s to take its default port, which another
+    cluster of this machine has. The log monitor only sends the output of actors to the driver.
+    """
     constants: dict[str, Any] = {}
     if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
         constants["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = timeout_s
@@ -74,12 +82,18 @@ def _start_settings(timeout_s: float) -> Iterator[None]:
     variables[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for jobs, and programs that an agent starts
     added = {name: value for name, value in variables.items() if name not in os.environ}
     previous = {name: getattr(ray_constants, name) for name in constants}
+    module: Any = ray_parameter
+    parameters = module.RayParams
+    module.RayParams = functools.partial(
+        parameters, dashboard_agent_listen_port=0, include_log_monitor=log_to_driver
+    )
     os.environ.update(added)
     for name, value in constants.items():
         setattr(ray_constants, name, value)
     try:
         yield
     finally:
+        module.RayParams = parameters
         for name, value in previous.items():
             setattr(ray_constants, name, value)
         for name in added:

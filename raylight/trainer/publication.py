@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from raylight.aio import cancel_all, task_group
@@ -100,19 +100,25 @@ class Publications:
                 adapter, logprobs = await self._read(version)
                 if self._settings.beside_updates:
                     await learners.aclose()
+                probed: dict[str, list[float]] = {}
                 if version > self.published:
-                    await self._send(version, adapter)
+                    probed, logprobs = await self._send(version, adapter, logprobs)
                 self._payload_refs = adapter or []
             self._keeper.changed.notify_all()
-            return await self.check_parity(version, self._settings.timeout_s, logprobs)
+            return await self.check_parity(version, self._settings.timeout_s, probed, logprobs)
 
     async def check_parity(
-        self, version: int, timeout: float, logprobs: Sequence[float] | None = None
+        self,
+        version: int,
+        timeout: float,
+        probed: Mapping[str, Sequence[float]] | None = None,
+        logprobs: Sequence[float] | None = None,
     ) -> Parity:
         """Compare the log-probs of all replicas and the learners on the probe.
 
         Args:
             timeout: seconds that the replicas have.
+            probed: log-probs by replica; empty or None if the replicas are to be asked.
             logprobs: those of the learners; None if they still hold the version.
 
         Returns:
@@ -124,9 +130,10 @@ class Publications:
         if not self._probe:
             return Parity(0.0, 0.0, 0)
         async with task_group() as tasks:
-            probing = tasks.create_task(self._replicas.probe(self._probe, timeout, self._adapter))
-            own = logprobs or await self._learners.logprobs(self._probe)
-        return self._parity.check(version, probing.result(), own)
+            if not logprobs:
+                own = tasks.create_task(self._learners.logprobs(self._probe))
+            found = probed or await self._replicas.probe(self._probe, timeout, self._adapter)
+        return self._parity.check(version, found, logprobs or own.result())
 
     async def _read(self, version: int) -> tuple[list[Any] | None, list[float] | None]:
         """Read what is sent later: the adapter, or a snapshot. Return a reference to the adapter, and the
@@ -148,13 +155,30 @@ class Publications:
             ) from None
         return payload_refs, await self._learners.logprobs(self._probe) if beside else None
 
-    async def _send(self, version: int, adapter: list[Any] | None) -> None:
-        if self._adapter is None:
-            await self._send_weights(version)
-        else:
-            timeout, mode = self._settings.timeout_s, self._engine.update_mode
-            await self._replicas.publish(version, adapter, timeout, mode, self._adapter)
-            self.published = version
+    async def _send(
+        self, version: int, adapter: list[Any] | None, logprobs: list[float] | None
+    ) -> tuple[dict[str, list[float]], list[float] | None]:
+        """Have all replicas load a version; return the log-probs of the probe, by replica and of the
+        learners.
+
+        Args:
+            logprobs: those of the learners; None if they still hold the version. They then compute them while
+                the replicas prepare.
+        """
+        async with task_group() as tasks:
+            own = None
+            if self._probe and not logprobs:
+                own = tasks.create_task(self._learners.logprobs(self._probe))
+            if self._adapter is None:
+                found = await self._send_weights(version)
+            else:
+                timeout, mode = self._settings.timeout_s, self._engine.update_mode
+                found = await self._replicas.publish(
+                    version, adapter, timeout, mode, self._adapter, probe=self._probe
+                )
+                self.published = version
+        probed = {replica: values for replica, values in found.items() if values is not None}
+        return probed, own.result() if own else logprobs
 
     async def pin(self, step: int) -> PinnedAdapter:
         """Have all replicas serve the published version of the adapter under another name too, until
@@ -176,11 +200,12 @@ class Publications:
         """
         await self._replicas.release(pinned.name, self._settings.timeout_s)
 
-    async def _send_weights(self, version: int) -> None:
-        """Publish a version of the weights, and have the learners send it."""
-        token, settings = uuid.uuid4().hex, self._settings
+    async def _send_weights(self, version: int) -> dict[str, list[float] | None]:
+        """Publish a version of the weights, and have the learners send it. Return the replicas' log-probs of
+        the probe."""
+        token, settings, mode = uuid.uuid4().hex, self._settings, self._engine.update_mode
         publishing = asyncio.ensure_future(
-            self._replicas.publish(version, None, settings.timeout_s, self._engine.update_mode, token=token)
+            self._replicas.publish(version, None, settings.timeout_s, mode, token=token, probe=self._probe)
         )
         sending = asyncio.ensure_future(self._learners.publish_weights(version, token, settings))
         try:
@@ -195,7 +220,7 @@ class Publications:
                 self.published = version
             if sending.exception() is not None and not isinstance(sending.exception(), WeightSyncError):
                 sending.result()
-            publishing.result()
+            return publishing.result()
         finally:
             if not publishing.done():  # cancelled; the replicas must not wait for a sender
                 with contextlib.suppress(WeightSyncError):  # no coordinator, no replicas

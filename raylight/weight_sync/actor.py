@@ -34,7 +34,7 @@ class CoordinatorActor(ReplicaCoordinator):
         client: StoreClient | None = ray.cloudpickle.loads(store) if store is not None else None
         super().__init__(
             client.lose_recorder if client is not None else None,
-            ray.kill,
+            lambda handle: ray.kill(ray.cloudpickle.loads(handle)),
             replacement_timeout_s,
             restored=not ray.get_runtime_context().was_current_actor_reconstructed,
             min_replicas=min_replicas,

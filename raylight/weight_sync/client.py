@@ -115,8 +115,10 @@ class CoordinatorClient:
         mode: UpdateMode = "keep",
         adapter: str | None = None,
         token: str = "",
-    ) -> int:
-        return await self._issue(timeout, "publish", version, payload_ref, timeout, mode, adapter, token)
+        probe: list[int] | None = None,
+    ) -> dict[str, list[float] | None]:
+        args = version, payload_ref, timeout, mode, adapter, token, probe
+        return await self._issue(timeout, "publish", *args)
 
     async def fail_publication(self, token: str, reason: str) -> None:
         await call_until_answered(self._coordinator, "fail_publication", token, reason, within=GRACE_S)

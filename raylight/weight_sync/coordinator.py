@@ -140,7 +140,8 @@ class ReplicaCoordinator(TransferSequence):
         mode: UpdateMode = "keep",
         adapter: str | None = None,
         token: str = "",
-    ) -> int:
+        probe: list[int] | None = None,
+    ) -> dict[str, list[float] | None]:
         """Publish new weights, or a new version of an adapter, to all replicas.
 
         Args:
@@ -148,9 +149,11 @@ class ReplicaCoordinator(TransferSequence):
                 sender calls `begin_transfer`.
             adapter: name of the adapter; None publishes weights.
             token: identifies the publication for the sender of the weights.
+            probe: token ids of a prompt, of which each replica computes log-probs with what it has loaded.
 
         Returns:
-            The number of replicas that loaded them, once all have.
+            By replica that loaded them, once all have: the log-probs of `probe[1:]` at temperature 1. None
+            without a probe, and of a replica that joined after the order.
 
         Raises:
             WeightSyncError: the version is not new, no replica has subscribed, the engines are asleep, all
@@ -164,8 +167,15 @@ class ReplicaCoordinator(TransferSequence):
         before, self._last_version = self._last_version, version
         kind: Kind = "weights" if adapter is None else "adapter"
         try:
-            await self._execute(
-                kind, timeout, token, version=version, payload_ref=payload_ref, mode=mode, adapter=adapter
+            return await self._execute(
+                kind,
+                timeout,
+                token,
+                version=version,
+                payload_ref=payload_ref,
+                mode=mode,
+                adapter=adapter,
+                ids=tuple(probe or ()),
             )
         except BaseException:
             self._break_transfer("its publication has ended")
@@ -175,7 +185,6 @@ class ReplicaCoordinator(TransferSequence):
         finally:
             self._ended_version = max(self._ended_version, min(version, self._last_version))
             self._notify()
-        return len(self._quorum)
 
     async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
         """Serve a published version of an adapter under another name too, on all replicas, until `release`.

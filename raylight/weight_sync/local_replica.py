@@ -32,9 +32,9 @@ class LocalReplica:
         self.changed = BroadcastCondition()
         self.client = self.keeper = self
 
-    async def publish(self, version: int, *args: Any, **kwargs: Any) -> int:
-        """Return the number of replicas, which have the weights."""
-        return 1
+    async def publish(self, version: int, *args: Any, **kwargs: Any) -> dict[str, list[float] | None]:
+        """Return that the engine has the weights, without log-probs."""
+        return {"local": None}
 
     async def fail_publication(self, token: str, reason: str) -> None:
         """Return: a publication has no parts that could fail."""

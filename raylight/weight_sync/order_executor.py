@@ -264,8 +264,8 @@ class OrderExecutor:
             case "wake":
                 await engine.wake()
                 state.asleep = False
-            case "probe":
-                return await engine.logprobs(list(order.ids), order.adapter)
+        if order.ids:
+            return await engine.logprobs(list(order.ids), order.adapter)
         return None
 
     async def _payload(self, order: Order) -> Any:

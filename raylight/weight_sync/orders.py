@@ -28,7 +28,7 @@ class Order:
         payload_ref: one-element list holding a reference to a `LoraAdapter`, for an adapter. Weights travel
             otherwise, see `transfers`.
         level: sleep level.
-        ids: token ids of the prompt to probe.
+        ids: token ids of the prompt to probe, for a probe, or after weights or an adapter were loaded.
     """
 
     number: int

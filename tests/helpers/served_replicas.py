@@ -89,7 +89,7 @@ async def publish_weights(
     publishing = asyncio.create_task(model.coordinator.client.publish(version, None, timeout_s, token=token))
     sending = asyncio.create_task(asyncio.to_thread(_send, model, version, token, weights, timeout_s))
     try:
-        return await publishing
+        return len(await publishing)
     finally:
         await sending
 

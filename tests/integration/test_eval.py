@@ -20,11 +20,11 @@ LOCAL = {**os.environ, "RAY_ADDRESS": "local"}
 
 AGENTS = '''
 import raylight as rl
-from raylight.quickstart.agent import client, question
+from raylight.quickstart.additions import question
 
 
 async def ask(task, llm):
-    reply = await client().with_options(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create(
+    reply = await llm.client().chat.completions.create(
         model=llm.model,
         messages=[{"role": "user", "content": question(task)}],
         max_tokens=8,

@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 
 import raylight as rl
-from raylight.quickstart.agent import client, question
+from raylight.quickstart.additions import question
 
 LOG = Path(__file__).with_name("log")
 
@@ -29,7 +29,7 @@ async def hides_errors(task, llm):
     """Return 1, or -1 if a call failed."""
     with LOG.open("a") as log:
         log.write("begun\\n")
-    model = client().with_options(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+    model = llm.client().with_options(max_retries=0)
     try:
         for _ in range(5):
             await model.chat.completions.create(

@@ -143,7 +143,7 @@ async def publish_weights(
     token = f"publication of {version}"
     sending = asyncio.create_task(send(coordinator, version, token, timeout))
     try:
-        return await coordinator.publish(version, None, timeout, mode, token=token)
+        return len(await coordinator.publish(version, None, timeout, mode, token=token))
     finally:
         await cancel_all([sending])
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import ray._private.parameter as ray_parameter
 import ray._private.ray_constants as ray_constants
 
 from raylight.errors import ClusterStartError
@@ -35,6 +36,8 @@ def test_each_step_has_the_time_that_is_set_and_everything_listens_on_loopback(
         seen.update(options, environment=dict(os.environ))
         seen["dashboard"] = ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
         seen["all interfaces"] = ray_constants.ENABLE_RAY_CLUSTER
+        parameters = ray_parameter.RayParams()
+        seen["processes"] = parameters.dashboard_agent_listen_port, parameters.include_log_monitor
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_agent_register_timeout_ms", "7")
@@ -43,6 +46,8 @@ def test_each_step_has_the_time_that_is_set_and_everything_listens_on_loopback(
     assert seen["address"] == "local"
     assert seen["log_to_driver"] is False
     assert (seen["dashboard"], seen["all interfaces"]) == (240.0, False)
+    assert seen["processes"] == (0, False)
+    assert isinstance(ray_parameter.RayParams, type), "restored"
     assert seen["environment"]["RAY_raylet_start_wait_time_s"] == "240"
     assert seen["environment"]["RAY_agent_register_timeout_ms"] == "7", "the user's value stays"
     assert seen["environment"]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "for the drivers of jobs"

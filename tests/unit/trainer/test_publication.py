@@ -119,13 +119,13 @@ class Replicas:
     def __init__(self) -> None:
         self.version, self.sent, self.failed = 0, asyncio.Event(), ""
 
-    async def publish(self, version: int, *args: Any, token: str) -> int:
+    async def publish(self, version: int, *args: Any, token: str, probe: list[int]) -> dict[str, Any]:
         self.sent.clear()
         await self.sent.wait()
         if self.failed:
             raise WeightSyncError(self.failed)
         self.version = version
-        return 1
+        return {"a": [float(version)] * len(probe), "joined meanwhile": None}
 
     async def fail_publication(self, token: str, reason: str) -> None:
         self.failed = reason

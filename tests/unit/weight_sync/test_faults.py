@@ -146,7 +146,6 @@ class Learners:
         return [float(self.version)]
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
-        self.version = version
         coordinator, within = settings.coordinator, settings.limit_s
         while members := await call_until_answered(
             coordinator, "begin_transfer", version, token, within=within
@@ -190,8 +189,10 @@ class Cluster:
         self.client = CoordinatorClient(self.handle(None), self.keeper.update, REPLACEMENT_TIMEOUT_S)
         running: Any = SimpleNamespace(client=self.client, keeper=self.keeper, handle=self.handle(None))
         engine = EngineConfig(kind="transformers", start_timeout_s=REPLACEMENT_TIMEOUT_S)
-        learners: Any = Learners()
-        self.publications = Publications(learners, running, engine, TIMEOUT_S, probe=[1, 2], tolerance=1e-9)
+        self.learners: Any = Learners()
+        self.publications = Publications(
+            self.learners, running, engine, TIMEOUT_S, probe=[1, 2], tolerance=1e-9
+        )
         self.tasks.append(asyncio.create_task(self.keeper.run()))
         self.tasks.append(
             asyncio.create_task(self.publications.serve_joined(lambda: self.publications.published))
@@ -352,7 +353,7 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
         began = loop.time()
         match order:
             case "weights":
-                weights = next(versions)
+                weights = cluster.learners.version = next(versions)
                 await cluster.publications.publish(weights)
             case "adapter":
                 adapter = next(versions)

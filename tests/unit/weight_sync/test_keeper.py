@@ -75,7 +75,7 @@ async def test_a_restarted_coordinator_has_the_orders_and_the_replicas_of_the_ea
         assert actor.coordinator
         await join(actor.coordinator, "a")
         obeying = asyncio.create_task(obey(actor.coordinator, "a"))
-        assert await CoordinatorClient(actor, keeping.update).publish(5, PAYLOAD_REF, 5.0) == 1
+        assert len(await CoordinatorClient(actor, keeping.update).publish(5, PAYLOAD_REF, 5.0)) == 1
         await obeying
         actor.restart(None)
         await until(lambda: keeping.restarts == 1)

@@ -69,7 +69,8 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
     coordinator = ReplicaCoordinator()
     async with following(coordinator, "a", "b") as engines:
         assert await publish_weights(coordinator, 1, 5.0, "wait") == 2
-        await coordinator.publish(2, [ADAPTER], 5.0, "abort", adapter="x")
+        probed = await coordinator.publish(2, [ADAPTER], 5.0, "abort", adapter="x", probe=[4, 5, 6])
+        assert probed == {"a": [-5.0, -6.0], "b": [-5.0, -6.0]}
         await coordinator.pin("x@2", 2, [ADAPTER], 5.0)
         assert await coordinator.versions() == Versions(1, {"x": 2, "x@2": 2})
         await coordinator.release("x@2", 5.0)
@@ -84,6 +85,7 @@ async def test_every_kind_of_order_reaches_every_engine() -> None:
             assert engine.told == [
                 ("weights", 1, "wait"),
                 ("adapter", "x", 2, ADAPTER, "abort"),
+                ("probe", [4, 5, 6], "x"),
                 ("adapter", "x@2", 2, ADAPTER, "keep"),
                 ("drop", "x@2"),
                 ("probe", [4, 5, 6], "x"),
@@ -135,7 +137,7 @@ async def test_an_order_that_comes_while_a_replica_catches_up_is_done_too() -> N
         engine.gate.set()
         await catching_up
         assert [told[1] for told in engine.told] == ["x", "y"]
-        assert await publishing == 2
+        assert len(await publishing) == 2
         await executor.close()
 
 

@@ -46,7 +46,7 @@ async def test_a_replica_that_fails_what_another_one_executes_is_evicted() -> No
         await turns()
         assert not publishing.done()
         await obey(coordinator, "a")
-        assert await publishing == 1
+        assert len(await publishing) == 1
         assert await coordinator.versions() == Versions(1)
         assert killer.killed == ["handle of b"]
         await until(lambda: killer.gone == ["b"])
@@ -64,7 +64,7 @@ async def test_a_silent_replica_is_evicted_and_the_order_completes_with_the_othe
     coordinator = await coordinator_of(killer, "a", "frozen")
     async with within():
         obeying = asyncio.create_task(obey(coordinator, "a"))
-        assert await coordinator.publish(1, PAYLOAD_REF, 0.1) == 1
+        assert len(await coordinator.publish(1, PAYLOAD_REF, 0.1)) == 1
         assert await obeying == 1
         assert killer.killed == ["handle of frozen"]
         assert "it sent nothing for 0.025 s during version 1" in coordinator.snapshot().evicted["frozen"]
@@ -81,7 +81,7 @@ async def test_heartbeats_prove_that_a_replica_is_not_frozen(monkeypatch: pytest
             await asyncio.wait([publishing], timeout=0.01)
             if not killer.killed:
                 await coordinator.heartbeat("hangs")
-        assert await publishing == 1
+        assert len(await publishing) == 1
         assert await obeying == 1
         assert coordinator.snapshot().evicted == {
             "hangs": "it had not executed version 1 of adapter 'x' after 0.3 s"
@@ -97,7 +97,7 @@ async def test_an_order_without_replicas_waits_for_the_replacement() -> None:
         state = await coordinator.subscribe("replacement")
         assert [order.version for order in state.orders] == [1]
         await coordinator.acknowledge("replacement", 1)
-        assert await publishing == 1
+        assert len(await publishing) == 1
 
 
 async def test_an_order_whose_replacement_does_not_come_names_the_evicted_replica() -> None:
@@ -166,7 +166,7 @@ async def test_replicas_of_the_snapshot_are_waited_for_until_they_return() -> No
             state = await coordinator.subscribe(name, returns=True)
             await coordinator.acknowledge(name, state.number)
         await waiting
-        assert await publishing == 2
+        assert len(await publishing) == 2
 
 
 async def test_a_replica_that_does_not_return_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +231,6 @@ async def test_a_repeated_call_joins_the_first() -> None:
         ]
         await turns()
         await obey(coordinator, "a")
-        for count, state in await asyncio.gather(*calls):
-            assert (count, state.version) == (1, 1)
-        assert (await coordinator.issue("key", "publish", 1, [ADAPTER], 60.0, "keep", "x"))[0] == 1
+        for results, state in await asyncio.gather(*calls):
+            assert (len(results), state.version) == (1, 1)
+        assert (await coordinator.issue("key", "publish", 1, [ADAPTER], 60.0, "keep", "x"))[0] == {"a": None}
