@@ -1,12 +1,13 @@
 """Bare GRPO loop in one process, as a baseline for raylight's quickstart.
 
-    python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR]
+    python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR] [--json]
 
 It trains the quickstart's model on its task without Ray, HTTP or an inference engine. Its time per step is
 the lower bound for the framework, and its accuracy shows how fast the model can learn.
 """
 
 import argparse
+import json
 import statistics
 import time
 from pathlib import Path
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--json", action="store_true", help="print only the median seconds per step")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -93,7 +95,8 @@ def main() -> None:
         tokens, _, _ = sample(model, val_prompts)
         print(f"step {step:3d}  validation accuracy {score(tokenizer, val, tokens).mean():.3f}", flush=True)
 
-    validate(0)
+    if not args.json:
+        validate(0)
     seconds = {"sampling": [], "update": []}
     for step in range(args.steps):
         started = time.perf_counter()
@@ -108,12 +111,13 @@ def main() -> None:
         seconds["update"].append(updated - sampled)
         times = "  ".join(f"{stage} {values[-1]:.3f} s" for stage, values in seconds.items())
         print(f"step {step + 1:3d}  mean reward {rewards.mean():.3f}  {times}", flush=True)
-        if (step + 1) % VALIDATE_EVERY == 0:
+        if (step + 1) % VALIDATE_EVERY == 0 and not args.json:
             validate(step + 1)
-    print(
-        "median seconds per step: "
-        + "  ".join(f"{stage} {statistics.median(t):.3f}" for stage, t in seconds.items())
-    )
+    medians = {stage: statistics.median(values) for stage, values in seconds.items()}
+    if args.json:
+        stages = {"rollout": medians["sampling"], "update": medians["update"]}
+        return print(json.dumps({"step": sum(medians.values()), "stages": stages}))
+    print("median seconds per step: " + "  ".join(f"{stage} {value:.3f}" for stage, value in medians.items()))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Latency and throughput cost of capture: a mock engine in Ray Serve, bare and behind raylight's gateway.
 
-    python tests/benchmarks/capture.py [--count 3000] [--engine-ms MS] [--default-ingress] [--peer-url URL]
-                                       [--against CHECKOUT]
+    python tests/benchmarks/capture.py [--count 3000] [--rounds 5] [--engine-ms MS] [--default-ingress]
+                                       [--peer-url URL] [--flame DIR] [--against CHECKOUT]
 
-Prints p50 latency at concurrency 1, requests per second at concurrency 32, and the CPU time of the replica
-and of the store for one of these. All targets are measured in turn, three times. With `--against`, another
-checkout of raylight is measured before and after this one, and the best figures of both are compared.
+Measures p50 latency with one caller and requests per second with 32, of both targets in turn, in each of some
+rounds. Prints the added latency and the ratio of the rates as medians over the rounds, with their range, and
+the CPU time per call of each process: of the client, HAProxy, the replicas and the store. Takes two minutes.
 
 The mock engine answers immediately, or after `--engine-ms` milliseconds: work that capture does while the
 engine computes then adds no latency. With `--peer-url`, another project's proxy in front of a mock engine
 gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy instead of
-HAProxy.
+HAProxy. `--flame` adds a load during which py-spy records the replica and the store, and writes a flame graph
+of each. `--against` compares the medians with those of another checkout, measured before and after this one.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raylight.engines.protocol import EngineLoad
 
 TOKENS = 32
@@ -40,13 +43,20 @@ BODY = {
 CONCURRENT = 32
 WARM_UP = 5
 """Requests of each connection before the measured ones."""
-TITLES = ("ServeReplica:captured", "StoreActor")
-"""Titles of the processes whose CPU time is measured."""
-FIGURES = ("ms p50 at 1", f"requests/s at {CONCURRENT}", "replica us/call", "store us/call")
+PROCESSES = {
+    "HAProxy": "/haproxy",
+    "bare replica": "ServeReplica:bare",
+    "captured replica": "ServeReplica:captured",
+    "store": "StoreActor",
+}
+"""Text in the command lines of the processes whose CPU time is measured."""
+FLAME_S = 10
+"""Seconds that py-spy records."""
 
 
 async def load(url: str, key: str, count: int, concurrency: int) -> None:
-    """Send `count` requests to a URL. Print requests per second and p50 in milliseconds."""
+    """Send `count` requests to a URL. Print requests per second, p50 in milliseconds, and the CPU time of a
+    request in microseconds."""
     import aiohttp
 
     latencies: list[float] = []
@@ -65,40 +75,38 @@ async def load(url: str, key: str, count: int, concurrency: int) -> None:
 
         await asyncio.gather(*(worker(WARM_UP) for _ in range(concurrency)))
         latencies.clear()
-        start = time.perf_counter()
+        used, start = time.process_time(), time.perf_counter()
         await asyncio.gather(*(worker(count // concurrency) for _ in range(concurrency)))
         seconds = time.perf_counter() - start
-    print(len(latencies) / seconds, 1e3 * statistics.median(latencies))
+    cpu_us = (time.process_time() - used) / len(latencies) * 1e6
+    print(len(latencies) / seconds, 1e3 * statistics.median(latencies), cpu_us)
 
 
-def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, float]:
-    """Return requests per second and p50 in milliseconds, measured by a separate process."""
-    command = [
-        sys.executable,
-        __file__,
-        "--load",
-        url,
-        "--key",
-        key,
-        "--count",
-        str(count),
-        "--concurrency",
-        str(concurrency),
-    ]
-    rate, p50 = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return float(rate), float(p50)
+def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, float, float]:
+    """Return requests per second, p50 in milliseconds and the client's CPU time of a request in microseconds,
+    measured by a separate process."""
+    options = ["--key", key, "--count", str(count), "--concurrency", str(concurrency)]
+    command = [sys.executable, __file__, "--load", url, *options]
+    rate, p50, cpu_us = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(rate), float(p50), float(cpu_us)
 
 
-def cpu_seconds(title: str) -> float:
-    """Return the CPU time of those processes below this one whose title contains a text."""
-    import psutil
-
-    found = 0.0
+def processes(text: str) -> list[psutil.Process]:
+    """Return the processes below this one whose command line contains a text."""
+    found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if title in " ".join(process.cmdline()):
-                found += sum(process.cpu_times()[:2])
+            if text in " ".join(process.cmdline()):
+                found.append(process)
     return found
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Return the CPU time used so far by each of `PROCESSES`."""
+    return {
+        name: sum(sum(process.cpu_times()[:2]) for process in processes(text))
+        for name, text in PROCESSES.items()
+    }
 
 
 class MockEngine:
@@ -197,6 +205,8 @@ async def start_attempt(store: Any) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--key", default="unused", help=argparse.SUPPRESS)
@@ -211,7 +221,7 @@ def main() -> None:
         asyncio.run(load(options.load, options.key, options.count, options.concurrency))
         return
     if options.against:
-        compare_checkouts(options.against.resolve(), options.count)
+        compare_checkouts(options.against.resolve(), options.count, options.rounds)
         return
     if options.default_ingress:
         os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
@@ -220,16 +230,16 @@ def main() -> None:
     if options.default_ingress:
         for flag in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_ENABLE_DIRECT_INGRESS"):
             del ingress.SERVE_FLAGS[flag]
-    compare(options.count, options.peer_url, options.engine_ms / 1e3)
+    compare(options)
 
 
-def compare_checkouts(other: Path, count: int) -> None:
-    """Print the best figures of the captured target in both checkouts, and their ratios."""
+def compare_checkouts(other: Path, count: int, rounds: int) -> None:
+    """Print the medians of the captured target in both checkouts, and their ratios."""
     here, script = Path(__file__).resolve().parents[2], str(Path(__file__).resolve())
     runs: dict[Path, list[dict[str, float]]] = {other: [], here: []}
     for checkout in (other, here, other):
         output = subprocess.run(
-            [sys.executable, script, "--count", str(count)],
+            [sys.executable, script, "--count", str(count), "--rounds", str(rounds)],
             cwd=checkout,  # Ray's workers import from there first
             env=os.environ | {"PYTHONPATH": str(checkout)},
             check=True,
@@ -238,13 +248,44 @@ def compare_checkouts(other: Path, count: int) -> None:
         ).stdout
         lines = [line.split(maxsplit=1) for line in output.splitlines()]
         runs[checkout] += [json.loads(line[1]) for line in lines if line and line[0] == "captured"]
-    for name in FIGURES:
-        best = max if name.startswith("requests") else min
-        before, now = (best(run[name] for run in runs[checkout]) for checkout in (other, here))
-        print(f"{name:18} other {before:8.2f}   this {now:8.2f}   ratio {now / before:5.2f}")
+    for name in runs[here][0]:
+        before, now = (statistics.median(run[name] for run in runs[checkout]) for checkout in (other, here))
+        print(f"{name:28} other {before:8.2f}   this {now:8.2f}   ratio {now / max(before, 1e-9):5.2f}")
 
 
-def compare(count: int, peer_url: str | None, engine_s: float) -> None:
+def median_and_range(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def measure_round(url: str, key: str, count: int) -> dict[str, float]:
+    """Return the figures of one target: latency, rate, and the CPU time per call of each process."""
+    p50 = measure(url, key, count // 3, 1)[1]
+    before = cpu_seconds()
+    rate, _, client_us = measure(url, key, count, CONCURRENT)
+    sent = (count // CONCURRENT + WARM_UP) * CONCURRENT
+    used = {name: (seconds - before[name]) / sent * 1e6 for name, seconds in cpu_seconds().items()}
+    figures = {"ms p50 at 1": p50, f"requests/s at {CONCURRENT}": rate, "us/call client": client_us}
+    return figures | {f"us/call {name}": us for name, us in used.items()}
+
+
+def write_flames(folder: Path, url: str, key: str) -> None:
+    """Record the captured replica and the store under load, and write their flame graphs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    calls = 500 * FLAME_S
+    recorders = []
+    for name, text in (("capture_replica", PROCESSES["captured replica"]), ("capture_store", "StoreActor")):
+        (process,) = processes(text)
+        options = ["--rate", "200", "--duration", str(FLAME_S), "--nonblocking", "--format", "flamegraph"]
+        target = ["--pid", str(process.pid), "--output", str(folder / f"{name}.svg")]
+        recorders.append(subprocess.Popen(["py-spy", "record", *options, *target], stdout=subprocess.DEVNULL))
+    while any(recorder.poll() is None for recorder in recorders):
+        measure(url, key, calls // 5, CONCURRENT)
+    print(
+        f"flame graphs: {', '.join(sorted(path.name for path in folder.glob('capture_*.svg')))} in {folder}"
+    )
+
+
+def compare(options: argparse.Namespace) -> None:
     import ray
 
     from raylight.agent.attempt_keys import attempt_key, attempt_path
@@ -255,33 +296,43 @@ def compare(count: int, peer_url: str | None, engine_s: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
-        bare, captured = deploy(store, "secret", engine_s)
+        bare, captured = deploy(store, "secret", options.engine_ms / 1e3)
         ids = asyncio.run(start_attempt(store))
         targets = {
             "bare": (f"{bare}/chat/completions", "unused"),
             "captured": (f"{captured}{attempt_path(*ids)}/v1/chat/completions", attempt_key("secret", *ids)),
-        } | ({"peer": (peer_url, "unused")} if peer_url else {})
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in targets}
-        for _ in range(3):
+        } | ({"peer": (options.peer_url, "unused")} if options.peer_url else {})
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
+        for _ in range(options.rounds):
             for name, (url, key) in targets.items():
-                requests = count if name != "peer" else count // 20
-                p50 = measure(url, key, requests // 3, 1)[1]
-                used = [cpu_seconds(title) for title in TITLES]
-                rate = measure(url, key, requests, CONCURRENT)[0]
-                sent = requests // CONCURRENT * CONCURRENT + WARM_UP * CONCURRENT
-                after = [cpu_seconds(title) for title in TITLES]
-                cpu = [(end - start) / sent * 1e6 for start, end in zip(used, after, strict=True)]
-                results[name].append((p50, rate))
-                rounded = [round(figure, 2) for figure in (p50, rate, *cpu)]
-                figures = dict(zip(FIGURES, rounded, strict=True))
-                print(f"{name:9} {json.dumps(figures)}", flush=True)
-        best = {name: (min(p for p, _ in runs), max(r for _, r in runs)) for name, runs in results.items()}
-        (bare_p50, _), (p50, rate) = best["bare"], best["captured"]
-        print(f"\ncapture adds {p50 - bare_p50:.2f} ms at p50; {rate:.0f} requests/s captured")
-        if peer_url:
-            peer_p50, peer_rate = best["peer"]
-            print(f"against the peer: {peer_p50 / p50:.1f} x lower p50, {rate / peer_rate:.1f} x the rate")
+                count = options.count if name != "peer" else options.count // 20
+                runs[name].append(measure_round(url, key, count))
+                rounded = {figure: round(value, 2) for figure, value in runs[name][-1].items()}
+                print(f"{name:9} {json.dumps(rounded)}", flush=True)
+        print_comparison(runs)
+        if options.flame:
+            write_flames(options.flame, *targets["captured"])
         ray.shutdown()
+
+
+def print_comparison(runs: dict[str, list[dict[str, float]]]) -> None:
+    """Print the figures of all rounds: of each round's pair, and the CPU time per call."""
+    p50, rate = "ms p50 at 1", f"requests/s at {CONCURRENT}"
+    pairs = list(zip(runs["bare"], runs["captured"], strict=True))
+    added = [captured[p50] - bare[p50] for bare, captured in pairs]
+    ratios = [captured[rate] / bare[rate] for bare, captured in pairs]
+    print(f"\nmedian (range) of {len(pairs)} rounds")
+    print(f"added p50 with one caller: {median_and_range(added)} ms")
+    print(f"captured / bare requests/s with {CONCURRENT} callers: {median_and_range(ratios)}")
+    if "peer" in runs:
+        both = list(zip(runs["peer"], runs["captured"], strict=True))
+        print(f"peer / captured p50: {median_and_range([peer[p50] / one[p50] for peer, one in both])}")
+        print(
+            f"captured / peer requests/s: {median_and_range([one[rate] / peer[rate] for peer, one in both])}"
+        )
+    for name in (name for name in runs["bare"][0] if name.startswith("us/call")):
+        bare, captured = ([run[name] for run in runs[target]] for target in ("bare", "captured"))
+        print(f"{name:26} bare {statistics.median(bare):6.0f}   captured {statistics.median(captured):6.0f}")
 
 
 if __name__ == "__main__":

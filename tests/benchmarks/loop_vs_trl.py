@@ -1,20 +1,20 @@
-"""Time per step of raylight's full loop and of TRL's GRPOTrainer, where compute dominates.
+"""Rollouts per second of raylight's full loop and of TRL's GRPOTrainer, where compute dominates.
 
-    python tests/benchmarks/loop_vs_trl.py [--steps 4] [--threads 2]        (needs `pip install trl`)
+    python tests/benchmarks/loop_vs_trl.py [--rounds 2] [--max-staleness 0 1] [--trl-python PYTHON] [--cpu]
 
 The model has 20 million random parameters; a step has 64 rollouts with answers of 64 tokens. The reward is
-the share of an answer's characters that are digits. Both programs run one after the other, each in its own
-process and with the same number of compute threads. Prints the median seconds per step and the ratio of
-rollouts per second.
+the share of an answer's characters that are digits. The programs run one after the other, each in its own
+process, in every round. With max_staleness 0 all use `--threads` threads to compute; above 0 raylight's
+engine and learner, which then compute at the same time, share them. A ratio is that of the seconds per step
+after the warm-up, all work between two steps included.
 """
 
-import argparse
-import json
-import statistics
-import subprocess
+import functools
 import sys
 import tempfile
 from pathlib import Path
+
+from loop_runs import measure, parser, report, train
 
 ROLLOUTS, GROUP, RESPONSE_TOKENS, TASKS = 64, 8, 64, 64
 LEARNING_RATE = 1e-5
@@ -57,120 +57,69 @@ def build(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def ours(model: str, folder: str, steps: int, threads: int) -> None:
-    """Train with raylight. Print the median seconds of each stage."""
+def ours(model: str, steps: int, threads: int, max_staleness: int) -> None:
+    """Train with raylight."""
     import raylight as rl
 
     @rl.rollout
     async def agent(task: int, llm: rl.LLM) -> float:
-        from raylight.quickstart.agent import client
-
-        reply = (
-            await client()
-            .with_options(base_url=llm.endpoint, api_key=llm.api_key)
-            .chat.completions.create(
-                model=llm.model,
-                messages=[{"role": "user", "content": question(task)}],
-                temperature=1.0,
-                max_tokens=RESPONSE_TOKENS,
-            )
+        reply = await llm.client().chat.completions.create(
+            model=llm.model,
+            messages=[{"role": "user", "content": question(task)}],
+            temperature=1.0,
+            max_tokens=RESPONSE_TOKENS,
         )
         return reward_of(reply.choices[0].message.content or "")
 
-    trainer = rl.Trainer(
-        algorithm=rl.GRPO(
-            model=model, lr=LEARNING_RATE, tasks_per_step=ROLLOUTS // GROUP, group_size=GROUP, n_steps=steps
-        ),
-        n_runners=2,
-        output_dir=folder,
-        engine={"num_threads": threads},
-        learner={"num_threads": threads},
-        progress=False,
+    algorithm = functools.partial(
+        rl.GRPO, model=model, lr=LEARNING_RATE, tasks_per_step=ROLLOUTS // GROUP, group_size=GROUP
     )
-    trainer.fit(agent, list(range(TASKS)))
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["step"] > 1 and "time/sync_s" in row]
-    stages = {
-        name: statistics.median(row[f"time/{name}_s"] for row in rows)
-        for name in ("rollout", "update", "sync")
-    }
-    print(json.dumps(stages | {"all": sum(stages.values())}))
+    threads = threads if max_staleness == 0 else max(threads // 2, 1)
+    compute = {"num_threads": threads}
+    train(agent, list(range(TASKS)), steps, max_staleness, algorithm, engine=compute, learner=compute)
 
 
-def theirs(model: str, folder: str, steps: int, threads: int) -> None:
-    """Train with TRL. Print the median seconds per step."""
+def theirs(model: str, steps: int, threads: int) -> None:
+    """Train with TRL."""
     import torch
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-    from trl_grpo import Clock
+    import trl_grpo
+
+    def reward(completions: list, **rest: object) -> list[float]:
+        return [reward_of(text[0]["content"]) for text in completions]
 
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    clock = Clock()
-    config = GRPOConfig(
-        output_dir=folder,
+    trl_grpo.train(
+        model,
+        [{"prompt": [{"role": "user", "content": question(i)}]} for i in range(TASKS)],
+        reward,
         per_device_train_batch_size=ROLLOUTS,
         num_generations=GROUP,
         max_completion_length=RESPONSE_TOKENS,
         max_steps=steps,
         learning_rate=LEARNING_RATE,
-        beta=0.0,
-        temperature=1.0,
-        use_cpu=True,
-        bf16=False,
-        seed=0,
-        logging_steps=1000,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        gradient_checkpointing=False,
     )
-
-    def reward(completions: list, **rest: object) -> list[float]:
-        return [reward_of(text[0]["content"]) for text in completions]
-
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": question(i)}]} for i in range(TASKS)])
-    GRPOTrainer(model=model, reward_funcs=reward, args=config, train_dataset=rows, callbacks=[clock]).train()
-    print(json.dumps({"all": statistics.median(clock.seconds[1:])}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--trainer", choices=["raylight", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.trainer:
-        with tempfile.TemporaryDirectory() as folder:
-            {"raylight": ours, "trl": theirs}[args.trainer](args.model, folder, args.steps, args.threads)
-        return
+    if sys.argv[1:2] in (["ours"], ["theirs"]):
+        function, model, *numbers = sys.argv[1:]
+        return globals()[function](model, *map(int, numbers))
+    options = parser(__doc__, steps=9, rounds=2)
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
+    script, rounds = Path(__file__).name, []
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
-        seconds = {}
-        for trainer in ("raylight", "trl"):
-            command = [
-                sys.executable,
-                __file__,
-                "--trainer",
-                trainer,
-                "--model",
-                folder,
-                "--steps",
-                str(args.steps),
-            ]
-            command += ["--threads", str(args.threads)]
-            last = (
-                subprocess.run(command, capture_output=True, text=True, check=True)
-                .stdout.strip()
-                .splitlines()[-1]
-            )
-            seconds[trainer] = json.loads(last)
-            print(trainer, {name: round(s, 2) for name, s in seconds[trainer].items()}, flush=True)
-    ratio = seconds["trl"]["all"] / seconds["raylight"]["all"]
-    print(f"raylight does {ratio:.2f} x TRL's rollouts per second")
+        common = (folder, args.steps, args.threads)
+        for _ in range(args.rounds):
+            results = {
+                f"raylight S={staleness}": measure(sys.executable, script, "ours", *common, staleness)
+                for staleness in args.max_staleness
+            }
+            results["TRL"] = measure(args.trl_python, script, "theirs", *common)
+            rounds.append(results)
+            print("  ".join(f"{name} {result['step']:.3f}" for name, result in results.items()), flush=True)
+    report(rounds, "TRL", args.cpu)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """No-op rollouts per second, end to end, with two runners and the durable store.
 
-    python tests/benchmarks/noop_rollouts.py [--count 3000] [--runners 2] [--peer DIR]
+    python tests/benchmarks/noop_rollouts.py [--count 3000] [--runners 2] [--rounds 3] [--peer DIR]
 
 Each rollout emits three OpenTelemetry spans and a reward. With `--peer`, the virtual environment of
-agent-lightning 0.3 in DIR runs `--peer-script` afterwards, and the ratio is printed. Its default strategy is
-cs (processes and HTTP); shm is threads around an in-memory store.
+agent-lightning 0.3 in DIR runs `--peer-script` in turn with raylight, and the median and range of the ratios
+are printed. Its default strategy is cs (processes and HTTP); shm is threads around an in-memory store.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import signal
+import statistics
 import subprocess
 import tempfile
 import time
@@ -103,16 +104,18 @@ def main() -> None:
     parser.add_argument(
         "--peer-script", type=Path, help="script for agent-lightning, called as: SCRIPT COUNT RUNNERS cs|shm"
     )
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     os.environ.setdefault("RAY_ADDRESS", "local")
-    mine = ours(args.count, args.runners)
-    if args.peer:
-        for strategy, count, runners in (
-            ("cs", 200, args.runners),
-            ("shm", 1000, 1),
-        ):  # shm supports one runner only
+    peers = {"cs": (200, args.runners), "shm": (1000, 1)} if args.peer else {}  # shm supports one runner only
+    ratios: dict[str, list[float]] = {strategy: [] for strategy in peers}
+    for _ in range(args.rounds):
+        mine = ours(args.count, args.runners)
+        for strategy, (count, runners) in peers.items():
             theirs = peer(args.peer / "bin" / "python", args.peer_script, count, runners, strategy)
-            print(f"ratio to {strategy}: {mine / theirs:.1f}")
+            ratios[strategy].append(mine / theirs)
+    for strategy, found in ratios.items():
+        print(f"ratio to {strategy}: {statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})")
     print(f"driver's peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 

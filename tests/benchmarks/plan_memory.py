@@ -116,9 +116,12 @@ def run_engine(task: dict[str, Any]) -> None:
         engine = TransformersEngine(
             task["model"], "policy", slots=config.max_concurrent, max_model_len=config.max_model_len
         )
-        prompt = list(range(100, 100 + config.max_model_len - 8))
+        prompts = [  # all differ: the engine computes equal ones once
+            list(range(first, first + config.max_model_len - 8))
+            for first in range(100, 100 + config.max_concurrent)
+        ]
         params = SamplingParams(max_tokens=8, ignore_eos=True)
-        await asyncio.gather(*(engine.generate(prompt, params) for _ in range(config.max_concurrent)))
+        await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
         engine.close()
 
     asyncio.run(sample())

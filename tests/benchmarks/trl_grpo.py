@@ -1,65 +1,51 @@
 """Time per step of TRL's GRPOTrainer on the quickstart's model and task, without an agent.
 
-    python tests/benchmarks/trl_grpo.py [--steps 15]        (needs `pip install trl`)
+    python tests/benchmarks/trl_grpo.py [--steps 25]        (needs `pip install trl`)
 
-TRL samples in its own process. Prints the median seconds per step of 128 rollouts.
+TRL samples in its own process. Prints the seconds per step of 128 rollouts, after the warm-up, as JSON.
 """
 
 import argparse
-import statistics
+import json
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from datasets import Dataset
+from loop_runs import WARM_UP
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 
-ROLLOUTS, GROUP, RESPONSE_TOKENS = 128, 8, 8
-
 
 class Clock(TrainerCallback):
-    """Callback that measures the duration of each step."""
+    """Callback that notes the end of each step."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, *args: object, **kwargs: object) -> None:
-        self._start = time.perf_counter()
+        self.ends: list[float] = []
 
     def on_step_end(self, *args: object, **kwargs: object) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
+        self.ends.append(time.perf_counter())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=15)
-    steps = parser.parse_args().steps
+def train(
+    model: str, rows: list[dict[str, Any]], reward: Callable[..., list[float]], **settings: Any
+) -> None:
+    """Train with TRL, and print the mean seconds per step.
+
+    Args:
+        rows: the tasks, each with a `prompt`.
+        settings: of `GRPOConfig`, those in which the benchmarks differ.
+    """
     torch.manual_seed(0)
-    train, _ = additions(0)
-    rows = [
-        {"prompt": [{"role": "user", "content": question(task)}], "index": i} for i, task in enumerate(train)
-    ]
-
-    def reward(completions: list, index: list[int], **rest: object) -> list[float]:
-        return [
-            float(is_right(train[i], text[0]["content"])) for i, text in zip(index, completions, strict=True)
-        ]
-
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=ROLLOUTS,
-            num_generations=GROUP,
-            max_completion_length=RESPONSE_TOKENS,
-            max_steps=steps,
-            learning_rate=1e-3,
             beta=0.0,
             temperature=1.0,
             use_cpu=True,
@@ -70,16 +56,45 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
             gradient_checkpointing=False,
+            **settings,
         )
-        trainer = GRPOTrainer(
-            model=STARTER_MODEL,
+        GRPOTrainer(
+            model=model,
             reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_list(rows),
             callbacks=[clock],
-        )
-        trainer.train()
-    print(f"trl {statistics.median(clock.seconds[2:]):.4f}")
+        ).train()
+    ends = clock.ends[WARM_UP - 1 :]
+    print(json.dumps({"step": (ends[-1] - ends[0]) / (len(ends) - 1)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=25)
+    steps = parser.parse_args().steps
+    tasks, _ = additions(0)
+
+    def reward(completions: list, index: list[int], **rest: object) -> list[float]:
+        return [
+            float(is_right(tasks[i], text[0]["content"])) for i, text in zip(index, completions, strict=True)
+        ]
+
+    train(
+        STARTER_MODEL,
+        [
+            {"prompt": [{"role": "user", "content": question(task)}], "index": i}
+            for i, task in enumerate(tasks)
+        ],
+        reward,
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=8,
+        max_steps=steps,
+        learning_rate=2e-4,
+    )
 
 
 if __name__ == "__main__":

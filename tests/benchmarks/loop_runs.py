@@ -1,0 +1,132 @@
+"""Training runs of the loop benchmarks: each in a process of its own, in paired rounds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+from simulated_load import kind_of
+
+HERE = Path(__file__).parent
+WARM_UP = 3
+"""First steps of a run, which are left out."""
+STAGES = ("rollout", "update", "sync")
+
+
+class Meter:
+    """Metric logger that measures the wall and CPU seconds per step, from the end of the warm-up to the last
+    step for which rollouts of later steps are still sampled."""
+
+    def __init__(self, n_steps: int, max_staleness: int) -> None:
+        self._first, self._last = WARM_UP, n_steps - max_staleness
+        self._rows: list[dict[str, float]] = []
+        self._marks: list[tuple[float, Counter[str]]] = []
+
+    def start(self, config: dict[str, Any]) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._first < step <= self._last:
+            self._rows.append(metrics)
+        if step in (self._first, self._last):
+            self._marks.append((time.perf_counter(), cpu_seconds()))
+
+    def finish(self) -> None: ...
+
+    def result(self) -> dict[str, Any]:
+        (begun, cpu_begun), (ended, cpu_ended) = self._marks
+        steps = self._last - self._first
+        stages = {
+            name: statistics.median(row.get(f"time/{name}_s", 0.0) for row in self._rows) for name in STAGES
+        }
+        cpu = {kind: seconds / steps for kind, seconds in (cpu_ended - cpu_begun).items()}
+        return {"step": (ended - begun) / steps, "stages": stages, "cpu": cpu}
+
+
+def cpu_seconds() -> Counter[str]:
+    """Return the CPU time of this process and of all processes below it, by kind."""
+    seconds: Counter[str] = Counter()
+    driver = psutil.Process()
+    for process in [driver, *driver.children(recursive=True)]:
+        try:
+            kind = "driver" if process == driver else kind_of(process)
+            seconds[kind] += sum(process.cpu_times()[:2])
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return seconds
+
+
+def train(
+    agent: Any, tasks: list[Any], n_steps: int, max_staleness: int, algorithm: Any, **settings: Any
+) -> None:
+    """Train with raylight, and print what the Meter measured."""
+    import raylight as rl
+
+    meter = Meter(n_steps, max_staleness)
+    with tempfile.TemporaryDirectory() as folder:
+        rl.Trainer(
+            algorithm=algorithm(n_steps=n_steps, max_staleness=max_staleness, val_every=None),
+            n_runners=2,
+            output_dir=folder,
+            address="local",
+            progress=False,
+            loggers=[meter],
+            checkpoint={"every": 0},
+            **settings,
+        ).fit(agent, tasks)
+    print(json.dumps(meter.result()))
+
+
+def parser(doc: str, steps: int, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of all loop benchmarks."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1], help="raylight's runs")
+    parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with TRL")
+    parser.add_argument("--cpu", action="store_true", help="print the CPU time of each kind of process")
+    return parser
+
+
+def measure(python: str, script: str, *args: object) -> dict[str, Any]:
+    """Run a script of this folder and return the JSON in its last line."""
+    command = [python, str(HERE / script), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def report(rounds: list[dict[str, dict[str, Any]]], peer: str, cpu: bool) -> None:
+    """Print the seconds per step of each trainer, and its rollouts per second in those of a peer.
+
+    Args:
+        rounds: per round, the results by trainer.
+    """
+    print(
+        f"{'median s a step':22}{'all':>8}"
+        + "".join(f"{name:>9}" for name in STAGES)
+        + f"{'of ' + peer:>9}  range"
+    )
+    for name in rounds[0]:
+        results = [a_round[name] for a_round in rounds]
+        stages = [statistics.median(r.get("stages", {}).get(stage, 0.0) for r in results) for stage in STAGES]
+        ratios = [a_round[peer]["step"] / a_round[name]["step"] for a_round in rounds]
+        print(
+            f"{name:22}{statistics.median(r['step'] for r in results):8.3f}"
+            + "".join(f"{seconds:9.3f}" for seconds in stages)
+            + f"{statistics.median(ratios):9.2f}  {min(ratios):.2f} to {max(ratios):.2f}"
+        )
+    for name in rounds[0] if cpu else ():
+        kinds = rounds[-1][name].get("cpu", {})
+        print(f"CPU ms a step, {name}: {1e3 * sum(kinds.values()):.0f}")
+        for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1]):
+            print(f"  {kind:24}{1e3 * seconds:8.1f}")

@@ -1,0 +1,166 @@
+"""Cost of a rollout beyond its agent: the same agent in a bare loop, and as rollouts of raylight's runners.
+
+    python tests/benchmarks/rollout_overhead.py [--count 1280] [--runners 2] [--rounds 3]
+
+The agent makes one request with `LLM.client()`. A mock engine in Ray Serve answers at once. 128 agents run at
+once in:
+
+- bare: a process with an event loop, against the engine itself;
+- captured: the same, through raylight's gateway, all requests as those of one attempt;
+- rollouts: raylight's runners, which take rollouts from the store, trace them and decide them, and whose
+  calls are captured.
+
+The three take turns. Prints the milliseconds of time and of CPU time (of all processes of the cluster) for a
+rollout, as median and range of the rounds, and the differences. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from capture import deploy, start_attempt
+from runners import cpu_seconds
+
+import raylight as rl
+
+AT_ONCE = 128
+SECRET = "secret"
+
+
+async def solve(llm: rl.LLM) -> float:
+    reply = await llm.client().chat.completions.create(
+        model=llm.model, messages=[{"role": "user", "content": "hi " * 100}], max_tokens=32
+    )
+    return float(bool(reply.choices[0].message.content))
+
+
+@rl.rollout
+async def agent(task: int, llm: rl.LLM) -> float:
+    return await solve(llm)
+
+
+class BareLoop:
+    """Actor that runs agents at once."""
+
+    async def run(self, llm: rl.LLM, count: int) -> None:
+        left = iter(range(count))
+
+        async def work() -> None:
+            for _ in left:
+                await solve(llm)
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+
+
+def start_runners(store: Any, n: int) -> list[Any]:
+    """Start runners; return their actors and the endless calls that execute rollouts."""
+    import ray
+
+    from raylight.config import RunnerConfig
+    from raylight.runner.actor import RunnerActor, RunnerPayload
+
+    payload = RunnerPayload(agent=agent, secret=SECRET).pickle()
+    config = RunnerConfig(n=n, max_concurrent=AT_ONCE // n)
+    actors = [
+        ray.remote(RunnerActor).options(num_cpus=0).remote(f"runner-{i}", store, payload, config)
+        for i in range(n)
+    ]
+    return [(actor, actor.serve.remote()) for actor in actors]
+
+
+async def execute(store: Any, count: int) -> None:
+    """Have the runners execute rollouts."""
+    requests = [rl.EnqueueRolloutRequest(input=i, mode="train") for i in range(count)]
+    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    await store.wait_for_rollouts(rollout_ids=ids)
+    states = await store.get_rollout_states(ids)
+    assert {state.status for state in states} == {"succeeded"}, [state.failure for state in states][:3]
+
+
+def measure(run: Callable[[int], Coroutine[Any, Any, None]], count: int) -> tuple[float, float]:
+    """Return the milliseconds of time and of CPU time for a rollout."""
+    asyncio.run(run(AT_ONCE))  # opens the connections
+    used, started = cpu_seconds(), time.perf_counter()
+    asyncio.run(run(count))
+    seconds = time.perf_counter() - started
+    return seconds / count * 1e3, (cpu_seconds() - used) / count * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=1280)
+    parser.add_argument("--runners", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    import ray
+
+    from raylight.agent.attempt_keys import attempt_key, attempt_path
+    from raylight.config import StoreConfig
+    from raylight.store.actor import start_store
+    from raylight.store.client import StoreClient
+
+    with tempfile.TemporaryDirectory() as folder:
+        ray.init(address="local", log_to_driver=False, logging_level="ERROR")
+        try:
+            store = StoreClient(
+                start_store("overhead", f"{folder}/store.db", StoreConfig(lease_seconds=3600))
+            )
+            bare_url, captured_url = deploy(store, SECRET, 0.0)
+            ids = asyncio.run(start_attempt(store))
+            model = rl.LLM(endpoint=f"{captured_url}/v1", model="m", traced=True)
+            asyncio.run(store.add_resources({"llm": model}))
+            bare = rl.LLM(endpoint=bare_url, model="m")
+            captured = rl.LLM(
+                endpoint=f"{captured_url}{attempt_path(*ids)}/v1",
+                model="m",
+                api_key=attempt_key(SECRET, *ids, "train"),
+            )
+            loop = ray.remote(BareLoop).options(num_cpus=0).remote()
+            runners = start_runners(store, args.runners)
+
+            async def run_bare(llm: rl.LLM, count: int) -> None:
+                await loop.run.remote(llm, count)
+
+            modes: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {
+                "bare": lambda count: run_bare(bare, count),
+                "captured": lambda count: run_bare(captured, count),
+                "rollouts": lambda count: execute(store, count),
+            }
+            figures: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
+            for _ in range(args.rounds):
+                for name, run in modes.items():
+                    figures[name].append(measure(run, args.count))
+                    wall, cpu = figures[name][-1]
+                    print(f"{name:9} {wall:6.2f} ms, {cpu:6.2f} ms of CPU time", flush=True)
+            report(figures)
+            ray.kill(loop)
+            for actor, _ in runners:
+                ray.kill(actor)
+        finally:
+            ray.shutdown()
+
+
+def report(figures: dict[str, list[tuple[float, float]]]) -> None:
+    """Print the medians and ranges, and the differences between the modes."""
+    print()
+    for place, unit in enumerate(("ms a rollout", "ms of CPU time a rollout")):
+        medians = {}
+        for name, rounds in figures.items():
+            values = [figure[place] for figure in rounds]
+            medians[name] = statistics.median(values)
+            print(f"{name:9} {medians[name]:6.2f} {unit} ({min(values):.2f} to {max(values):.2f})")
+        overhead = medians["rollouts"] - medians["bare"]
+        capture = medians["captured"] - medians["bare"]
+        print(f"overhead  {overhead:6.2f} {unit}, of it capture {capture:.2f}\n")
+
+
+if __name__ == "__main__":
+    main()
