@@ -58,13 +58,14 @@ def score(tokenizer, tasks, tokens):
 
 
 def update(model, optimizer, prompts, tokens, old_logps, mask, rewards):
-    """Take one optimizer step on the clipped loss, averaged over all tokens."""
+    """Take one optimizer step on the clipped loss, averaged over all tokens. Without `old_logps` the model has
+    sampled the tokens itself."""
     groups = rewards.view(-1, GROUP)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
     inputs = torch.cat([prompts, tokens[:, :-1]], dim=1)
     logits = model(inputs, use_cache=False, logits_to_keep=tokens.shape[1]).logits
     logps = logits.log_softmax(-1).gather(2, tokens[..., None]).squeeze(2)
-    ratio = (logps - old_logps).exp()
+    ratio = (logps - (logps.detach() if old_logps is None else old_logps)).exp()
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
     loss = -(gain * mask).sum() / mask.sum()
     optimizer.zero_grad()

@@ -1,10 +1,11 @@
-"""Rollouts per second of raylight's full loop, of a bare torch loop and of TRL's GRPOTrainer, for a model of
+"""Rollouts per second of raylight's full loop, of bare torch loops and of TRL's GRPOTrainer, for a model of
 0.25M parameters.
 
     python tests/benchmarks/loop_vs_bare.py [--rounds 3] [--max-staleness 0 1] [--trl-python PYTHON] [--cpu]
 
-The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs; TRL samples in its
-own process. All train the quickstart's model on its task with 128 rollouts a step, without a KL term. They
+The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs. TRL and "bare" sample
+in their own process. "HTTP" is "bare" with OpenAI's client and a server in another process, and nothing else:
+the bound of the full loop. All train the quickstart's model on its task with 128 rollouts a step, without a KL term. They
 run one after the other, each in its own process, in every round. A ratio is that of the seconds per step
 after the warm-up, all work between two steps included.
 """
@@ -43,6 +44,7 @@ def main() -> None:
             for staleness in args.max_staleness
         }
         results["bare"] = measure(sys.executable, "bare_grpo.py", "--steps", args.steps, "--json")
+        results["HTTP"] = measure(sys.executable, "http_grpo.py", "--steps", args.steps)
         results["TRL"] = measure(args.trl_python, "trl_grpo.py", "--steps", args.steps)
         rounds.append(results)
         print("  ".join(f"{name} {result['step']:.3f}" for name, result in results.items()), flush=True)
