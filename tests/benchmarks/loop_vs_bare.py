@@ -3,11 +3,11 @@
 
     python tests/benchmarks/loop_vs_bare.py [--rounds 3] [--max-staleness 0 1] [--trl-python PYTHON] [--cpu]
 
-The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs. TRL and "bare" sample
-in their own process. "HTTP" is "bare" with OpenAI's client and a server in another process, and nothing else:
-the bound of the full loop. All train the quickstart's model on its task with 128 rollouts a step, without a KL term. They
-run one after the other, each in its own process, in every round. A ratio is that of the seconds per step
-after the warm-up, all work between two steps included.
+The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs. TRL and "bare"
+sample in their own process. "HTTP" is "bare" with OpenAI's client and a server in another process, and
+nothing else: the bound of the full loop. All train the quickstart's model on its task with 128 rollouts a
+step, without a KL term. They run one after the other, each in its own process, in every round. A ratio is
+that of the seconds per step after the warm-up, all work between two steps included.
 """
 
 import functools
