@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from flames import FLAME_S, start_recorders
 
 from raylight.engines.protocol import EngineLoad
 
@@ -50,8 +51,6 @@ PROCESSES = {
     "store": "StoreActor",
 }
 """Text in the command lines of the processes whose CPU time is measured."""
-FLAME_S = 10
-"""Seconds that py-spy records."""
 
 
 async def load(url: str, key: str, count: int, concurrency: int) -> None:
@@ -270,19 +269,17 @@ def measure_round(url: str, key: str, count: int) -> dict[str, float]:
 
 def write_flames(folder: Path, url: str, key: str) -> None:
     """Record the captured replica and the store under load, and write their flame graphs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    calls = 500 * FLAME_S
-    recorders = []
-    for name, text in (("capture_replica", PROCESSES["captured replica"]), ("capture_store", "StoreActor")):
-        (process,) = processes(text)
-        options = ["--rate", "200", "--duration", str(FLAME_S), "--nonblocking", "--format", "flamegraph"]
-        target = ["--pid", str(process.pid), "--output", str(folder / f"{name}.svg")]
-        recorders.append(subprocess.Popen(["py-spy", "record", *options, *target], stdout=subprocess.DEVNULL))
+    pids = {
+        name: processes(text)[0].pid
+        for name, text in (
+            ("capture_replica", PROCESSES["captured replica"]),
+            ("capture_store", "StoreActor"),
+        )
+    }
+    recorders = start_recorders(folder, pids)
     while any(recorder.poll() is None for recorder in recorders):
-        measure(url, key, calls // 5, CONCURRENT)
-    print(
-        f"flame graphs: {', '.join(sorted(path.name for path in folder.glob('capture_*.svg')))} in {folder}"
-    )
+        measure(url, key, 100 * FLAME_S, CONCURRENT)
+    print(f"flame graphs: {', '.join(f'{name}.svg' for name in pids)} in {folder}")
 
 
 def compare(options: argparse.Namespace) -> None:

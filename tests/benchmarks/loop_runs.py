@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -14,20 +16,31 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from flames import children, start_recorders
 from simulated_load import kind_of
 
 HERE = Path(__file__).parent
 WARM_UP = 3
 """First steps of a run, which are left out."""
+ACTORS = ("ServeReplica", "RunnerActor", "StoreActor", "LearnerActor")
+"""Kinds of actors whose flame graphs are recorded."""
+FLAMES = "RAYLIGHT_BENCHMARK_FLAMES"
+"""Environment variable with the folder for flame graphs of raylight's runs."""
 STAGES = ("rollout", "update", "sync")
 
 
 class Meter:
     """Metric logger that measures the wall and CPU seconds per step, from the end of the warm-up to the last
-    step for which rollouts of later steps are still sampled."""
+    step for which rollouts of later steps are still sampled.
 
-    def __init__(self, n_steps: int, max_staleness: int) -> None:
+    Args:
+        flames: folder for flame graphs of the driver and an actor of each kind; they are recorded meanwhile.
+    """
+
+    def __init__(self, n_steps: int, max_staleness: int, flames: Path | None = None) -> None:
         self._first, self._last = WARM_UP, n_steps - max_staleness
+        self._flames = flames
+        self._recorders: list[subprocess.Popen[bytes]] = []
         self._rows: list[dict[str, float]] = []
         self._marks: list[tuple[float, Counter[str]]] = []
 
@@ -38,8 +51,13 @@ class Meter:
             self._rows.append(metrics)
         if step in (self._first, self._last):
             self._marks.append((time.perf_counter(), cpu_seconds()))
+        if step == self._first and self._flames is not None:
+            self._recorders = start_recorders(self._flames, children(ACTORS))
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        for recorder in self._recorders:
+            recorder.send_signal(signal.SIGINT)  # it writes what it has
+            recorder.wait(60)
 
     def result(self) -> dict[str, Any]:
         (begun, cpu_begun), (ended, cpu_ended) = self._marks
@@ -70,7 +88,8 @@ def train(
     """Train with raylight, and print what the Meter measured."""
     import raylight as rl
 
-    meter = Meter(n_steps, max_staleness)
+    flames = os.environ.get(FLAMES)
+    meter = Meter(n_steps, max_staleness, Path(flames) if flames else None)
     with tempfile.TemporaryDirectory() as folder:
         rl.Trainer(
             algorithm=algorithm(n_steps=n_steps, max_staleness=max_staleness, val_every=None),
@@ -92,14 +111,20 @@ def parser(doc: str, steps: int, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1], help="raylight's runs")
     parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with TRL")
+    parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
     parser.add_argument("--cpu", action="store_true", help="print the CPU time of each kind of process")
     return parser
 
 
-def measure(python: str, script: str, *args: object) -> dict[str, Any]:
-    """Run a script of this folder and return the JSON in its last line."""
+def measure(python: str, script: str, *args: object, flames: Path | None = None) -> dict[str, Any]:
+    """Run a script of this folder and return the JSON in its last line.
+
+    Args:
+        flames: folder for the flame graphs of raylight's processes, whose figures are then too high.
+    """
     command = [python, str(HERE / script), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | ({FLAMES: str(flames)} if flames else {})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

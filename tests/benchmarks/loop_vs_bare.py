@@ -1,7 +1,8 @@
 """Rollouts per second of raylight's full loop, of bare torch loops and of TRL's GRPOTrainer, for a model of
 0.25M parameters.
 
-    python tests/benchmarks/loop_vs_bare.py [--rounds 3] [--max-staleness 0 1] [--trl-python PYTHON] [--cpu]
+    python tests/benchmarks/loop_vs_bare.py [--rounds 3] [--max-staleness 0 1] [--trl-python PYTHON]
+                                            [--cpu] [--flame DIR]
 
 The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs. TRL and "bare"
 sample in their own process. "HTTP" is "bare" with OpenAI's client and a server in another process, and
@@ -39,7 +40,12 @@ def main() -> None:
     for _ in range(args.rounds):
         results = {
             f"raylight S={staleness}": measure(
-                sys.executable, "loop_vs_bare.py", "ours", args.steps, staleness
+                sys.executable,
+                "loop_vs_bare.py",
+                "ours",
+                args.steps,
+                staleness,
+                flames=args.flame and args.flame / f"S{staleness}",
             )
             for staleness in args.max_staleness
         }

@@ -1,6 +1,7 @@
 """Rollouts per second of raylight's full loop and of TRL's GRPOTrainer, where compute dominates.
 
-    python tests/benchmarks/loop_vs_trl.py [--rounds 2] [--max-staleness 0 1] [--trl-python PYTHON] [--cpu]
+    python tests/benchmarks/loop_vs_trl.py [--rounds 2] [--max-staleness 0 1] [--trl-python PYTHON]
+                                           [--cpu] [--flame DIR]
 
 The model has 20 million random parameters; a step has 64 rollouts with answers of 64 tokens. The reward is
 the share of an answer's characters that are digits. The programs run one after the other, each in its own
@@ -113,7 +114,14 @@ def main() -> None:
         common = (folder, args.steps, args.threads)
         for _ in range(args.rounds):
             results = {
-                f"raylight S={staleness}": measure(sys.executable, script, "ours", *common, staleness)
+                f"raylight S={staleness}": measure(
+                    sys.executable,
+                    script,
+                    "ours",
+                    *common,
+                    staleness,
+                    flames=args.flame and args.flame / f"S{staleness}",
+                )
                 for staleness in args.max_staleness
             }
             results["TRL"] = measure(args.trl_python, script, "theirs", *common)
