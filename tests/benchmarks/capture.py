@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from flames import FLAME_S, start_recorders
+from flames import FLAME_S, Recorders
 
 from raylight.engines.protocol import EngineLoad
 
@@ -276,9 +276,10 @@ def write_flames(folder: Path, url: str, key: str) -> None:
             ("capture_store", "StoreActor"),
         )
     }
-    recorders = start_recorders(folder, pids)
-    while any(recorder.poll() is None for recorder in recorders):
+    recorders = Recorders(folder, pids)
+    while recorders.are_running:
         measure(url, key, 100 * FLAME_S, CONCURRENT)
+    recorders.finish()
     print(f"flame graphs: {', '.join(f'{name}.svg' for name in pids)} in {folder}")
 
 

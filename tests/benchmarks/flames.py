@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,22 +15,38 @@ FLAME_S = 10
 """Seconds that py-spy records."""
 
 
-def start_recorders(folder: Path, pids: Mapping[str, int]) -> list[subprocess.Popen[bytes]]:
-    """Start to record processes into `folder/NAME.svg`, without stopping them while they are read.
+class Recorders:
+    """Recordings of processes into `folder/NAME.svg`, which do not stop a process while they read it.
+
+    Args:
+        pids: process IDs by name.
 
     Raises:
         FileNotFoundError: py-spy is not installed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    options = ["--rate", "200", "--duration", str(FLAME_S), "--nonblocking", "--format", "flamegraph"]
-    return [
-        subprocess.Popen(
-            ["py-spy", "record", *options, "--pid", str(pid), "--output", str(folder / f"{name}.svg")],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for name, pid in pids.items()
-    ]
+
+    def __init__(self, folder: Path, pids: Mapping[str, int]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        options = ["--rate", "200", "--duration", str(FLAME_S), "--nonblocking", "--format", "flamegraph"]
+        self._processes = {
+            folder / f"{name}.svg": subprocess.Popen(
+                ["py-spy", "record", *options, "--pid", str(pid), "--output", str(folder / f"{name}.svg")],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for name, pid in pids.items()
+        }
+
+    @property
+    def are_running(self) -> bool:
+        return any(process.poll() is None for process in self._processes.values())
+
+    def finish(self) -> None:
+        """Write what has been recorded, with the process's name as the title."""
+        for file, process in self._processes.items():
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+            file.write_text(re.sub("py-spy record [^<]*", file.stem, file.read_text()))
 
 
 def children(kinds: Iterable[str]) -> dict[str, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from flames import children, start_recorders
+from flames import Recorders, children
 from simulated_load import kind_of
 
 HERE = Path(__file__).parent
@@ -40,7 +39,7 @@ class Meter:
     def __init__(self, n_steps: int, max_staleness: int, flames: Path | None = None) -> None:
         self._first, self._last = WARM_UP, n_steps - max_staleness
         self._flames = flames
-        self._recorders: list[subprocess.Popen[bytes]] = []
+        self._recorders: Recorders | None = None
         self._rows: list[dict[str, float]] = []
         self._marks: list[tuple[float, Counter[str]]] = []
 
@@ -52,12 +51,11 @@ class Meter:
         if step in (self._first, self._last):
             self._marks.append((time.perf_counter(), cpu_seconds()))
         if step == self._first and self._flames is not None:
-            self._recorders = start_recorders(self._flames, children(ACTORS))
+            self._recorders = Recorders(self._flames, children(ACTORS))
 
     def finish(self) -> None:
-        for recorder in self._recorders:
-            recorder.send_signal(signal.SIGINT)  # it writes what it has
-            recorder.wait(60)
+        if self._recorders is not None:
+            self._recorders.finish()
 
     def result(self) -> dict[str, Any]:
         (begun, cpu_begun), (ended, cpu_ended) = self._marks
