@@ -6,8 +6,6 @@ torch has too, are twice as fast there.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 MIN_PRODUCTS = 2**20
@@ -27,7 +25,7 @@ def use_fast_linear(module: torch.nn.Module) -> None:
 
 
 class FastLinear(torch.nn.Linear):
-    """A linear layer whose large products oneDNN computes, on a CPU."""
+    """A linear layer whose large products oneDNN computes on a CPU, if no gradient is needed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight, self.bias
@@ -35,31 +33,9 @@ class FastLinear(torch.nn.Linear):
             input.numel() * len(weight) < MIN_PRODUCTS
             or input.device.type != "cpu"
             or input.dtype != torch.float32
+            or torch.is_grad_enabled()
         ):
             return super().forward(input)
         rows = input.reshape(-1, input.shape[-1])
-        product = _Product.apply if torch.is_grad_enabled() else _linear
-        return product(rows, weight, bias).view(*input.shape[:-1], len(weight))
-
-
-class _Product(torch.autograd.Function):
-    """`_linear` with its gradients."""
-
-    @staticmethod
-    def forward(context: Any, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        context.save_for_backward(rows, weight)
-        return _linear(rows, weight, bias)
-
-    @staticmethod
-    def backward(context: Any, grad: torch.Tensor) -> Any:
-        rows, weight = context.saved_tensors
-        for_rows, for_weight, for_bias = context.needs_input_grad
-        return (
-            _linear(grad, weight.t().contiguous()) if for_rows else None,
-            _linear(grad.t().contiguous(), rows.t().contiguous()) if for_weight else None,
-            grad.sum(0) if for_bias else None,
-        )
-
-
-def _linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return product.view(*input.shape[:-1], len(weight))
