@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, check_state
-from raylight.engines.transformers.attention import AttentionMasks, Masks
+from raylight.engines.transformers.attention import AttentionMasks, Masks, use_grouped_attention
 from raylight.engines.transformers.prompt_rows import PromptRows, count_prompt_rows
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
@@ -34,6 +34,8 @@ class Decoder:
         # transformers chooses "sdpa", or "eager" for an architecture without it
         module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
+        if torch.device(device).type == "cpu":
+            use_grouped_attention(self.module)
         self._masks = AttentionMasks(self.module)
         self.device = torch.device(device)
         self.slots, self._longest = slots, longest

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import build_model
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers_helpers import MakeEngine, generate_all, logprobs_of
 
+from raylight.engines.transformers.attention import use_grouped_attention
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.slot_cache import SlotLayer
 from raylight.errors import EngineStartError
@@ -34,6 +37,23 @@ async def test_logprobs_equal_plain_transformers(
     requests = [(list(range(1, length)), SamplingParams(12)) for length in (3, 30, 11)]
     for (prompt, _), sampled in zip(requests, await generate_all(make_engine(path), requests), strict=True):
         assert sampled.logprobs == pytest.approx(logprobs_of(plain, prompt, sampled.output_ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 6])
+def test_grouped_attention_is_that_of_transformers_to_the_last_bit(queries: int, tmp_path: Path) -> None:
+    module = AutoModelForCausalLM.from_pretrained(build_model("mixtral", tmp_path), dtype=torch.float32)
+    use_grouped_attention(module)
+    grouped = AttentionInterface()[module.config._attn_implementation]
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(3, 14, queries, 16), *torch.randn(2, 3, 2, 40, 16)
+    cached = keys[:, :, :24], values[:, :, :24]
+    mask = torch.arange(24) < torch.randint(1, 24, (3, 1, queries, 1))
+    layer = SimpleNamespace(num_key_value_groups=7)
+    with torch.inference_mode():
+        found, expected = (
+            attend(layer, query, *cached, mask, scaling=0.25) for attend in (grouped, sdpa_attention_forward)
+        )
+    assert torch.equal(found[0], expected[0])
 
 
 def test_recurrent_layers_are_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
