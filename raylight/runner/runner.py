@@ -215,10 +215,12 @@ class Runner:
             after = _encoded_metadata(rollout)
         except Exception as error:  # wrong metadata is a failure of the agent
             after, outcome = before, outcome if outcome.failure else Outcome("failed", describe(error))
-        writes = [self._finish(original, outcome, trace)]
-        if after != before and outcome is not CANCELLED:  # the metadata goes with the same message
-            writes.insert(0, self._store.update_rollout(original.rollout_id, metadata=rollout.metadata))
-        await asyncio.gather(*writes)
+        finish = self._finish(original, outcome, trace)
+        if after == before or outcome is CANCELLED:
+            await finish
+        else:  # the metadata goes with the same message
+            update = self._store.update_rollout(original.rollout_id, metadata=rollout.metadata)
+            await asyncio.gather(update, finish)
 
     async def _finish(self, rollout: Rollout, outcome: Outcome, trace: AttemptTrace) -> RolloutState:
         """Store the attempt's last spans and decide it. An attempt that lost a reward fails."""

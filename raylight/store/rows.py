@@ -184,26 +184,13 @@ def attempt_from_row(row: Row) -> Attempt:
     )
 
 
-_SPAN_COLUMNS = {
-    "rollout_id",
-    "attempt_id",
-    "sequence_id",
-    "trace_id",
-    "span_id",
-    "parent_id",
-    "name",
-    "start_time",
-    "end_time",
-}
-
-
 def span_row(span: Span) -> Row:
     """Columns SPAN of a span that an agent recorded.
 
     Raises:
         SpanError: the span cannot be stored (see `span_json`).
     """
-    body = span_json(span, exclude=_SPAN_COLUMNS)
+    body = span_json(span)
     return (
         span.rollout_id,
         span.attempt_id,

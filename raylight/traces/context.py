@@ -54,9 +54,11 @@ class Capacity:
 def _count_characters(span: Span) -> int:
     """Return the number of characters of a span's attributes and events."""
     held = [span.attributes, *(event.attributes for event in span.events)]
-    return len(span.name) + sum(
-        len(key) + _length(value) for attributes in held for key, value in attributes.items()
-    )
+    n_characters = len(span.name)
+    for attributes in held:
+        for key, value in attributes.items():
+            n_characters += len(key) + (len(value) if type(value) is str else _length(value))
+    return n_characters
 
 
 def _length(value: Any) -> int:

@@ -161,6 +161,8 @@ def _legacy_value(name: str, attributes: Mapping[str, Any]) -> Any:
     """Return the reward that AgentOps or agent-lightning 0.2 recorded; None if there is none."""
     for key in AGENTOPS_OUTPUTS:
         output = attributes.get(key)
+        if output is None:
+            continue
         if isinstance(output, str):
             try:
                 output = json.loads(output)

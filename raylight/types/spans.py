@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +14,7 @@ from raylight.errors import SpanError
 from raylight.semconv import VIRTUAL
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
 
 AttributeValue = Any
@@ -192,21 +193,25 @@ class Span(ExtensibleModel):
             ],
             start_time=seconds(src.start_time),
             end_time=seconds(src.end_time),
-            resource=OtelResource(
-                attributes=plain_attributes(src.resource.attributes), schema_url=src.resource.schema_url or ""
-            ),
+            resource=_convert_resource(src.resource),
         )
 
 
-def span_json(span: Span, exclude: Set[str] = frozenset()) -> str:
-    """Return the fields of a span that differ from their defaults as JSON, without those in `exclude`.
+_PARTS = ("status", "attributes", "events", "links", "resource")
+"""Fields of a span that are no text and no number."""
+
+
+def span_json(span: Span) -> str:
+    """Return the parts of a span that are not empty as JSON: status, attributes, events, links, resource, and
+    further fields.
 
     Raises:
         SpanError: the store cannot hold the span: an attribute is not JSON, its name or an id is not valid
             Unicode, or its sequence id is out of range.
     """
     try:
-        body = json.dumps(span.model_dump(exclude=set(exclude), exclude_defaults=True))
+        parts = {name: part for name in _PARTS if (part := _without_defaults(getattr(span, name)))}
+        body = _ENCODER.encode(parts | (span.model_extra or {}))
         for text in (span.name, span.span_id, span.trace_id, span.parent_id or ""):
             if not text.isascii():
                 text.encode()
@@ -221,6 +226,35 @@ def span_json(span: Span, exclude: Set[str] = frozenset()) -> str:
             "0 for the next one"
         )
     return body
+
+
+def _without_defaults(part: Any) -> Any:
+    """Return the fields of a model that differ from their defaults; another value as it is."""
+    return part.model_dump(exclude_defaults=True) if isinstance(part, BaseModel) else part
+
+
+class _PartEncoder(json.JSONEncoder):
+    """Encoder of the models within the parts of a span."""
+
+    def default(self, value: Any) -> Any:
+        return _without_defaults(value) if isinstance(value, BaseModel) else super().default(value)
+
+
+_ENCODER = _PartEncoder()
+
+
+_last_resource: tuple[Resource, OtelResource] | None = None
+
+
+def _convert_resource(resource: Resource) -> OtelResource:
+    """Convert a resource of OpenTelemetry; one conversion for all spans of a provider, which share it."""
+    global _last_resource
+    last = _last_resource  # another thread may replace it
+    if last is None or last[0] is not resource:
+        attributes = plain_attributes(resource.attributes)
+        last = resource, OtelResource(attributes=attributes, schema_url=resource.schema_url or "")
+        _last_resource = last
+    return last[1]
 
 
 SCALARS = frozenset({str, int, float, bool, type(None)})

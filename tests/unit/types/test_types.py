@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any, get_args
 
@@ -9,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from unit_helpers import make_generation, make_key, make_rollout
 
-from raylight.errors import ConfigError
+from raylight.errors import ConfigError, SpanError
 from raylight.semconv import VIRTUAL
 from raylight.types import (
     ATTEMPT_FINISHED,
@@ -31,7 +32,7 @@ from raylight.types import (
     SpanCoreFields,
     Trajectory,
 )
-from raylight.types.spans import plain_attributes
+from raylight.types.spans import Event, TraceStatus, plain_attributes, span_json
 
 TABLES = pytest.mark.parametrize(
     ("table", "start"),
@@ -236,6 +237,27 @@ def test_a_constraint_is_recorded_for_all_tokens_or_none(
         make_generation([1], [2, 3], policy_logprobs=policy_logprobs, allowed=allowed)
     made = make_generation([1], [2, 3], policy_logprobs=[-1.0, -2.0], allowed=[1, 2])
     assert made.allowed.tolist() == [1, 2]
+
+
+def test_the_json_of_a_span_has_its_parts_that_are_not_empty() -> None:
+    plain: dict[str, Any] = {"trace_id": "t", "span_id": "s", "name": "n"}
+    assert span_json(Span(**plain, start_time=0.0)) == "{}"
+    parts: dict[str, Any] = {
+        "status": TraceStatus(status_code="ERROR", description="\ud800"),
+        "attributes": {"a": (1, float("inf")), "b": True},
+        "events": [Event(name="e", attributes={"x": None}, colour="red")],
+        "resource": {"attributes": {"service.name": "agent"}, "schema_url": "u"},
+        "of_a_later_version": {"nested": TraceStatus()},
+        "empty": None,
+    }
+    read = json.loads(span_json(Span(**plain, **parts)))
+    assert read["status"] == {"status_code": "ERROR", "description": "\ud800"}
+    assert read["attributes"] == {"a": [1, float("inf")], "b": True}
+    assert read["events"] == [{"name": "e", "attributes": {"x": None}, "colour": "red"}]
+    assert read["resource"] == parts["resource"]
+    assert (read["of_a_later_version"], read["empty"]) == ({"nested": {}}, None)
+    with pytest.raises(SpanError, match="set is not JSON serializable"):
+        span_json(Span(**plain, attributes={"a": {object()}}))
 
 
 # collections
