@@ -68,8 +68,8 @@ class AttentionMasks:
 def use_grouped_attention(module: Any) -> None:
     """Have a model on a CPU read the cache in place, if query heads share keys and values.
 
-    transformers repeats the keys and values for each query head in every pass with a mask. With 7 query heads
-    per key that takes most of a decoding step. The results are the same to the last bit.
+    transformers repeats the keys and values for each query head in every pass with a mask, which takes
+    most of the attention's time in decoding. The results are the same to the last bit.
     """
     if module.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED, _attend)
