@@ -94,6 +94,7 @@ class StoreService(Mailbox):
         self._queue_has_room = BroadcastCondition()
         self._calls_closed = BroadcastCondition()
         self._deadline_moved = BroadcastCondition()
+        self._n_polls = 0
         self._waiters = FinishWaiters()
         self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
         self._timer: asyncio.Task[None] | None = None
@@ -245,15 +246,21 @@ class StoreService(Mailbox):
         return rows
 
     async def dequeue(self, worker_id: str | None, limit: int, timeout: float, request_id: str) -> list[Row]:
-        """Lease rollouts, waiting up to `timeout` seconds for the first."""
+        """Lease rollouts, waiting up to `timeout` seconds for the first; callers that wait share evenly."""
         self._ensure_timer()
         if limit < 1:
             return []
         if timeout > 0 and not self._leases.leased_by(request_id):
-            if worker_id is not None and not self._leases.can_dequeue(worker_id):
+            can_dequeue = self._leases.can_dequeue
+            if worker_id is not None and not can_dequeue(worker_id):
                 with self._committed():  # a worker that waits is known to be idle
                     self._workers.record_dequeue(worker_id)
-            await self._wait_for(self._queue_changed, lambda: self._leases.can_dequeue(worker_id), timeout)
+            self._n_polls += 1
+            try:
+                await self._wait_for(self._queue_changed, lambda: can_dequeue(worker_id), timeout)
+                limit = min(limit, max(1, math.ceil(self._rollouts.n_waiting / self._n_polls)))
+            finally:
+                self._n_polls -= 1
         with self._committed():
             return self._leases.dequeue(worker_id, limit, request_id)
 

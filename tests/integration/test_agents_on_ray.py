@@ -13,6 +13,7 @@ import pytest
 from ray_cluster import Cluster, eventually
 
 import raylight as rl
+from raylight.aio import pause
 from raylight.types import FinishedRollout
 
 LLM = {"llm": rl.LLM(endpoint="http://unused", model="fixed")}
@@ -25,10 +26,11 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
 
 
 class RunTasks(rl.FastAlgorithm):
-    """Algorithm that rolls out every task once and keeps the results."""
+    """Algorithm that rolls out every task once, when `n_runners` wait, and keeps the results."""
 
-    def __init__(self, config: rl.RolloutConfig | None = None) -> None:
+    def __init__(self, config: rl.RolloutConfig | None = None, n_runners: int = 1) -> None:
         self.config = config or rl.RolloutConfig()
+        self.n_runners = n_runners
         self.results: list[FinishedRollout] = []
         self.workers: list[rl.Worker] = []
 
@@ -40,6 +42,11 @@ class RunTasks(rl.FastAlgorithm):
         requests = [
             rl.EnqueueRolloutRequest(input=task, mode=mode, config=self.config) for mode, task in modes
         ]  # type: ignore[arg-type]
+        async with asyncio.timeout(100):
+            while [worker.last_dequeue_time is not None for worker in await store.query_workers()].count(
+                True
+            ) < self.n_runners:
+                await pause(0.05)
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
         await store.wait_for_rollouts(rollout_ids=ids, timeout=100)
         self.results = await store.collect(ids, with_spans=True)
@@ -50,7 +57,7 @@ def run_tasks(
     agent: Any, tasks: list[Any], folder: Path, val: list[Any] | None = None, **settings: Any
 ) -> RunTasks:
     config = settings.pop("config", None)
-    algorithm = RunTasks(config)
+    algorithm = RunTasks(config, n_runners=2)
     trainer = rl.Trainer(
         algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, initial_resources=LLM, **settings
     )
@@ -86,7 +93,8 @@ def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
         assert item.spans[0].name == "agentlightning.operation"
     assert by_task["val", 1].reward == 0.5
     assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}
-    assert {worker.worker_id.split("/")[1] for worker in done.workers} == {"runner-0", "runner-1"}
+    executed = Counter(item.rollout.attempt.worker_id.split("/")[1] for item in done.results)
+    assert (sorted(executed), sorted(executed.values())) == (["runner-0", "runner-1"], [3, 4])
     assert all(
         worker.heartbeat_stats["memory_bytes"] > 1e6 for worker in done.workers if worker.heartbeat_stats
     )

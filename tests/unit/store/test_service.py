@@ -34,6 +34,22 @@ async def test_a_waiting_dequeue_wakes_on_enqueue(box: Box) -> None:
         assert [rollout.rollout_id for rollout in await waiting] == ids
 
 
+async def test_waiting_workers_share_what_is_enqueued(box: Box) -> None:
+    async with within():
+        gone = await begun(box.store.dequeue_many_rollouts(limit=8, worker_id="gone", timeout=60))
+        gone.cancel()
+        polls = [
+            await begun(box.store.dequeue_many_rollouts(limit=8, worker_id=name, timeout=60))
+            for name in ("v", "w")
+        ]
+        requests = [EnqueueRolloutRequest(input=i) for i in range(5)]
+        await box.store.enqueue_many_rollouts(requests)
+        assert sorted([len(await poll) for poll in polls]) == [2, 3]
+        await box.store.enqueue_many_rollouts(requests[:4])
+        alone = await box.store.dequeue_many_rollouts(limit=8, worker_id="v", timeout=60)
+        assert len(alone) == 4
+
+
 @pytest.mark.parametrize("why", ["failed", "released", "expired", "by hand"])
 async def test_a_waiting_dequeue_wakes_on_requeue(box: Box, why: str) -> None:
     async with within():
