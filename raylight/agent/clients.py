@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import functools
 import importlib
 import os
 import threading
@@ -52,10 +51,7 @@ def async_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
             del _ASYNC[key]
         _open(loop, provider, library)
     http, _ = _ASYNC[loop, provider]
-    client = getattr(library, CLASSES[provider][0])(base_url=endpoint, api_key=api_key, http_client=http)
-    # otherwise the first request of each client looks it up in a thread, for 6 % of the CPU time of a call
-    client._platform = _platform(library)
-    return client
+    return getattr(library, CLASSES[provider][0])(base_url=endpoint, api_key=api_key, http_client=http)
 
 
 def sync_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
@@ -87,13 +83,6 @@ def _library(provider: Provider) -> Any:
         return importlib.import_module(provider)
     except ImportError as error:
         raise ConfigError(f"{provider} cannot be imported: {error}; pip install {provider}") from None
-
-
-@functools.cache
-def _platform(library: Any) -> Any:
-    """Return the platform's name in the headers of a library; None leaves the lookup to each client."""
-    find = getattr(getattr(library, "_base_client", None), "get_platform", None)
-    return find and find()
 
 
 def _open(loop: asyncio.AbstractEventLoop, provider: Provider, library: Any) -> None:

@@ -116,13 +116,6 @@ def test_a_loop_that_was_closed_without_its_generators_is_forgotten() -> None:
     assert not clients._ASYNC
 
 
-async def test_a_client_starts_no_thread(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(asyncio, "to_thread")
-    assert await ask(server.llm("k")) == "hi"
-    await server.llm("k").client("anthropic").messages.create(model="m", messages=MESSAGES, max_tokens=8)
-    await close_clients()
-
-
 async def test_anthropic(server: Server) -> None:
     reply = (
         await server.llm("k").client("anthropic").messages.create(model="m", messages=MESSAGES, max_tokens=8)
