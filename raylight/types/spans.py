@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import time
@@ -234,10 +235,14 @@ def _without_defaults(part: Any) -> Any:
 
 
 class _PartEncoder(json.JSONEncoder):
-    """Encoder of the models within the parts of a span."""
+    """Encoder of the models and dataclasses within the parts of a span."""
 
     def default(self, value: Any) -> Any:
-        return _without_defaults(value) if isinstance(value, BaseModel) else super().default(value)
+        if isinstance(value, BaseModel):
+            return _without_defaults(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        return super().default(value)
 
 
 _ENCODER = _PartEncoder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
@@ -239,12 +240,18 @@ def test_a_constraint_is_recorded_for_all_tokens_or_none(
     assert made.allowed.tolist() == [1, 2]
 
 
+@dataclass
+class Pair:
+    left: int
+    right: str
+
+
 def test_the_json_of_a_span_has_its_parts_that_are_not_empty() -> None:
     plain: dict[str, Any] = {"trace_id": "t", "span_id": "s", "name": "n"}
     assert span_json(Span(**plain, start_time=0.0)) == "{}"
     parts: dict[str, Any] = {
         "status": TraceStatus(status_code="ERROR", description="\ud800"),
-        "attributes": {"a": (1, float("inf")), "b": True},
+        "attributes": {"a": (1, float("inf")), "b": True, "c": Pair(1, "x")},
         "events": [Event(name="e", attributes={"x": None}, colour="red")],
         "resource": {"attributes": {"service.name": "agent"}, "schema_url": "u"},
         "of_a_later_version": {"nested": TraceStatus()},
@@ -252,7 +259,7 @@ def test_the_json_of_a_span_has_its_parts_that_are_not_empty() -> None:
     }
     read = json.loads(span_json(Span(**plain, **parts)))
     assert read["status"] == {"status_code": "ERROR", "description": "\ud800"}
-    assert read["attributes"] == {"a": [1, float("inf")], "b": True}
+    assert read["attributes"] == {"a": [1, float("inf")], "b": True, "c": {"left": 1, "right": "x"}}
     assert read["events"] == [{"name": "e", "attributes": {"x": None}, "colour": "red"}]
     assert read["resource"] == parts["resource"]
     assert (read["of_a_later_version"], read["empty"]) == ({"nested": {}}, None)
