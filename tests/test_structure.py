@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
     {"types", "semconv", "errors", "base_config", "config", "aio", "components", "files", "log"}
-    | {"request_fields", "ray_resources", "bounds", "synonyms", "disk", "garbage"},
+    | {"request_fields", "ray_resources", "bounds", "synonyms", "disk", "garbage", "deferred_imports"},
     {"agent", "store", "traces"},
     {"http", "experience", "weight_transfer"},
     {"runner", "engines", "weight_sync", "serving", "learner", "planning"},

@@ -13,6 +13,8 @@ from unittest import mock
 
 import torch
 
+from raylight.deferred_imports import defer_imports
+
 # importing verl adds a handler to the root logger, which would print every log line twice
 _handlers = list(logging.getLogger().handlers)
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -22,7 +24,9 @@ if not torch.cuda.is_available():
 
     verl_cpu.install_platform()
 
-with warnings.catch_warnings():
+# the readers of data sets would import datasets and pandas, a loss of transformers scipy
+_unused = ("verl.utils.dataset.rl_dataset", "verl.utils.dataset.rm_dataset", "scipy.optimize")
+with warnings.catch_warnings(), defer_imports(*_unused):
     warnings.simplefilter("ignore")
     from verl.trainer.config import AlgoConfig, CheckpointConfig
     from verl.trainer.ppo.core_algos import (

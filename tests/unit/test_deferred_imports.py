@@ -1,0 +1,44 @@
+"""Deferred imports: what the block imports works later, and nothing stays in `sys.modules`."""
+
+import subprocess
+import sys
+
+import pytest
+
+from raylight.deferred_imports import defer_imports
+
+WITHOUT_COMPILER = """
+import sys
+from raylight.engines.transformers.decoder import Decoder
+from raylight.quickstart import STARTER_MODEL
+Decoder(STARTER_MODEL, "float32", "cpu", 2, 64)
+assert "torch._dynamo" not in sys.modules and "scipy.optimize" not in sys.modules
+from transformers import masking_utils
+with masking_utils.TransformGetItemToIndex():
+    pass
+import torch
+assert torch._dynamo.config is not None
+"""
+
+
+def test_a_deferred_function_loads_its_module_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with defer_imports("colorsys"):
+        from colorsys import rgb_to_hsv
+    assert "colorsys" not in sys.modules
+    assert rgb_to_hsv(0.0, 0.0, 1.0)[2] == 1.0
+    assert "colorsys" in sys.modules
+
+
+def test_modules_are_real_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with pytest.raises(RuntimeError, match="stop"), defer_imports("colorsys", "json"):
+        assert sys.modules["json"].dumps([]) == "[]", "an imported module stays"
+        raise RuntimeError("stop")
+    import colorsys
+
+    assert colorsys.__file__
+
+
+def test_an_engine_loads_its_model_without_the_compiler() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True)
