@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import ray
+import ray._private.node as ray_node
 import ray._private.parameter as ray_parameter
 import ray._private.ray_constants as ray_constants
 from ray._common.utils import get_default_ray_temp_dir
@@ -71,7 +72,8 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
     variables.
 
     The dashboard's agent takes any free port: it would try for 3 s to take its default port, which another
-    cluster of this machine has. The log monitor only sends the output of actors to the driver.
+    cluster of this machine has. The log monitor only sends the output of actors to the driver. The monitor is
+    the autoscaler's, and a local cluster has one node.
     """
     constants: dict[str, Any] = {}
     if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
@@ -85,8 +87,11 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
     module: Any = ray_parameter
     parameters = module.RayParams
     module.RayParams = functools.partial(
-        parameters, dashboard_agent_listen_port=0, include_log_monitor=log_to_driver
+        parameters, dashboard_agent_listen_port=0, include_log_monitor=log_to_driver, no_monitor=True
     )
+    nodes: Any = ray_node
+    node = nodes.Node
+    nodes.Node = _LocalNode
     os.environ.update(added)
     for name, value in constants.items():
         setattr(ray_constants, name, value)
@@ -94,10 +99,25 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
         yield
     finally:
         module.RayParams = parameters
+        nodes.Node = node
         for name, value in previous.items():
             setattr(ray_constants, name, value)
         for name in added:
             os.environ.pop(name, None)
+
+
+class _LocalNode(ray_node.Node):
+    """Ray's node, which waits for the dashboard only once the raylet starts too."""
+
+    _dashboard: dict[str, Any] | None = None
+
+    def start_api_server(self, **options: Any) -> None:
+        self._dashboard = options
+
+    def start_ray_processes(self) -> None:
+        super().start_ray_processes()
+        if self._dashboard is not None:
+            super().start_api_server(**self._dashboard)
 
 
 @contextlib.contextmanager

@@ -180,7 +180,7 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
             return build_gateway(await engine.app(), engine, secret, Recorder(store.capture), None)
 
     with ingress_host(ingress.head_node()["NodeID"], own_cluster=True, timeout_s=180) as machine:
-        host, port = ingress.start_serve(None, None, machine, timeout_s=180)
+        host, port = ingress.start_serve(None, None, machine, 180, deploy=lambda host, port: None)
     for name in ("bare", "captured"):
         options = {"num_cpus": 0, "runtime_env": {"env_vars": ingress.SERVE_FLAGS}}
         app = serve.deployment(name=name, ray_actor_options=options, max_ongoing_requests=1000)(Mock).bind(

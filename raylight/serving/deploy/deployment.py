@@ -200,25 +200,39 @@ class Deployment:
             if self._stopped:
                 raise EngineStartError("the run was stopped before its engine started")
             config = self._settings.config
-            host, port = ingress.serve_http_options() or ingress.start_serve(
-                config.host, config.port, machine, config.start_timeout_s
-            )
-            self._check_address(host, port)
             self._check_connections(machine)
-            if serve.status().applications:  # one of them may have the route
-                self._settings = dataclasses.replace(self._settings, route=None)
-            target = serve.RunTarget(
-                build_application(self._settings, ingress.is_raylights()),
-                self._settings.app_name,
-                self._settings.prefix,
-                ingress.QUIET,
-                external_scaler_enabled=not config.autoscales,
-            )
-            serve.run_many(
-                [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-            )
-        address = ingress.head_node()["NodeManagerAddress"] if host == ANY_HOST else host
-        return f"http://{address}:{port}{self._settings.prefix.rstrip('/')}"
+            address = ingress.serve_http_options()
+            if address is None:
+                address = ingress.start_serve(
+                    config.host, config.port, machine, config.start_timeout_s, self._run_application
+                )
+            else:
+                if serve.status().applications:  # one of them may have the route
+                    self._settings = dataclasses.replace(self._settings, route=None)
+                self._run_application(*address)
+        host, port = address
+        if host == ANY_HOST:
+            host = ingress.head_node()["NodeManagerAddress"]
+        return f"http://{host}:{port}{self._settings.prefix.rstrip('/')}"
+
+    def _run_application(self, host: str, port: int) -> None:
+        """Give the running Serve the application, and return before its replicas are up.
+
+        Raises:
+            PortInUseError, EngineStartError: Serve's address does not fit the run.
+        """
+        self._check_address(host, port)
+        settings = self._settings
+        target = serve.RunTarget(
+            build_application(settings, ingress.is_raylights()),
+            settings.app_name,
+            settings.prefix,
+            ingress.QUIET,
+            external_scaler_enabled=not settings.config.autoscales,
+        )
+        serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
 
     def _check_address(self, host: str, port: int) -> None:
         """Raise if Serve's address does not fit the run.

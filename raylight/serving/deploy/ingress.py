@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 SERVE_FLAGS = {
@@ -49,7 +50,9 @@ import urllib3  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.exceptions import RayActorError, RayError  # noqa: E402
 from ray.experimental import internal_kv  # noqa: E402
+from ray.serve._private.api import _create_controller_and_proxy_refs  # noqa: E402
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE  # noqa: E402
+from ray.serve.config import ControllerOptions  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
 from raylight.errors import EngineStartError  # noqa: E402
@@ -66,7 +69,9 @@ STARTED_KEY = b"raylight:serve-controller"
 """Key of the cluster's key-value store with the actor ID of the Serve controller that raylight started."""
 
 
-def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: float) -> tuple[str, int]:
+def start_serve(
+    host: str | None, port: int | None, machine: Host, timeout_s: float, deploy: Callable[[str, int], None]
+) -> tuple[str, int]:
     """Start Serve with HAProxy and return its host and port, once HAProxy has its port.
 
     If another process takes a port meanwhile, or a proxy dies, Serve is started again.
@@ -76,6 +81,8 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
         port: None: the default port, or any free one if that is taken.
         machine: the ingress's machine, reserved for this driver.
         timeout_s: longest time for all attempts.
+        deploy: gives Serve the application, whose replicas start beside the proxies. Called with host and
+            port in each attempt.
 
     Raises:
         PortInUseError: the requested port is taken.
@@ -87,7 +94,7 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
         if plan.warning and attempt == 1:
             logger.warning(plan.warning)
         try:
-            _start(host, plan, timeout_s, end)
+            _start(host, plan, timeout_s, end, deploy)
             break
         except TimeoutError:
             raise EngineStartError(
@@ -101,12 +108,15 @@ def start_serve(host: str | None, port: int | None, machine: Host, timeout_s: fl
                 raise EngineStartError(f"Ray Serve did not start ({attempt} attempts): {error}") from None
             logger.warning("Ray Serve did not start (%s); starting it again", _last_line(error))
             serve.shutdown()
-    internal_kv._internal_kv_put(STARTED_KEY, _controller_id())
     return host, plan.port
 
 
-def _start(host: str, plan: IngressPlan, timeout_s: float, end: float) -> None:
-    """Start Serve and wait until its proxies have their ports.
+def _start(
+    host: str, plan: IngressPlan, timeout_s: float, end: float, deploy: Callable[[str, int], None]
+) -> None:
+    """Start Serve, and wait until its proxies have their ports.
+
+    `serve.start` returns only then, which would delay the replicas, and waits for 60 s at most.
 
     Raises:
         TimeoutError: they did not until `end`.
@@ -114,18 +124,17 @@ def _start(host: str, plan: IngressPlan, timeout_s: float, end: float) -> None:
     """
     deadlines = dict.fromkeys(START_DEADLINES, str(math.ceil(timeout_s)))
     variables = SERVE_FLAGS | ROUTING | HEALTH | LONG_CALLS | deadlines | plan.environment
-    try:
-        serve.start(
-            http_options={"host": host, "port": plan.port},
-            proxy_location="HeadOnly",
-            logging_config=QUIET,
-            controller_options={"runtime_env": {"env_vars": variables}},
-        )
-    except TimeoutError as error:  # after 60 s, which Serve does not let users change
-        logger.warning("Ray Serve is slow to start (%s); the machine is busy, still waiting", error)
-        proxies = ray.get(controller().get_proxies.remote(), timeout=max(end - time.monotonic(), 0))
-        ready = [proxy.ready.remote() for proxy in proxies.values()]
-        ray.get(ready, timeout=max(end - time.monotonic(), 0))
+    started, proxies_ready = _create_controller_and_proxy_refs(
+        http_options={"host": host, "port": plan.port},
+        grpc_options=None,
+        global_logging_config=QUIET,
+        global_tracing_config=None,
+        controller_options=ControllerOptions(runtime_env={"env_vars": variables}),
+        proxy_location="HeadOnly",
+    )
+    internal_kv._internal_kv_put(STARTED_KEY, started._actor_id.binary())
+    deploy(host, plan.port)
+    ray.get(proxies_ready, timeout=max(end - time.monotonic(), 0))
 
 
 def stop_serve(machine: Host) -> None:

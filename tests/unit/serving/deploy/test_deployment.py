@@ -56,10 +56,13 @@ class Cluster:
         yield SimpleNamespace(connection_limit=lambda: self.connections)
         self.log.append("unlock")
 
-    def start_serve(self, host: str | None, port: int | None, *_: Any) -> tuple[str, int]:
+    def start_serve(
+        self, host: str | None, port: int | None, machine: Any, timeout_s: float, deploy: Any
+    ) -> tuple[str, int]:
         assert self.log[-1] == "lock"
         self.log.append("start")
         self.address = (host or "127.0.0.1", port or 8000)
+        deploy(*self.address)
         return self.address
 
     def stop_serve(self, machine: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raylight.errors import EngineStartError
 from raylight.serving.deploy import ingress
@@ -32,7 +32,16 @@ class Machine:
         raise NotImplementedError
 
 
-Serve = Callable[..., list[dict[str, Any]]]
+@dataclass
+class StartedServe:
+    """A Serve whose attempts to start have given outcomes."""
+
+    calls: list[dict[str, Any]]
+    """Options of each attempt."""
+    start: Callable[..., tuple[str, int]]
+
+
+Serve = Callable[..., StartedServe]
 
 
 def set_head(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -42,18 +51,31 @@ def set_head(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.fixture
 def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Give Serve's start the outcomes of its calls; returns a list of their options."""
+    """Give the attempts of Serve's start their outcomes."""
 
-    def set_outcomes(*outcomes: Exception | None) -> list[dict[str, Any]]:
+    def set_outcomes(*outcomes: Exception | None) -> StartedServe:
         calls: list[dict[str, Any]] = []
 
-        def start(**options: Any) -> None:
+        def create(**options: Any) -> tuple[Any, list[Any]]:
             calls.append(options)
+            return SimpleNamespace(_actor_id=SimpleNamespace(binary=lambda: b"id")), []
+
+        def get(proxies: list[Any], timeout: float) -> None:
+            assert calls[-1]["deployed"], "replicas start before the proxies are up"
+            assert 0 < timeout <= 90
             if outcome := outcomes[len(calls) - 1]:
                 raise outcome
 
-        monkeypatch.setattr(ingress.serve, "start", start)
-        return calls
+        def deploy(host: str, port: int) -> None:
+            assert calls[-1]["http_options"] == {"host": host, "port": port}
+            calls[-1]["deployed"] = True
+
+        def start_serve(host: str | None = None, machine: Machine | None = None) -> tuple[str, int]:
+            return ingress.start_serve(host, None, machine or Machine(), 90, deploy)
+
+        monkeypatch.setattr(ingress, "_create_controller_and_proxy_refs", create)
+        monkeypatch.setattr(ingress.ray, "get", get)
+        return StartedServe(calls, start_serve)
 
     set_head(monkeypatch, "127.0.0.1")
     monkeypatch.setattr(ingress, "_controller_id", lambda: b"id")
@@ -76,37 +98,36 @@ def test_serve_listens_where_nodes_that_join_later_can_reach_it(
 ) -> None:
     """A cluster of one node may grow, unless its only node has a loopback address, or this process started
     it."""
-    serve_raises(None)
+    serve = serve_raises(None)
     set_head(monkeypatch, head)
     node = None if started_here is None else SimpleNamespace(is_head=lambda: started_here)
     monkeypatch.setattr(ingress.ray_worker, "_global_node", node)
-    assert ingress.start_serve(None, None, Machine(), 60) == (host, 8000)
+    assert serve.start() == (host, 8000)
 
 
 def test_serve_starts_with_what_the_machine_planned(
     serve_raises: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = serve_raises(None)
-    assert ingress.start_serve(None, None, Machine("no launcher"), 60) == ("127.0.0.1", 8000)
-    variables = calls[0]["controller_options"]["runtime_env"]["env_vars"]
+    serve = serve_raises(None)
+    assert serve.start(machine=Machine("no launcher")) == ("127.0.0.1", 8000)
+    variables = serve.calls[0]["controller_options"].runtime_env["env_vars"]
     for wanted in (
         ingress.SERVE_FLAGS,
         ingress.HEALTH,
         ingress.ROUTING,
-        {"PLAN": "1", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "60"},
+        {"PLAN": "1", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "90"},
     ):
         assert variables.items() >= wanted.items()
-    assert calls[0]["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    assert serve.calls[0]["http_options"] == {"host": "127.0.0.1", "port": 8000}
     assert "no launcher" in caplog.text
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(
     serve_raises: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls = serve_raises(TAKEN, RayActorError(), None)
-    machine = Machine()
-    assert ingress.start_serve("0.0.0.0", None, machine, 60) == ("0.0.0.0", 8002)
-    assert [call["http_options"]["port"] for call in calls] == [8000, 8001, 8002]
+    serve, machine = serve_raises(TAKEN, RayActorError(), None), Machine()
+    assert serve.start("0.0.0.0", machine) == ("0.0.0.0", 8002)
+    assert [call["http_options"]["port"] for call in serve.calls] == [8000, 8001, 8002]
     assert machine.planned == [("0.0.0.0", None)] * 3
     assert "Address already in use" in caplog.text
 
@@ -116,53 +137,14 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(
     [
         ([TAKEN] * 3, r"did not start \(3 attempts\): .*Address already in use"),
         ([RayError("HAProxy was not started: unknown template")], r"\(1 attempts\): .*unknown template"),
+        ([GetTimeoutError()], r"not up within 90 s \(engine.start_timeout_s\)"),
     ],
-    ids=["always taken", "hopeless"],
+    ids=["always taken", "hopeless", "late"],
 )
 def test_a_serve_that_does_not_start_is_an_error(
     outcomes: list[Exception], message: str, serve_raises: Serve
 ) -> None:
-    calls = serve_raises(*outcomes)
+    serve = serve_raises(*outcomes)
     with pytest.raises(EngineStartError, match=message):
-        ingress.start_serve(None, None, Machine(), 60)
-    assert len(calls) == len(outcomes)
-
-
-class Proxies:
-    """Controller and proxy of a Serve that is slow to start."""
-
-    def __init__(self) -> None:
-        self.get_proxies = self.ready = self
-        self.waited: list[float] = []
-
-    def remote(self) -> Proxies:
-        return self
-
-    def values(self) -> list[Proxies]:
-        return [self]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_slow_serve_is_waited_for_until_the_deadline(
-    late: bool, serve_raises: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    serve_raises(TimeoutError("HTTP proxies not available after 60s."))
-    proxies = Proxies()
-
-    def get(reference: Any, timeout: float) -> Any:
-        proxies.waited.append(timeout)
-        if late and isinstance(reference, list):
-            raise TimeoutError
-        return reference
-
-    monkeypatch.setattr(ingress, "controller", lambda: proxies)
-    monkeypatch.setattr(ingress.ray, "get", get)
-    caplog.set_level(logging.WARNING)
-    if late:
-        with pytest.raises(EngineStartError, match=r"not up within 90 s \(engine.start_timeout_s\)"):
-            ingress.start_serve(None, None, Machine(), 90)
-    else:
-        assert ingress.start_serve(None, None, Machine(), 90)[1] == 8000
-    assert "slow to start (HTTP proxies not available after 60s.)" in caplog.text
-    assert all(60 < timeout <= 90 for timeout in proxies.waited)
-    assert len(proxies.waited) == 2
+        serve.start()
+    assert len(serve.calls) == len(outcomes)
