@@ -164,7 +164,7 @@ class StoreClient(StoreReader, RecordWriter):
         A span, a call or a heartbeat (`heartbeat`, `update_worker`) renews the lease. When it expires, the
         rollout goes back to the queue.
         """
-        rows = await self._channel.send("dequeue", worker_id, limit, timeout, uuid.uuid4().hex)
+        rows = await self._channel.send("dequeue", worker_id, limit, timeout, new_id("rq"))
         return [_attempted(rollout_from_row(row)) for row in rows]
 
     async def update_rollout(
