@@ -14,7 +14,7 @@ import fcntl
 import sqlite3
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class Journal:
         """Changes of counters in the current transaction, which are written with its end."""
         self._counts: Counter[str] = Counter()
         """Counters at the end of the last transaction."""
+        self._restores: list[Callable[[], None]] = []
+        """Callbacks of `on_undo` in the current transaction."""
         if self._folder:
             self._resources.callback(self._folder.cleanup)
         try:
@@ -183,6 +185,7 @@ class Journal:
             self._increments.clear()
         except BaseException as error:
             self._undo("ROLLBACK")
+            self._restore()
             if isinstance(error, sqlite3.Error):
                 raise self._failed(error) from None
             raise
@@ -191,11 +194,12 @@ class Journal:
     def savepoint(self) -> Iterator[None]:
         """Within a transaction: undo the changes of the block if it raises."""
         self.execute("SAVEPOINT call")
-        increments = self._increments.copy()
+        increments, n_restores = self._increments.copy(), len(self._restores)
         try:
             yield
         except BaseException:
             self._increments = increments
+            self._restore(n_restores)
             self._undo("ROLLBACK TO call")
             self._undo("RELEASE call")
             raise
@@ -204,10 +208,21 @@ class Journal:
     def restart(self) -> None:
         """Within a transaction: undo its changes so far."""
         self._undo("ROLLBACK")
+        self._restore()
         self._begin()
+
+    def on_undo(self, restore: Callable[[], None]) -> None:
+        """Within a transaction: call this, which must not raise, if the changes so far are undone."""
+        self._restores.append(restore)
+
+    def _restore(self, n_kept: int = 0) -> None:
+        """Call the callbacks of undone changes, last first; `n_kept` belong to changes that stay."""
+        while len(self._restores) > n_kept:
+            self._restores.pop()()
 
     def _begin(self) -> None:
         self._increments.clear()
+        self._restores.clear()
         self.db.execute("BEGIN IMMEDIATE")
 
     def _undo(self, statement: str) -> None:

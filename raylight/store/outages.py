@@ -12,6 +12,7 @@ Laws:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from raylight.store.attempt_state import IS_LIVE, AttemptState
@@ -36,7 +37,8 @@ LOST_IN_OUTAGE = "ServingAway"
 class Outages:
     """The sources that are away, such as the served model of a run.
 
-    They are kept in memory only: the reporter repeats each report while the outage lasts.
+    They are kept in memory only: the reporter repeats each report while the outage lasts. A report whose
+    transaction is undone leaves no trace, so that its repetition has the effect.
 
     Args:
         clock: seconds since the epoch.
@@ -66,15 +68,20 @@ class Outages:
             since: time at which the source was last known to be reachable; None if it is back.
         """
         if since is None:
-            if (began := self._since.pop(source, None)) is not None:
+            if (began := self._since.get(source)) is not None:
+                self._set_since({name: at for name, at in self._since.items() if name != source})
                 self._journal.increment("outage_seconds", by=round(self._clock() - began))
                 self._rollouts.events.queued = True
             return 0
         if source in self._since:
             return 0
-        self._since[source] = since
+        self._set_since(self._since | {source: since})
         self._journal.increment("outages")
         return self._lose_attempts(since, f"{LOST_IN_OUTAGE}: {reason}")
+
+    def _set_since(self, since: dict[str, float]) -> None:
+        self._journal.on_undo(functools.partial(setattr, self, "_since", self._since))
+        self._since = since
 
     def _lose_attempts(self, since: float, error: str) -> int:
         """Give up the attempts that ran after `since`, and queue their rollouts again."""

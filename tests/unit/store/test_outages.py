@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, open_box, reward_of
 
+from raylight.errors import DiskError
+
 SOURCE = "policy"
 
 
@@ -188,3 +190,27 @@ async def test_a_rollout_that_is_queued_again_by_hand_has_all_its_retries(box: B
     for failure, expected in ((LOST, "requeuing"), (BROKEN, "requeuing"), (BROKEN, "failed")):
         rollout = await box.again()
         assert (await box.store.finish_attempt(rollout, "failed", failure)).status == expected
+
+
+@pytest.mark.parametrize("change", ["away", "back"])
+async def test_a_report_that_was_not_stored_can_be_repeated(box: Box, change: str) -> None:
+    rollout = await box.take()
+    await box.enqueue()
+    if change == "back":
+        await go_away(box)
+    polling = None if change == "away" else await begun(box.store.dequeue_rollout("w", timeout=30))
+    report = go_away if change == "away" else come_back
+
+    def fail() -> None:
+        raise DiskError("full")
+
+    box.service._methods["fail"] = fail
+    since = box.clock.now if change == "away" else None
+    with pytest.raises(DiskError):  # of a call in the same message
+        await box.service.call([("report_outage", (SOURCE, since, "refused")), ("fail", ())])
+    assert box.service._outages.is_away == (change == "back")
+    await report(box)
+    if polling is None:
+        assert await box.status(rollout) == ("requeuing", "failed")
+    else:
+        assert await asyncio.wait_for(polling, 10) is not None
