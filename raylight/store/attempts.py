@@ -70,9 +70,7 @@ class Attempts:
         """
         if self._rollouts.insert(request, "preparing", self._rollouts.latest_resources()):
             return self._begin_by_hand(request[0], "preparing", attempt_id, worker_id)
-        if not self._journal.fetch_one(
-            "SELECT 1 FROM attempts WHERE attempt_id = ? AND rollout_id = ?", (attempt_id, request[0])
-        ):
+        if self.find(request[0], attempt_id) is None:
             raise InvalidTransitionError(
                 f"rollout {request[0]} exists; begin another attempt of it with start_attempt"
             )
@@ -138,11 +136,16 @@ class Attempts:
         Raises:
             UnknownIdError: the rollout does not exist, or has no such attempt.
         """
-        found = self.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)
-        if not found:
+        attempt = self.find(rollout_id, attempt_id)
+        if attempt is None:
             self._rollouts.status(rollout_id)  # raises if the rollout itself is unknown
             raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
-        return found[0]
+        return attempt
+
+    def find(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
+        """State of an attempt; None if the rollout has no such attempt."""
+        found = self.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)
+        return found[0] if found else None
 
     def latest(self, rollout_id: str) -> AttemptState | None:
         """State of a rollout's latest attempt; None if it has had none."""
@@ -377,14 +380,14 @@ class Attempts:
         if after in ROLLOUT_TRANSITIONS[before]:
             if change:
                 self._rollouts.set_losses(attempt.rollout_id, losses)
-                self._set_charged(attempt.attempt_id, change > 0 and charged)
+                self._journal.execute(
+                    "UPDATE attempts SET charged = ? WHERE attempt_id = ?",
+                    (change > 0 and charged, attempt.attempt_id),
+                )
             delay = 0.0
             if infrastructure and reported and after == "requeuing":
                 delay = backoff_seconds(losses.charged, attempt.attempt_id)
             self._rollouts.set_status(attempt.rollout_id, before, after, delay)
-
-    def _set_charged(self, attempt_id: str, charged: bool) -> None:
-        self._journal.execute("UPDATE attempts SET charged = ? WHERE attempt_id = ?", (charged, attempt_id))
 
     def _drop_open_calls(self, attempt_id: str) -> None:
         """Delete the open calls of an attempt that ended without their records."""

@@ -103,11 +103,10 @@ class _Message:
         """Return the attempt of a row that begins with its rollout and its attempt; None if it is unknown."""
         rollout_id, attempt_id = row[:2]
         if attempt_id not in self.attempts:
-            found = self._table.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)
-            if not found:
+            if (found := self._table.find(rollout_id, attempt_id)) is None:
                 return None
-            self.attempts[attempt_id] = found[0]
-            self.next_spans[attempt_id] = found[0].next_sequence_id
+            self.attempts[attempt_id] = found
+            self.next_spans[attempt_id] = found.next_sequence_id
         attempt = self.attempts[attempt_id]
         return attempt if attempt.rollout_id == rollout_id else None
 
