@@ -34,10 +34,7 @@ class Decoder:
     """
 
     def __init__(self, path: str, dtype: str, device: str, slots: int, longest: int) -> None:
-        with without_compiler():
-            # transformers chooses "sdpa", or "eager" for an architecture without it
-            module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-        self.module = module.to(device).eval()
+        self.module = _load_module(path, getattr(torch, dtype)).to(device).eval()
         if torch.device(device).type == "cpu":
             use_grouped_attention(self.module)
         self._masks = AttentionMasks(self.module)
@@ -208,3 +205,12 @@ class Decoder:
     def reload(self) -> None:
         """Move the parameters back to the device."""
         self.module.to(self.device)
+
+
+def _load_module(path: str, dtype: torch.dtype) -> Any:
+    """Load a model. transformers chooses "sdpa", or "eager" for an architecture without it."""
+    try:
+        with without_compiler():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except ImportError:  # the model's own code needs more of the compiler
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
