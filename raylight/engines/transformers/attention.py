@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from raylight.deferred_imports import without_compiler
 from raylight.errors import EngineStartError
-
-with without_compiler():
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 GROUPED = "raylight_grouped"
 """Name in transformers of the attention for models whose query heads share keys and values."""

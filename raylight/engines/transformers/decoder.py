@@ -6,17 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from raylight.deferred_imports import without_compiler
 from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, check_state
 from raylight.engines.transformers.attention import AttentionMasks, Masks, use_grouped_attention
 from raylight.engines.transformers.prompt_rows import PromptRows, count_prompt_rows
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
 from raylight.errors import EngineStartError
-
-with without_compiler():
-    from transformers import AutoModelForCausalLM
 
 CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Mean difference of log-probs with and without the cache above which an architecture is refused, by type."""
@@ -34,7 +31,9 @@ class Decoder:
     """
 
     def __init__(self, path: str, dtype: str, device: str, slots: int, longest: int) -> None:
-        self.module = _load_module(path, getattr(torch, dtype)).to(device).eval()
+        # transformers chooses "sdpa", or "eager" for an architecture without it
+        module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        self.module = module.to(device).eval()
         if torch.device(device).type == "cpu":
             use_grouped_attention(self.module)
         self._masks = AttentionMasks(self.module)
@@ -205,12 +204,3 @@ class Decoder:
     def reload(self) -> None:
         """Move the parameters back to the device."""
         self.module.to(self.device)
-
-
-def _load_module(path: str, dtype: torch.dtype) -> Any:
-    """Load a model. transformers chooses "sdpa", or "eager" for an architecture without it."""
-    try:
-        with without_compiler():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except ImportError:  # the model's own code needs more of the compiler
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)

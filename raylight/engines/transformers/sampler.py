@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
-from raylight.deferred_imports import without_compiler
 from raylight.engines.capture_context import CURRENT, Sample
 from raylight.engines.grammar import Grammars, matcher_for
 from raylight.engines.transformers.choices import Choices
@@ -26,9 +26,6 @@ from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.http.bounds import check_answer_size
 from raylight.http.context_length import ContextLengthError
 from raylight.http.errors import RequestError
-
-with without_compiler():
-    from transformers import AutoTokenizer
 
 
 class Sampler:
