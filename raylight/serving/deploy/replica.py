@@ -18,7 +18,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
-from raylight.garbage import freeze_startup_objects
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -155,7 +154,6 @@ class ReplicaRuntime:
             # the tokens of an upstream model are not known
             check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
         )
-        freeze_startup_objects()
         return add_replica_header(gateway, self._replica)
 
     async def check_health(self) -> None:
