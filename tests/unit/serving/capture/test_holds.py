@@ -143,7 +143,8 @@ async def test_a_call_with_a_budget_is_announced_first() -> None:
         assert await recorder.aclose() == 0
 
 
-async def test_the_end_of_an_attempt_is_noticed_with_the_next_call() -> None:
+async def test_the_end_of_an_attempt_is_noticed_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HOLD_S", 100.0)
     sink = Sink()
     recorder = Recorder(sink)
     async with within():
