@@ -28,6 +28,7 @@ from raylight.errors import DiskError, QueryError, RaylightError, StoreError
 from raylight.store.answered_messages import AnsweredMessages, CallResult
 from raylight.store.attempts import Attempts
 from raylight.store.budgets import Budgets
+from raylight.store.deadline_timer import DeadlineTimer
 from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
@@ -45,8 +46,9 @@ logger = logging.getLogger(__name__)
 
 FULL_QUEUE_WARNING_S = 60.0
 """Interval of the log messages about a full queue."""
-MIN_TIMER_S = 0.001
-"""Shortest wait of the timer, because the clocks of the event loop and of the store differ slightly."""
+SETTLE_S = 0.02
+"""Longest wait of a message for the records of the attempts that it decides. They are usually on their way,
+and the client would have to wait for them and to send the decisions again."""
 
 REPEATABLE = frozenset({"capture", "finish_attempt", "add_spans", "update_worker"})
 """Frequent methods that keep nothing in memory, so that they can be undone and executed again."""
@@ -93,12 +95,10 @@ class StoreService(Mailbox):
         self._queue_changed = BroadcastCondition()
         self._queue_has_room = BroadcastCondition()
         self._calls_closed = BroadcastCondition()
-        self._deadline_moved = BroadcastCondition()
         self._n_polls = 0
         self._waiters = FinishWaiters()
         self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
-        self._timer: asyncio.Task[None] | None = None
-        self._timer_deadline = math.inf
+        self._timer = DeadlineTimer(self._leases.next_deadline, self.expire, self._wake_all, clock)
         self._is_closed = False
         if not read_only:
             with self._journal.transaction():
@@ -142,6 +142,7 @@ class StoreService(Mailbox):
         Raises:
             StoreError: the journal cannot be written; nothing was changed.
         """
+        await self._settle([args[1] for method, args in calls if method == "finish_attempt" and not args[4]])
         with self._committed():
             results = self._answered.find(client_id, number) if client_id else None
             if results is None:
@@ -149,6 +150,13 @@ class StoreService(Mailbox):
                 if client_id:
                     self._answered.add(client_id, number, results)
             return results
+
+    async def _settle(self, attempt_ids: list[str]) -> None:
+        """Wait a short time until the calls of attempts are recorded."""
+        awaited = self._records.count_awaited_calls
+        waiting = [attempt_id for attempt_id in attempt_ids if awaited(attempt_id)]
+        if waiting:
+            await self._wait_for(self._calls_closed, lambda: not any(map(awaited, waiting)), SETTLE_S)
 
     async def lease_seconds(self) -> float:
         self._ensure_timer()
@@ -320,7 +328,7 @@ class StoreService(Mailbox):
                 f"the store's file {self._journal.path} cannot be read: {error}; check its disk"
             ) from None
 
-    # events and the timer
+    # events and deadlines
 
     def _wake(self) -> None:
         """Wake those that wait for the events of the last transaction."""
@@ -332,8 +340,8 @@ class StoreService(Mailbox):
             self._queue_has_room.notify_all()
         if events.calls_closed:
             self._calls_closed.notify_all()
-        if events.deadline is not None and events.deadline < self._timer_deadline:
-            self._deadline_moved.notify_all()
+        if events.deadline is not None:
+            self._timer.add(events.deadline)
 
     def _wake_all(self) -> None:
         """Wake all waiters, so that each receives the error of a closed store or a failed timer."""
@@ -342,45 +350,17 @@ class StoreService(Mailbox):
         self._waiters.wake_all()
 
     def _ensure_timer(self) -> None:
-        """Keep the timer running.
-
-        If it failed, raise its error to this caller; the next call starts it again.
-        """
+        """Check that the store can be changed, and keep its timer running; see `DeadlineTimer`."""
         self._check_open()
         if self._read_only:
             raise StoreError(
                 f"the store {self._journal.path} was opened for reading only; change it through its own run"
             )
-        timer = self._timer
-        if timer is not None and timer.done():
-            self._timer = None
-            if not timer.cancelled():  # cancelled with its event loop
-                timer.result()
-        if self._timer is None:
-            self._timer = asyncio.create_task(self._run_timer())
+        self._timer.keep_running()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreError(f"the store {self._journal.path} is closed; open another StoreService")
-
-    async def _run_timer(self) -> None:
-        try:
-            while True:
-                deadline = self._leases.next_deadline()
-                self._timer_deadline = math.inf if deadline is None else deadline
-                remaining = None if deadline is None else deadline - self._clock()
-                if remaining is not None and remaining > 0:
-                    remaining = max(remaining, MIN_TIMER_S)
-                if not await self._deadline_moved.wait_for(self._has_earlier_deadline, remaining):
-                    await self.expire()
-        except Exception:
-            logger.exception("the store's timer failed; the next call starts it again")
-            self._wake_all()
-            raise
-
-    def _has_earlier_deadline(self) -> bool:
-        deadline = self._leases.next_deadline()
-        return deadline is not None and deadline < self._timer_deadline
 
     async def expire(self) -> int:
         """End the attempts whose deadline has passed, as the timer does; returns their number."""
@@ -391,9 +371,7 @@ class StoreService(Mailbox):
         """Stop the timer and close the file; callers that wait receive a StoreError."""
         self._is_closed = True
         self.close_mail()
-        if self._timer is not None and not self._timer.done():
-            self._timer.cancel()
-            await asyncio.wait([self._timer])
+        await self._timer.stop()
         self._wake_all()
         self._reader_thread.shutdown()
         self._journal.close()

@@ -15,7 +15,10 @@ from unit_helpers import make_generation, within
 
 from raylight.errors import StoreError, UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
+from raylight.store import service
 from raylight.store.attempt_state import HOLD
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
 from raylight.types import CallKey, Generation, HistoryNote, Rollout
 
 
@@ -248,6 +251,35 @@ async def test_finishing_waits_for_a_call_that_is_opened_while_it_waits(box: Box
     async with within():
         assert (await finishing).status == "succeeded"
     assert len(await generations(box, rollout)) == 2
+
+
+async def test_a_message_with_a_decision_waits_for_records_that_are_on_their_way(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "SETTLE_S", 60.0)
+    monkeypatch.setattr(StoreService, "wait_for_records", None)
+    rollout, other = await box.take(), await box.take()
+    key = call_of(rollout)
+    await box.store.capture([(key, 0.0)], [])
+    finishing = await begun(box.store.finish_attempt(rollout, "succeeded"))
+    async with within():
+        elsewhere = StoreClient(box.service)  # another process
+        assert (await elsewhere.finish_attempt(other, "succeeded")).status == "succeeded"
+        assert not finishing.done()
+        await elsewhere.capture([], [(key, sampled(key), None)])
+        assert (await finishing).status == "succeeded"
+
+
+async def test_a_message_with_a_decision_is_answered_soon_without_the_records(box: Box) -> None:
+    rollout = await box.take()
+    key = call_of(rollout)
+    await box.store.capture([(key, 0.0)], [])
+    finishing = await begun(box.store.finish_attempt(rollout, "succeeded", timeout=60.0))
+    async with within():
+        await box.store.update_worker("w")  # its message follows
+        assert not finishing.done()
+        await box.store.capture([], [(key, sampled(key), None)])
+        assert (await finishing).status == "succeeded"
 
 
 @pytest.mark.parametrize("timeout", [0.01, 0.0, -1.0])

@@ -64,7 +64,7 @@ async def test_it_does_not_disturb_the_leases(tmp_path: Path) -> None:
             assert (await StoreClient(service).get_rollout_by_id(rollout.rollout_id)).status == "preparing"
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert service._timer is None
+            assert not service._timer.is_running
             await service.close()
         assert await box.status(rollout) == ("preparing", "preparing")
         assert await box.pass_time(LEASE_S / 4) == 1
