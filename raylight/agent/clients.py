@@ -52,7 +52,9 @@ def async_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
             del _ASYNC[key]
         _open(loop, provider, library)
     http, _ = _ASYNC[loop, provider]
-    return getattr(library, CLASSES[provider][0])(base_url=f"{endpoint}/", api_key=api_key, http_client=http)
+    return getattr(library, CLASSES[provider][0])(
+        base_url=_with_slash(endpoint), api_key=api_key, http_client=http
+    )
 
 
 def sync_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
@@ -67,7 +69,14 @@ def sync_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
             http = _SYNC[provider] = library.DefaultHttpxClient()
             http.close = lambda: None  # an agent may close its client, as by `with`
         http = _SYNC[provider]
-    return getattr(library, CLASSES[provider][1])(base_url=f"{endpoint}/", api_key=api_key, http_client=http)
+    return getattr(library, CLASSES[provider][1])(
+        base_url=_with_slash(endpoint), api_key=api_key, http_client=http
+    )
+
+
+def _with_slash(endpoint: str) -> str:
+    """Return a URL with the slash at its end; one with a query is left to the library."""
+    return endpoint if endpoint.endswith("/") or "?" in endpoint else f"{endpoint}/"
 
 
 async def close_clients() -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
-from raylight.aio import BroadcastCondition
+from raylight.aio import BroadcastCondition, cancel_all
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,6 @@ class DeadlineTimer:
         self._deadline = math.inf
         self._deadline_moved = BroadcastCondition()
 
-    @property
-    def is_running(self) -> bool:
-        return self._task is not None and not self._task.done()
-
     def keep_running(self) -> None:
         """Start the timer if it is not running.
 
@@ -65,8 +61,7 @@ class DeadlineTimer:
     async def stop(self) -> None:
         """Stop the timer."""
         if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel_all([self._task])
 
     async def _run(self) -> None:
         try:

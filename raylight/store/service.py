@@ -154,9 +154,8 @@ class StoreService(Mailbox):
     async def _settle(self, attempt_ids: list[str]) -> None:
         """Wait a short time until the calls of attempts are recorded."""
         awaited = self._records.count_awaited_calls
-        waiting = [attempt_id for attempt_id in attempt_ids if awaited(attempt_id)]
-        if waiting:
-            await self._wait_for(self._calls_closed, lambda: not any(map(awaited, waiting)), SETTLE_S)
+        if attempt_ids:
+            await self._wait_for(self._calls_closed, lambda: not any(map(awaited, attempt_ids)), SETTLE_S)
 
     async def lease_seconds(self) -> float:
         self._ensure_timer()

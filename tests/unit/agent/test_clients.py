@@ -139,6 +139,15 @@ def test_threads_share_connections(server: Server) -> None:
     assert server.connections == 2  # one of each library
 
 
+@pytest.mark.parametrize("endpoint", ["http://h/v1", "http://h/v1/", "http://h/v1?v=1", "http://h"])
+def test_a_client_has_the_path_that_the_library_makes_of_the_endpoint(endpoint: str) -> None:
+    import openai
+
+    client = rl.LLM(endpoint=endpoint, model="m", api_key="k").sync_client()
+    with openai.OpenAI(base_url=endpoint, api_key="k") as own:
+        assert client.base_url.raw_path == own.base_url.raw_path
+
+
 def test_a_forked_process_has_its_own_connections() -> None:
     rl.LLM(endpoint="http://127.0.0.1:1/v1", model="m").sync_client()
     child = os.fork()

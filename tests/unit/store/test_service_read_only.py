@@ -64,7 +64,7 @@ async def test_it_does_not_disturb_the_leases(tmp_path: Path) -> None:
             assert (await StoreClient(service).get_rollout_by_id(rollout.rollout_id)).status == "preparing"
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert not service._timer.is_running
+            assert service._timer._task is None
             await service.close()
         assert await box.status(rollout) == ("preparing", "preparing")
         assert await box.pass_time(LEASE_S / 4) == 1
@@ -91,6 +91,7 @@ async def ask_all(store: StoreClient) -> list[Any]:
         store.wait_for_rollouts(rollout_ids=[], timeout=0),
         store._channel.send("wait_for_records", "at", 0),
         store._channel.send("expire"),
+        store._channel.send("call", [("finish_attempt", ("ro", "at", {}, [], False, None))]),
         store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)]),
     ]
     return await asyncio.gather(*work, return_exceptions=True)
