@@ -1,0 +1,1 @@
+"""Places in which the programs of agents run: local processes, containers, other machines."""

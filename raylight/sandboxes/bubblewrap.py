@@ -1,0 +1,190 @@
+"""Sandbox by bubblewrap: the machine's programs, read-only, in namespaces of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.sandboxes import relay_inside
+from raylight.sandboxes.exec_sandbox import ExecSandbox
+from raylight.sandboxes.local_program import run_program
+from raylight.sandboxes.process import remove_folder
+from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
+from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+SYSTEM_FILES = (
+    "/etc/alternatives",
+    "/etc/ca-certificates",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/resolv.conf",
+    "/etc/ssl",
+)
+"""Paths of the machine that programs inside may read."""
+WORKSPACE, RELAY, RELAY_SOCKET = "/workspace", "/run/raylight/relay.py", "/run/raylight/relay.sock"
+FIRST_USER = 200_000
+"""First of the user ids that a runner of the user root gives to sandboxes, so that none is root outside."""
+
+
+class BubblewrapSandbox(ExecSandbox):
+    """Programs of this machine in a file system, a process list and, if asked, a network of their own.
+
+    The root folder is a temporary one with the machine's /usr and /lib, read-only. Everything that a program
+    starts ends with it. A limit of memory or files holds for each process.
+
+    Args:
+        readable: further folders of the machine that can be read, such as that of Node.js. If the runner is
+            root, every user must be able to read them.
+
+    Raises:
+        ConfigError: bubblewrap is given an image.
+        SandboxError: bwrap is not installed, or the machine does not allow user namespaces.
+    """
+
+    NAME = "bubblewrap"
+    HAS_IMAGE = False
+
+    def __init__(self, image: str | None, limits: SandboxLimits, *, readable: Sequence[str] = ()) -> None:
+        super().__init__(image, limits)
+        if image is not None:
+            raise ConfigError(f'the sandbox "bubblewrap" has no images; leave {image!r} out')
+        self._readable = list(readable)
+        self._folder: str | None = None
+        self._relay: UnixRelay | None = None
+        self._user = FIRST_USER + secrets.randbelow(2**16)
+
+    async def start(self) -> None:
+        if self._folder is not None:
+            return
+        try:
+            self._folder = await asyncio.to_thread(self._make_root)
+        except OSError as error:
+            raise SandboxUnavailableError(
+                f"no folder for a sandbox can be made: {error}; free disk space, or set TMPDIR"
+            ) from None
+        self._workspace = WORKSPACE
+        ended = await self.exec(["true"], cwd="/")
+        if ended.status != 0:
+            await self.stop()
+            raise SandboxError(
+                f"bubblewrap cannot make a sandbox on this machine: {ended.stderr.strip()[-400:]}; allow "
+                "user namespaces (sysctl kernel.unprivileged_userns_clone), or use another sandbox"
+            )
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        variables = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+            "HOME": WORKSPACE,
+            "LANG": "C.UTF-8",
+        }
+        arguments = [*self._wrapper(), "--chdir", self.path(cwd or ""), "--", *self._inner(command)]
+        try:
+            return await run_program(
+                arguments, env=variables | dict(env or {}), cwd="/", stdin=stdin, timeout_s=timeout_s
+            )
+        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+            raise SandboxError(
+                f"bubblewrap cannot be started: {error}; install bubblewrap on every machine with runners"
+            ) from None
+
+    async def forward(self, url: str) -> str:
+        if self.limits.network:
+            return url
+        address_of(url)
+        if self._relay is None:
+            await self.write(RELAY, await asyncio.to_thread(Path(relay_inside.__file__).read_bytes))
+            relay = UnixRelay(f"{self._root_folder()}{RELAY_SOCKET}", url)
+            await relay.start()
+            self._relay = relay
+        return with_address(url, "127.0.0.1", INSIDE_PORT)
+
+    async def stop(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            await relay.stop()
+        folder, self._folder, self._workspace = self._folder, None, None
+        if folder is not None:
+            await asyncio.to_thread(remove_folder, folder)
+
+    def _make_root(self) -> str:
+        folder = tempfile.mkdtemp(prefix="raylight-")
+        for path in (WORKSPACE, "/tmp", os.path.dirname(RELAY)):
+            os.makedirs(f"{folder}/root{path}")
+        if os.geteuid() == 0:
+            for parent, folders, _ in os.walk(folder):
+                for name in folders:
+                    os.chown(os.path.join(parent, name), self._user, self._user)
+            os.chmod(folder, 0o711)
+        return folder
+
+    def _root_folder(self) -> str:
+        if self._folder is None:
+            raise SandboxError("the sandbox is not started; call start() first")
+        return f"{self._folder}/root"
+
+    def _wrapper(self) -> list[str]:
+        """Return the command that makes the namespaces."""
+        binds = ["--bind", self._root_folder(), "/"]
+        for path in SYSTEM_FOLDERS:
+            if os.path.islink(path):
+                if not os.path.lexists(f"{self._root_folder()}{path}"):
+                    binds += ["--symlink", os.readlink(path), path]
+            else:
+                binds += ["--ro-bind-try", path, path]
+        for path in (*SYSTEM_FILES, *self._readable):
+            binds += ["--ro-bind-try", path, path]
+        arguments = [
+            *self._as_user(),
+            "bwrap",
+            "--die-with-parent",
+            "--new-session",
+            "--unshare-user",
+            "--unshare-pid",
+            "--unshare-ipc",
+            "--unshare-uts",
+            *([] if self.limits.network else ["--unshare-net"]),
+            *binds,
+            "--dev",
+            "/dev",
+            "--proc",
+            "/proc",
+        ]
+        return arguments
+
+    def _as_user(self) -> list[str]:
+        """Return the command by which a runner of the user root becomes one who owns nothing else."""
+        if os.geteuid() != 0:
+            return []
+        if shutil.which("setpriv") is None:
+            raise SandboxError(
+                "bubblewrap as root needs setpriv (of util-linux), so that programs inside are not root; "
+                "install it on every machine with runners, or run raylight as another user"
+            )
+        return ["setpriv", f"--reuid={self._user}", f"--regid={self._user}", "--clear-groups", "--"]
+
+    def _inner(self, command: Sequence[str]) -> list[str]:
+        """Return the command behind its limits and the relay."""
+        settings = self.limits.shell_commands()
+        relay = [] if self._relay is None else ["python3", RELAY, RELAY_SOCKET, str(INSIDE_PORT)]
+        if not settings:
+            return [*relay, *command]
+        return [*relay, "sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]

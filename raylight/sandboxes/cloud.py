@@ -1,0 +1,230 @@
+"""Base of the sandboxes of cloud providers, which are reached by the provider's Python package.
+
+Every call of a provider's API is short: a program runs detached in the sandbox, its outputs go to files, and
+calls wait for its end a few seconds each. So a program may run longer than any connection lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib
+import secrets
+import shlex
+import signal
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from raylight.errors import SandboxError, SandboxUnavailableError
+from raylight.sandboxes.exec_sandbox import ExecSandbox
+from raylight.sandboxes.relay import reach_of
+from raylight.sandboxes.remote_program import END_MARKED, MARK_VARIABLE
+from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult, SandboxLimits
+
+T = TypeVar("T")
+START_S = 600.0
+CALL_S = 60
+"""Time limit of one call."""
+WAIT_S = 20.0
+"""Time for which one call waits for the end of a program."""
+RUN = f"""d=$1; chmod 700 "$d"; s=$(command -v setsid || true); export {MARK_VARIABLE}="$2"
+$s sh "$d/program" > "$d/out" 2> "$d/err" < "$d/in" &"""
+"""Shell script that starts a program with a mark, by which it is ended. It goes on after the script."""
+END_ALL = f"{END_MARKED}true\n"
+DONE = "raylight-done"
+"""Last output of a script that has succeeded."""
+WAIT = """n=0; while [ $n -lt "$2" ] && [ -d "$1" ] && [ ! -f "$1/status" ]; do sleep 0.1; n=$((n+1)); done
+test -f "$1/status" || exit 0
+echo "ended $(cat "$1/status")" """
+"""Shell script that waits for a program, for as many tenths of a second as its second argument says."""
+COLLECT = f"""tail -c {MAX_STDOUT} "$1/out" | base64 | tr -d '\\n'; echo
+tail -c {MAX_STDERR} "$1/err" | base64 | tr -d '\\n'
+rm -rf "$1" """
+"""Shell script that prints both outputs, a line each, and removes the files of a program."""
+
+
+class CloudSandbox(ExecSandbox):
+    """A sandbox of a cloud provider. What programs leave behind ends with it.
+
+    Args:
+        image: what the sandbox starts from.
+        limits: limits, most of which providers do not have.
+        gateway_url: public address that leads to the model's gateway, such as that of a reverse proxy or a
+            tunnel. None: the gateway's own address is public.
+        lifetime_s: seconds after which the provider ends the sandbox, also if its runner was lost.
+        arguments: further arguments of the provider's call that makes a sandbox.
+
+    Raises:
+        ConfigError: a limit cannot be enforced.
+        SandboxError: the package is not installed, or the provider rejects the request.
+        SandboxUnavailableError: the provider failed otherwise.
+    """
+
+    PACKAGE: ClassVar[str]
+    """Name of the provider's package, as it is imported."""
+    INSTALL: ClassVar[str]
+    """Its name for pip."""
+    REJECTIONS: ClassVar[frozenset[str]]
+    """Names of the package's exceptions that would be raised the next time too."""
+    REACHES: ClassVar[tuple[str, ...]] = ("internet",)
+    """Kinds of addresses that programs inside reach, see `reach_of`."""
+
+    def __init__(
+        self,
+        image: str | None,
+        limits: SandboxLimits,
+        *,
+        gateway_url: str | None = None,
+        lifetime_s: int = 3600,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(image, limits)
+        self.require_image("NAME")
+        self.lifetime_s = lifetime_s
+        self.arguments = dict(arguments or {})
+        self._gateway_url = gateway_url
+        self._creation: asyncio.Future[None] | None = None
+
+    @abstractmethod
+    async def create(self) -> None:
+        """Make the provider's sandbox."""
+
+    @abstractmethod
+    async def shell(self, script: str) -> str:
+        """Run a script of the shell, which takes seconds, and return its standard output."""
+
+    @abstractmethod
+    async def upload(self, path: str, content: bytes) -> None:
+        """Write a file in an existing folder."""
+
+    @abstractmethod
+    async def delete(self) -> None:
+        """Remove the provider's sandbox if there is one, and close the connection."""
+
+    def package(self, module: str | None = None) -> Any:
+        """Return the provider's package, or one of its modules.
+
+        Raises:
+            SandboxError: it is not installed.
+        """
+        try:
+            return importlib.import_module(module or self.PACKAGE)
+        except ImportError as error:
+            raise SandboxError(
+                f"the sandbox {self.NAME!r} needs a package that cannot be imported ({error}); install it "
+                f'for the runners: pip install "{self.INSTALL}"'
+            ) from None
+
+    async def run_script(self, script: str, *arguments: str) -> str:
+        """Run a script with arguments and return its standard output.
+
+        Raises:
+            SandboxUnavailableError: it failed, for example because the disk is full.
+        """
+        command = shlex.join(["sh", "-c", f"({script}\n) && printf {DONE}", "sh", *arguments])
+        output = (await self._guard(self.shell(command))).rstrip()
+        if not output.endswith(DONE):
+            raise SandboxUnavailableError(
+                f"{self.NAME}: the sandbox does not run the scripts of raylight: {output[-400:]!r}"
+            )
+        return output.removesuffix(DONE)
+
+    async def start(self) -> None:
+        if self._creation is not None:
+            return
+        self.package()
+        self._creation = asyncio.ensure_future(self.create())
+        try:
+            # a request that was sent makes a sandbox, which only its answer lets `stop` remove
+            await self._guard(asyncio.shield(self._creation), START_S)
+            self._workspace = (await self.run_script("pwd")).strip() or "/"
+        except SandboxError:
+            await self.stop()
+            raise
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        started_at = time.monotonic()
+        mark = secrets.token_hex(16)
+        folder = f"/tmp/raylight-{mark}"
+        program = [f"export {name}={shlex.quote(value)}" for name, value in (env or {}).items()]
+        program += [f"cd {shlex.quote(self.path(cwd or ''))} && {shlex.join(command)}"]
+        program += [f'echo $? > "{folder}/written" && mv "{folder}/written" "{folder}/status"']
+        try:
+            await self.run_script(f"mkdir -p {folder}")
+            await self._guard(self.upload(f"{folder}/in", stdin))
+            await self._guard(self.upload(f"{folder}/program", "\n".join(program).encode()))
+            await self.run_script(RUN, folder, mark)
+            status = await self._wait(folder, started_at, timeout_s)
+            if status is None:
+                await self.run_script(END_ALL, mark)
+            outputs = [
+                base64.b64decode(line) for line in (await self.run_script(COLLECT, folder)).split("\n")
+            ]
+        except asyncio.CancelledError:
+            await asyncio.shield(self.run_script(END_ALL + 'rm -rf "/tmp/raylight-$1"', mark))
+            raise
+        stdout, stderr = (part.decode(errors="replace") for part in (*outputs, b"", b"")[:2])
+        ended = -signal.SIGTERM if status is None else status
+        return ExecResult(ended, stdout, stderr, status is None, time.monotonic() - started_at)
+
+    async def forward(self, url: str) -> str:
+        if self._gateway_url is not None:
+            public = urlsplit(self._gateway_url)
+            return urlunsplit(urlsplit(url)._replace(scheme=public.scheme, netloc=public.netloc))
+        if reach_of(url) not in self.REACHES:
+            raise SandboxError(
+                f"the sandbox {self.NAME!r} cannot reach the model at {urlsplit(url).netloc}, which is not "
+                "public; give SandboxSpec(options={'gateway_url': 'https://...'}) the address of a proxy or "
+                "tunnel that leads there, or set engine.host to a public address"
+            )
+        return url
+
+    async def stop(self) -> None:
+        creation, self._creation, self._workspace = self._creation, None, None
+        if creation is None:
+            return
+        await asyncio.wait([creation], timeout=START_S)
+        await self._guard(self.delete())
+
+    async def _wait(self, folder: str, started_at: float, timeout_s: float | None) -> int | None:
+        """Return the status of a program when it has ended; None if it runs longer than it may."""
+        while True:
+            left = WAIT_S if timeout_s is None else started_at + timeout_s - time.monotonic()
+            answer = await self.run_script(WAIT, folder, str(round(10 * max(0.0, min(left, WAIT_S)))))
+            if answer.startswith("ended "):
+                return int(answer.split()[1])
+            if left <= 0:
+                return None
+
+    async def _guard(self, call: Awaitable[T], timeout_s: float = CALL_S) -> T:
+        """Wait for a call of the provider's package.
+
+        Raises:
+            SandboxError: the provider rejects it. SandboxUnavailableError: it failed otherwise.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except SandboxError:
+            raise
+        except Exception as error:
+            names = {kind.__name__ for kind in type(error).__mro__}
+            message = f"{self.NAME}: {type(error).__name__}: {str(error)[-400:]}"
+            if names & self.REJECTIONS:
+                raise SandboxError(
+                    f"{message}; correct the image, its arguments or the credentials"
+                ) from error
+            if isinstance(error, TypeError | AttributeError):
+                raise
+            raise SandboxUnavailableError(message) from error

@@ -1,0 +1,146 @@
+"""A program on this machine, run to its end with everything that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from raylight.sandboxes.marked_processes import MARK_VARIABLE, kill_marked
+from raylight.sandboxes.process_guard import ProcessGuard
+from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult
+
+TERMINATE_GRACE_S = 3.0
+"""Time between SIGTERM and SIGKILL when a program is ended. The runner waits 5 s for an agent."""
+DRAIN_S = 1.0
+"""Time in which the pipes of an ended program must close; a process outside its group may hold them."""
+
+GUARD = ProcessGuard()
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str | None = None,
+    stdin: bytes = b"",
+    timeout_s: float | None = None,
+    ends_children: bool = True,
+) -> ExecResult:
+    """Run a program to its end, then kill the processes that it left behind.
+
+    They are found by their process group and, on Linux, by a mark in their environment, which a process that
+    made itself a daemon still has. A cancellation ends the program: SIGTERM to its group, SIGKILL after 3 s.
+    So does the end of this process, however it comes.
+
+    Args:
+        command: program and arguments.
+        env: the whole environment.
+        cwd: working directory; None: that of this process.
+        stdin: its standard input, closed afterwards.
+        timeout_s: seconds after which it is ended; the result says so.
+        ends_children: False for a program that leaves a service behind on purpose, such as `podman run`. It
+            is itself ended in any case.
+
+    Raises:
+        OSError: the program cannot be started. ValueError: an argument contains a null byte.
+    """
+    return await _Program(command, env, cwd, ends_children).run(stdin, timeout_s)
+
+
+class _Program(asyncio.SubprocessProtocol):
+    """A running program: its input, the ends of its outputs, and the end of all its processes.
+
+    `asyncio.Process.wait` may wait for processes that the program left behind, as they hold its pipes; this
+    waits for the program itself.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str | None, ends_children: bool
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._ends_children = ends_children
+        self._mark = secrets.token_hex(16)
+        self._command, self._env, self._cwd = command, {**env, MARK_VARIABLE: self._mark}, cwd
+        self._exited: asyncio.Future[None] = loop.create_future()
+        self._closed: asyncio.Future[None] = loop.create_future()
+        self._tails = {1: bytearray(), 2: bytearray()}
+        self._limits = {1: MAX_STDOUT, 2: MAX_STDERR}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        tail, limit = self._tails[fd], self._limits[fd]
+        tail += data
+        if len(tail) > 2 * limit:  # rarely, so that each byte is moved once on average
+            del tail[:-limit]
+
+    def process_exited(self) -> None:
+        if not self._exited.done():
+            self._exited.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    async def run(self, stdin: bytes, timeout_s: float | None) -> ExecResult:
+        # `asyncio.wait` does not cancel what it waits for: a cancelled start would leave processes behind
+        # and a cancelled future would look like an exit
+        started_at = time.monotonic()
+        starting = asyncio.create_task(self._start())
+        try:
+            await asyncio.wait([starting])
+            transport = starting.result()
+            GUARD.add(transport.get_pid(), self._mark)
+            pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+            if not pipe.is_closing():  # the program may have ended
+                pipe.write(stdin)
+                pipe.close()  # after what was written
+            timed_out = not (await asyncio.wait([self._exited], timeout=timeout_s))[0]
+            if timed_out:
+                await self._terminate(transport)
+            status = transport.get_returncode()
+        except asyncio.CancelledError:
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                await self._terminate(starting.result())
+            raise
+        finally:
+            if starting.done() and starting.exception() is None:
+                await self._close(starting.result())
+        stdout, stderr = (self._tails[fd].decode(errors="replace") for fd in (1, 2))
+        status = -signal.SIGKILL if status is None else status
+        return ExecResult(status, stdout, stderr, timed_out, time.monotonic() - started_at)
+
+    async def _terminate(self, transport: asyncio.SubprocessTransport) -> None:
+        _signal_group(transport, signal.SIGTERM)
+        await asyncio.wait([self._exited], timeout=TERMINATE_GRACE_S)
+
+    async def _close(self, transport: asyncio.SubprocessTransport) -> None:
+        """Kill what remains of the program's processes, and read the rest of the outputs."""
+        if self._ends_children or not self._exited.done():
+            _signal_group(transport, signal.SIGKILL)
+            kill_marked(self._mark)
+        GUARD.remove(transport.get_pid(), self._mark)
+        try:
+            await asyncio.wait([self._closed], timeout=DRAIN_S)
+        finally:
+            transport.close()
+            for fd, tail in self._tails.items():
+                del tail[: -self._limits[fd]]
+
+    async def _start(self) -> asyncio.SubprocessTransport:
+        GUARD.start()
+        transport, _ = await asyncio.get_running_loop().subprocess_exec(
+            lambda: self, *self._command, env=self._env, cwd=self._cwd, start_new_session=True
+        )
+        return transport
+
+
+def _signal_group(transport: asyncio.SubprocessTransport, number: int) -> None:
+    """Send a signal to the program and all processes that it started and that are still in its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(transport.get_pid(), number)

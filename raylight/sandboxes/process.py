@@ -1,0 +1,123 @@
+"""Sandbox of plain processes: a temporary folder on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.sandboxes.local_program import run_program
+from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
+"""Variables of the runner's Python, which would make another Python import the runner's packages."""
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return the variables of this process that a program on this machine receives."""
+    return {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
+
+
+class ProcessSandbox:
+    """Programs of this machine, in a temporary folder. It protects nothing but that folder.
+
+    A program reads and writes what the runner's user may, so this is for agents that are trusted. Limits of
+    memory and of files hold for each process. The number of processes and the network cannot be limited.
+
+    Raises:
+        ConfigError: a limit cannot be enforced.
+    """
+
+    HAS_IMAGE = False
+
+    def __init__(self, image: str | None, limits: SandboxLimits) -> None:
+        if image is not None:
+            raise ConfigError(f'the sandbox "process" has no images; leave {image!r} out')
+        for name, is_set in (("processes", limits.processes is not None), ("network", not limits.network)):
+            if is_set:
+                raise ConfigError(
+                    f'the sandbox "process" cannot limit {name}; use "bubblewrap" or "podman:IMAGE"'
+                )
+        self._limits = limits
+        self._folder: str | None = None
+
+    @property
+    def workspace(self) -> str:
+        if self._folder is None:
+            raise SandboxError("the sandbox has no workspace, because it is not started; call start() first")
+        return self._folder
+
+    @property
+    def root(self) -> str:
+        return self.workspace
+
+    async def start(self) -> None:
+        if self._folder is None:
+            try:
+                self._folder = tempfile.mkdtemp(prefix="raylight-")
+            except OSError as error:
+                raise SandboxUnavailableError(
+                    f"no folder for a sandbox can be made: {error}; free disk space, or set TMPDIR"
+                ) from None
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        environment = inherited_environment() | {"TMPDIR": self.workspace} | dict(env or {})
+        folder = os.path.join(self.workspace, cwd or "")
+        try:
+            return await run_program(
+                self._limited(command), env=environment, cwd=folder, stdin=stdin, timeout_s=timeout_s
+            )
+        except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
+            raise SandboxError(
+                f"the program {command[0]} cannot be started: {error}; install it on every machine "
+                "with runners"
+            ) from None
+
+    async def forward(self, url: str) -> str:
+        return url
+
+    async def read(self, path: str) -> bytes:
+        return await asyncio.to_thread(Path(self.workspace, path).read_bytes)
+
+    async def write(self, path: str, content: bytes, *, executable: bool = False) -> None:
+        await asyncio.to_thread(self._write, Path(self.workspace, path), content, executable)
+
+    async def stop(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(remove_folder, folder)
+
+    def _limited(self, command: Sequence[str]) -> list[str]:
+        """Return the command behind a shell that sets its limits."""
+        settings = self._limits.shell_commands()
+        if not settings:
+            return list(command)
+        return ["/bin/sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]
+
+    @staticmethod
+    def _write(path: Path, content: bytes, executable: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        if executable:
+            path.chmod(0o755)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder, also the parts that were made read-only."""
+    for parent, folders, _ in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in folders):
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,90 @@
+"""The backends of sandboxes, and the description from which one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from raylight.components import import_dotted_name
+from raylight.errors import ConfigError
+from raylight.sandboxes.sandbox import Sandbox, SandboxLimits
+
+BACKENDS = {
+    "apptainer": "raylight.sandboxes.apptainer.ApptainerSandbox",
+    "bubblewrap": "raylight.sandboxes.bubblewrap.BubblewrapSandbox",
+    "daytona": "raylight.sandboxes.cloud_providers.DaytonaSandbox",
+    "docker": "raylight.sandboxes.container.DockerSandbox",
+    "e2b": "raylight.sandboxes.cloud_providers.E2BSandbox",
+    "kubernetes": "raylight.sandboxes.cloud_providers.KubernetesSandbox",
+    "modal": "raylight.sandboxes.cloud_providers.ModalSandbox",
+    "podman": "raylight.sandboxes.container.PodmanSandbox",
+    "process": "raylight.sandboxes.process.ProcessSandbox",
+    "ray": "raylight.sandboxes.ray_node.RaySandbox",
+    "ssh": "raylight.sandboxes.ssh.SshSandbox",
+}
+"""Dotted name of the class of each backend. It is called with an image, or None, and the limits."""
+MEMBERS = ("HAS_IMAGE", "workspace", "root", "start", "exec", "read", "write", "forward", "stop")
+"""Parts of `Sandbox` that a backend's class must have."""
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """Description of a sandbox, which travels to the runners."""
+
+    backend: str = "process"
+    """Name of a backend, or the dotted name of a class with the methods of `Sandbox`."""
+    image: str | None = None
+    """Start of the sandbox: an image, a template, a host."""
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """Limits of the sandbox."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the backend's class."""
+
+    @classmethod
+    def parse(cls, value: SandboxSpec | str) -> SandboxSpec:
+        """Read a description such as "process" or "podman:python:3.12".
+
+        Raises:
+            ConfigError: the backend is unknown, or lacks what it starts from.
+        """
+        if isinstance(value, str):
+            backend, _, image = value.partition(":")
+            value = cls(backend, image or None)
+        if not isinstance(value, SandboxSpec):
+            raise ConfigError(f"sandbox is {value!r:.80}; give a text such as 'process', or a SandboxSpec")
+        if value.image is None and value.backend_class().HAS_IMAGE:
+            value = replace(value, image="of the task")  # which a task may bring
+            value.create()
+            return replace(value, image=None)
+        value.create()
+        return value
+
+    def backend_class(self) -> type[Sandbox]:
+        """Return the class of the backend.
+
+        Raises:
+            ConfigError: it is unknown.
+        """
+        name = BACKENDS.get(self.backend, self.backend)
+        if "." not in name:
+            raise ConfigError(
+                f"the sandbox {self.backend!r} is unknown; known are {', '.join(BACKENDS)}, and the "
+                "dotted name of a class of your own"
+            )
+        backend = import_dotted_name(name, "sandbox")
+        missing = [part for part in MEMBERS if not hasattr(backend, part)]
+        if missing:
+            raise ConfigError(
+                f"the sandbox {name} has no {', '.join(missing)}; see raylight.sandboxes.sandbox.Sandbox"
+            )
+        return cast(type[Sandbox], backend)
+
+    def create(self) -> Sandbox:
+        """Return a sandbox, which is not started.
+
+        Raises:
+            ConfigError: the backend is unknown, or cannot do what is described.
+        """
+        make = cast(Callable[..., Sandbox], self.backend_class())
+        return make(self.image, self.limits, **self.options)

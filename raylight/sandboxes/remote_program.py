@@ -1,0 +1,86 @@
+"""A program in a container or on another machine, reached by a command of this machine such as `podman exec`.
+
+The end of that command does not end the program, so the program's processes carry a mark in their environment
+by which they are found and ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from raylight.errors import SandboxError
+from raylight.sandboxes.local_program import TERMINATE_GRACE_S, run_program
+from raylight.sandboxes.process import inherited_environment
+from raylight.sandboxes.sandbox import ExecResult
+
+MARK_VARIABLE = "RAYLIGHT_REMOTE_PROGRAM"
+"""Variable of the mark. It is not that of local programs, whose processes end with the command."""
+END_MARKED = f"""
+marked() {{ grep -ls "{MARK_VARIABLE}=$1" /proc/[0-9]*/environ; }}
+send() {{ for f in $(marked "$2"); do p=${{f#/proc/}}; kill "$1" "${{p%/environ}}" 2>/dev/null; done; }}
+send -TERM "$1"
+n=0
+while [ $n -lt {int(TERMINATE_GRACE_S * 10)} ] && [ -n "$(marked "$1")" ]; do sleep 0.1; n=$((n+1)); done
+send -KILL "$1"
+"""
+"""Shell script that ends all processes with the mark that is its argument: SIGTERM, after 3 s SIGKILL."""
+END_S = 30.0
+"""Time that ending a program may take."""
+
+
+async def run_remote_program(
+    wrap: Callable[[Sequence[str], Mapping[str, str]], list[str]],
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: bytes,
+    timeout_s: float | None,
+    env_prefix: str = "",
+    ends_children: bool = False,
+) -> ExecResult:
+    """Run a program by a command of this machine; it and what it started end at its limit or when cancelled.
+
+    Args:
+        wrap: returns the command of this machine for a program and its variables. Their values reach it by
+            its environment, never by its arguments, which all users can read.
+        command: the program and its arguments.
+        env: variables of the program.
+        stdin: its standard input.
+        timeout_s: seconds after which it is ended.
+        env_prefix: prefix of the names of `env` in the environment of the command of this machine.
+        ends_children: end what the program left behind.
+
+    Raises:
+        SandboxError: the command of this machine cannot be started.
+    """
+    mark = secrets.token_hex(16)
+    variables = {**env, MARK_VARIABLE: mark}
+
+    async def run(program: Sequence[str], given: Mapping[str, str], **more: object) -> ExecResult:
+        outer = wrap(program, given)
+        variables = {f"{env_prefix}{name}": value for name, value in given.items()}
+        try:
+            return await run_program(outer, env=inherited_environment() | variables, **more)  # type: ignore[arg-type]
+        except (OSError, ValueError) as error:
+            raise SandboxError(
+                f"{outer[0]} cannot be started: {error}; install it on every machine with runners"
+            ) from None
+
+    async def end() -> None:
+        await run(["sh", "-c", END_MARKED, "sh", mark], {}, timeout_s=END_S)
+
+    try:
+        ended = await run(command, variables, stdin=stdin, timeout_s=timeout_s)
+    except asyncio.CancelledError:
+        await asyncio.shield(end())
+        raise
+    if ended.timed_out:
+        await end()
+        return replace(ended, status=-signal.SIGTERM)
+    if ends_children:
+        await end()
+    return ended

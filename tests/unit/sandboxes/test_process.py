@@ -1,0 +1,126 @@
+"""The sandbox of plain processes: its folder, its limits, and the end of what ran in it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from unit_helpers import until, within
+
+from raylight.errors import ConfigError, SandboxError
+from raylight.sandboxes.process import ProcessSandbox
+from raylight.sandboxes.registry import SandboxSpec
+from raylight.sandboxes.sandbox import MAX_STDOUT, Sandbox, SandboxLimits
+
+
+def read_pid(path: Path) -> int | None:
+    return int(path.read_text() or 0) if path.exists() else None
+
+
+def size_of(path: str) -> int | None:
+    return os.path.getsize(path) if os.path.exists(path) else None
+
+
+@pytest.fixture
+async def make_sandbox() -> AsyncIterator[Callable]:
+    """Start sandboxes, and stop them at the end."""
+    started: list[Sandbox] = []
+
+    async def make(**limits: int) -> Sandbox:
+        sandbox = ProcessSandbox(None, SandboxLimits(**limits))
+        started.append(sandbox)
+        await sandbox.start()
+        return sandbox
+
+    yield make
+    for sandbox in started:
+        await sandbox.stop()
+
+
+async def test_a_program_works_in_the_workspace(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    await sandbox.write("bin/hello", b"#!/bin/sh\ncat; echo $NAME; echo bad >&2; exit 3\n", executable=True)
+    result = await sandbox.exec(["bin/hello"], env={"NAME": "you"}, stdin=b"hi ")
+    assert (result.status, result.stdout, result.stderr) == (3, "hi you\n", "bad\n")
+    assert await sandbox.read("bin/hello") == await sandbox.read(f"{sandbox.workspace}/bin/hello")
+    assert (await sandbox.exec(["pwd"], cwd="bin")).stdout.strip() == f"{sandbox.workspace}/bin"
+    with pytest.raises(FileNotFoundError):
+        await sandbox.read("missing")
+    with pytest.raises(SandboxError, match="no-such-program cannot be started"):
+        await sandbox.exec(["no-such-program"])
+
+
+async def test_the_workspace_ends_with_the_sandbox(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    folder = Path(sandbox.workspace)
+    await sandbox.write("read_only/file", b"")
+    (folder / "read_only").chmod(0o500)
+    await sandbox.stop()
+    await sandbox.stop()
+    assert size_of(str(folder)) is None
+    with pytest.raises(SandboxError, match="not started"):
+        _ = sandbox.workspace
+
+
+async def test_a_program_that_takes_too_long_is_ended(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    result = await sandbox.exec(["/bin/sh", "-c", "echo before; sleep 600"], timeout_s=0.2)
+    assert (result.timed_out, result.status, result.stdout) == (True, -signal.SIGTERM, "before\n")
+
+
+async def test_a_daemon_ends_with_the_program_that_started_it(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    script = "setsid sh -c 'echo $$ > pid; exec sleep 600' & while [ ! -s pid ]; do :; done"
+    await sandbox.exec(["/bin/sh", "-c", script])
+    pid = int(await sandbox.read("pid"))
+    await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_a_cancelled_program_is_ended(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    work = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "echo $$ > pid; exec sleep 600"]))
+    path = Path(sandbox.workspace, "pid")
+    await until(lambda: bool(read_pid(path)))
+    pid = read_pid(path)
+    assert pid is not None
+    work.cancel()
+    async with within(30):
+        with pytest.raises(asyncio.CancelledError):
+            await work
+    assert not psutil.pid_exists(pid)
+
+
+async def test_limits_hold_for_memory_and_files(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox(memory_mb=200, file_mb=1)
+    greedy = await sandbox.exec(["python3", "-c", "x = bytearray(400_000_000)"])
+    assert "MemoryError" in greedy.stderr
+    filling = await sandbox.exec(["/bin/sh", "-c", "head -c 3000000 /dev/zero > big"])
+    assert filling.status != 0
+    assert size_of(f"{sandbox.workspace}/big") == 2**20
+
+
+async def test_of_a_large_output_the_end_is_kept(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    result = await sandbox.exec(["/bin/sh", "-c", f"head -c {3 * MAX_STDOUT} /dev/zero; echo end"])
+    assert len(result.stdout) == MAX_STDOUT
+    assert result.stdout.endswith("\0end\n")
+
+
+@pytest.mark.parametrize("limits", [SandboxLimits(processes=3), SandboxLimits(network=False)])
+def test_a_limit_that_cannot_be_enforced_is_refused(limits: SandboxLimits) -> None:
+    with pytest.raises(ConfigError, match="cannot limit"):
+        SandboxSpec.parse(SandboxSpec("process", limits=limits))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("procces", "unknown"), ("process:python", "no images"), (3, "give a text"), ("a.b", "sandbox")],
+)
+def test_a_wrong_description_is_an_error(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SandboxSpec.parse(value)  # type: ignore[arg-type]
