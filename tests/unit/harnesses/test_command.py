@@ -17,12 +17,13 @@ import pytest
 from opentelemetry.util.re import parse_env_headers
 from unit_helpers import DEADLINE_S, make_context, make_rollout, until, within
 
-from raylight.agent.command import MAX_STDERR, MAX_STDOUT, CommandAgent, CommandResult
 from raylight.agent.emit import emit_message
 from raylight.agent.resources import LLM, ProxyLLM
 from raylight.errors import AgentSignatureError
+from raylight.harnesses.command import CommandAgent, CommandResult
 from raylight.runner.execute import execute
 from raylight.runner.outcome import Outcome
+from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT
 from raylight.traces.rewards import find_final_reward, get_rewards_from_span
 from raylight.types import Span
 
@@ -194,7 +195,7 @@ async def test_a_command_made_from_the_task_runs_in_its_folder(tmp_path: Path) -
 async def test_the_last_line_is_the_reward(output: str, rewards: dict[str, float] | None) -> None:
     outcome, spans = await run(shell(f"printf '%s' '{output}'"))
     assert outcome == Outcome("succeeded")
-    found = [{reward.name: reward.value for reward in get_rewards_from_span(span)} for span in spans]
+    found = [{r.name: r.value for r in given} for span in spans if (given := get_rewards_from_span(span))]
     assert found == ([] if rewards is None else [rewards])
 
 
@@ -236,7 +237,7 @@ async def test_a_function_scores_the_output() -> None:
         outcome, spans = await run(shell("echo 42; echo a note >&2", reward=function), {"expected": "42"})
         assert outcome == Outcome("succeeded")
         assert find_final_reward(spans) == 1.0
-        assert spans[0].attributes["agentlightning.message.body"] == "a note"
+        assert spans[1].attributes["agentlightning.message.body"] == "a note"
 
 
 # failures
@@ -347,7 +348,7 @@ async def test_a_timeout_ends_the_process_group(tmp_path: Path) -> None:
 async def test_a_cancelled_program_may_clean_up_and_is_killed_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float
 ) -> None:
-    monkeypatch.setattr("raylight.agent.command.TERMINATE_GRACE_S", grace_s)
+    monkeypatch.setattr("raylight.sandboxes.local_program.TERMINATE_GRACE_S", grace_s)
     pids, said = tmp_path / "pids", tmp_path / "said"
     script = f"trap '{trap}' TERM; echo $$ >> {pids}; while :; do sleep 0.01; done"
     with all_killed(pids):
@@ -375,6 +376,8 @@ async def test_a_daemon_that_holds_the_pipes_delays_no_rollout(tmp_path: Path) -
     with all_killed(pids):
         _, spans = await run(shell(script))
         assert find_final_reward(spans) == 1.0
+        (pid,) = await started(pids, 1)
+        await until(lambda: not alive(pid))
 
 
 # in a run
@@ -394,3 +397,12 @@ async def test_an_agent_travels_to_the_runners() -> None:
     agent = cloudpickle.loads(cloudpickle.dumps(shell("echo 1", trained_agents="solver")))
     assert (agent.trained_agents, agent.is_async) == ("solver", True)
     assert (await run(agent))[0] == Outcome("succeeded")
+
+
+async def test_no_more_sandboxes_exist_than_allowed(tmp_path: Path) -> None:
+    script = f"cd {tmp_path}; mkdir busy || exit 7; sleep 0.1; rmdir busy; echo 1"
+    agent = cloudpickle.loads(cloudpickle.dumps(shell(script, sandbox="process", max_sandboxes=1)))
+    async with within(60):
+        outcomes = await asyncio.gather(*(run(agent) for _ in range(4)))
+    assert {outcome.status for outcome, _ in outcomes} == {"succeeded"}
+    assert [find_final_reward(spans) for _, spans in outcomes] == [1.0] * 4

@@ -1,0 +1,69 @@
+"""Train mini-swe-agent, an unmodified harness, to repair small Python modules: offline, on a CPU.
+
+    pip install mini-swe-agent mcp
+    python examples/harness_agent/train.py
+
+The first run makes a small model from demonstrations. Each rollout starts `mini` in a folder of its own with
+a broken module; after it has ended, tests enter that folder and are the reward.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import raylight as rl
+from raylight.starter.tasks.repairs import repair_tasks
+
+FOLDER = Path(__file__).resolve().parent
+COMMAND = ["mini", "-c", str(FOLDER / "mini.yaml"), "-c", "{home}/mini.yaml", "-o", "{home}/trajectory.json"]
+"""The preset's command with a shorter prompt."""
+
+
+def tests_of(task: dict[str, Any]) -> dict[str, str]:
+    return task["tests"]
+
+
+def make_agent() -> rl.CommandAgent:
+    """Return the harness, judged by the tests of a task."""
+    return rl.CommandAgent(
+        COMMAND,
+        preset="mini-swe-agent",
+        reward=rl.RewardCommand(["python3", "check.py"], files=tests_of, timeout_s=30),
+        timeout_s=300,
+        scores_failures=True,
+        max_output_tokens=64,
+    )
+
+
+def make_model(folder: Path) -> Path:
+    """Make the starter model, unless it is there already."""
+    if not (folder / "starter.json").exists():
+        rl.make_starter("harness:bash", folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train mini-swe-agent to repair small Python modules.")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--model", type=Path, default=Path("outputs/harness_starter"))
+    parser.add_argument("--output-dir", default="outputs/harness_agent")
+    args = parser.parse_args()
+    tasks = repair_tasks(seed=1, count=400)
+    algorithm = rl.GRPO(
+        model=str(make_model(args.model)),
+        n_steps=args.steps,
+        tasks_per_step=4,
+        group_size=4,
+        lr=1e-3,
+        val_every=args.steps,
+    )
+    trainer = rl.Trainer(
+        algorithm=algorithm, n_runners=1, runner={"max_concurrent": 4}, output_dir=args.output_dir
+    )
+    trainer.fit(make_agent(), tasks[16:], val_dataset=tasks[:16])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Demands of one task on the command of a `CommandAgent`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raylight.sandboxes.registry import SandboxSpec
+from raylight.sandboxes.sandbox import Sandbox
+
+
+@dataclass(frozen=True)
+class HarnessTask:
+    """Demands of one task on a command. None and empty values leave them to the agent's arguments."""
+
+    prompt: str | None = None
+    """Text for `{prompt}`."""
+    files: Mapping[str, str | bytes] | None = None
+    """Files of the working folder by their relative paths, written over those of the agent."""
+    sandbox: SandboxSpec | None = None
+    """Place of the rollout."""
+    cwd: str | None = None
+    """Working folder, in the sandbox."""
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    """Further variables; None removes one."""
+    timeout_s: float | None = None
+    """Seconds after which the program is ended."""
+    scores_timeouts: bool = False
+    """Score what a program left that was ended by `timeout_s`."""
+    prepare: Callable[[Sandbox], Awaitable[HarnessTask]] | None = None
+    """Coroutine function, called with the started sandbox before the program runs. It returns the demands
+    that hold from then on, with the paths of the sandbox."""
+    score: Callable[[Sandbox], Awaitable[Any]] | None = None
+    """Coroutine function, called with the sandbox after the program has ended; it returns the reward. None:
+    the agent's `reward` is used."""

@@ -1,0 +1,58 @@
+"""The example that trains mini-swe-agent on a toy repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from jinja2 import Template
+
+from examples.harness_agent.train import FOLDER, make_agent
+from raylight.starter.tasks.repairs import harness
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_starter_reads_what_the_harness_sends() -> None:
+    settings = yaml.safe_load((FOLDER / "mini.yaml").read_text())
+    demonstration = next(harness("bash", 0))
+    system, user, answer = (message["content"] for message in demonstration["messages"])
+    agent = settings["agent"]
+    assert agent["system_template"] == system
+    assert Template(agent["instance_template"]).render(task=user) == user
+    (command,) = re.findall(settings["model"]["action_regex"], answer, re.DOTALL)
+    assert command.startswith("sed -i")
+
+
+def test_the_agent_is_the_preset_with_a_shorter_prompt() -> None:
+    assert make_agent().display_name == "CommandAgent mini-swe-agent"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_harness_learns_to_pass_the_tests(tmp_path: Path) -> None:
+    if shutil.which("mini") is None:
+        pytest.skip("mini is not installed: pip install mini-swe-agent mcp")
+    places = ["--model", str(tmp_path / "starter"), "--output-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "examples/harness_agent/train.py", *places],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=3500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    values = [row["val/reward"] for row in rows if "val/reward" in row]
+    assert values[-1] > values[0]
+    trained = [row for row in rows if "train/failed" in row]
+    assert sum(row["train/failed"] for row in trained) == 0

@@ -1,0 +1,110 @@
+"""Harbor's tasks run by a command agent: in processes, in bubblewrap and in a container."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylight.errors import ConfigError
+from raylight.harbor.tasks import HarborTasks
+from raylight.harnesses.command import CommandAgent
+from raylight.runner.outcome import Outcome
+from raylight.sandboxes.registry import SandboxSpec
+from raylight.traces.rewards import find_final_reward
+
+from ..harbor.test_task_folder import make_task
+from .test_workspace import failure, run
+
+AGENT = """
+test ! -e ../tests/test.sh && test ! -e /tests/test.sh || exit 9
+test -e given.txt && test -n "$OPENAI_API_KEY" || exit 9
+echo "$0" > prompt.txt
+echo "$ANSWER" > answer.txt
+"""
+TESTS = """#!/bin/sh
+test -z "$OPENAI_API_KEY" || exit 9
+grep -q 'Write to .*answer.txt' /app/prompt.txt || exit 9
+if test "$(cat /app/answer.txt)" = 42; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+
+
+def make(folder: Path, image: str = "scratch", toml: str = "") -> HarborTasks:
+    make_task(folder, toml, instruction="Write to /app/answer.txt", tests=TESTS)
+    (folder / "environment" / "given.txt").write_text("given")
+    (folder / "environment" / "Dockerfile").write_text(f"FROM {image}\nWORKDIR /app\nCOPY given.txt .\n")
+    return HarborTasks(folder)
+
+
+def agent(sandbox: str | SandboxSpec, answer: str = "42", **options: Any) -> CommandAgent:
+    return CommandAgent(["sh", "-c", AGENT, "{prompt}"], sandbox=sandbox, env={"ANSWER": answer}, **options)
+
+
+def has_bubblewrap() -> bool:
+    trial = ["bwrap", "--unshare-user", "--ro-bind", "/", "/", "true"]
+    return shutil.which("bwrap") is not None and subprocess.run(trial, check=False).returncode == 0
+
+
+SANDBOXES = [
+    "process",
+    pytest.param("bubblewrap", marks=pytest.mark.skipif(not has_bubblewrap(), reason="needs bubblewrap")),
+]
+
+
+@pytest.mark.parametrize("sandbox", SANDBOXES)
+async def test_any_command_in_a_sandbox_without_images(tmp_path: Path, sandbox: str) -> None:
+    (task,) = make(tmp_path / "task")
+    assert json.loads(json.dumps(task)) == task
+    for answer, reward in (("42", 1.0), ("41", 0.0)):
+        outcome, spans = await run(agent(sandbox, answer), task)
+        assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), reward)
+
+
+async def test_a_container_is_built_from_the_tasks_dockerfile(tmp_path: Path, podman_image: str) -> None:
+    (task,) = make(tmp_path / "task", podman_image)
+    outcome, spans = await run(agent("podman"), task)
+    assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 1.0)
+
+
+async def test_tests_of_their_own_environment_see_the_artifacts(tmp_path: Path) -> None:
+    toml = 'artifacts = ["/app/answer.txt", "/app/prompt.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
+    (task,) = make(tmp_path / "task", toml=toml)
+    outcome, spans = await run(agent("process"), task)
+    assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 1.0)
+
+
+async def test_what_an_agent_left_at_its_limit_is_judged(tmp_path: Path) -> None:
+    (task,) = make(tmp_path / "task", toml="[agent]\ntimeout_sec = 0.5")
+    slow = CommandAgent(
+        ["sh", "-c", AGENT + "sleep 600", "{prompt}"], sandbox="process", env={"ANSWER": "42"}
+    )
+    outcome, spans = await run(slow, task)
+    assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 1.0)
+
+
+async def test_failures_are_counted_and_named(tmp_path: Path) -> None:
+    (task,) = make(tmp_path / "task")
+    assert (
+        "exit status 3" in (await failure(CommandAgent(["sh", "-c", "exit 3"], sandbox="process"), task))[1]
+    )
+    kind, error = await failure(CommandAgent(["true"], sandbox="process"), task)
+    assert (kind, "wrote no /logs/verifier/reward.json" in error) == ("reward", True)
+    shutil.rmtree(tmp_path / "task")
+    assert "has no task.toml" in (await failure(agent("process"), task))[1]
+
+
+async def test_a_task_without_a_network_needs_a_sandbox_that_can(tmp_path: Path) -> None:
+    (task,) = make(tmp_path / "task", toml='[environment]\nnetwork_mode = "no-network"')
+    assert "cannot limit network" in (await failure(agent("process"), task))[1]
+
+
+def test_an_image_may_come_from_the_task() -> None:
+    assert SandboxSpec.parse("podman").image is None
+    with pytest.raises(ConfigError, match="podman:python"):
+        SandboxSpec.parse("podman").create()
+    with pytest.raises(ConfigError, match="has no HAS_IMAGE, workspace"):
+        SandboxSpec.parse("raylight.errors.ConfigError")
