@@ -1,0 +1,187 @@
+"""One attempt at a Harbor task in a sandbox: its environment before the agent, its tests after it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Literal
+
+from raylight.errors import ConfigError, RewardError, SandboxError
+from raylight.harbor.dockerfile import BuildSteps, read_build_steps
+from raylight.harbor.files import TEST_FOLDERS, PathMap, copy_file, copy_folder
+from raylight.harbor.rewards import read_json_reward, read_text_reward
+from raylight.harbor.task_folder import HarborTask, TaskEnvironment, resolve_variables
+from raylight.sandboxes.sandbox import ExecResult, Sandbox
+
+REWARDS = "/logs/verifier"
+LOG_FOLDERS = (REWARDS, "/logs/agent", "/logs/artifacts")
+ARCHIVE = "artifacts.tar"
+READERS = {"reward.json": read_json_reward, "reward.txt": read_text_reward}
+"""Files that may have the reward, in the order in which they are looked for."""
+OUTPUT_LETTERS = 400
+"""Length of the end of the tests' output that an error shows."""
+
+RunSteps = Literal["error", "skip", "run"]
+"""Handling of the RUN lines of a Dockerfile in a sandbox without images."""
+
+
+class HarborAttempt:
+    """One attempt at a task.
+
+    Args:
+        task: the task.
+        run_steps: what a sandbox without images does with the RUN lines of a Dockerfile: "error", "skip" them
+            because the machine has what they install, or "run" them in the sandbox.
+    """
+
+    def __init__(self, task: HarborTask, run_steps: RunSteps = "error") -> None:
+        self._task = task
+        self._run_steps = run_steps
+
+    async def prepare(self, sandbox: Sandbox) -> str:
+        """Make the task's environment in a started sandbox.
+
+        Returns:
+            the working directory of the agent.
+
+        Raises:
+            ConfigError: the environment is an image, and the sandbox has none.
+            SandboxError: a step of the environment failed.
+        """
+        return await self._make_environment(sandbox, self._task.environment)
+
+    def prompt(self, sandbox: Sandbox) -> str:
+        """Return the instruction, with the paths of the sandbox."""
+        return self._paths(sandbox, self._task.environment).text(self._task.instruction)
+
+    def environment_variables(self) -> dict[str, str]:
+        """Return the variables of the agent's environment.
+
+        Raises:
+            DatasetError: one stands for a variable of this machine that is not set.
+        """
+        return resolve_variables(self._task.environment.env, os.environ)
+
+    async def judge(self, sandbox: Sandbox, tests_sandbox: Sandbox | None = None) -> float | dict[str, float]:
+        """Run the tests after the agent has ended, and return their reward.
+
+        Args:
+            sandbox: that of the agent.
+            tests_sandbox: a started one for the tests, if the task has an environment of its own for them.
+
+        Raises:
+            RewardError: the tests took too long, or wrote no reward.
+            SandboxError: the tests could not be started.
+        """
+        environment = self._task.tests_environment
+        if tests_sandbox is None or environment is None:
+            environment, place = self._task.environment, sandbox
+        else:
+            place = tests_sandbox
+            await self._make_environment(place, environment)
+            await self._carry_artifacts(sandbox, place)
+        paths = self._paths(place, environment)
+        # what an agent left where the tests and their reward belong does not count
+        left = ("/tests", *(f"{REWARDS}/{name}" for name in READERS))
+        await self._run(place, ["rm", "-rf", *map(paths.path, left)])
+        await copy_folder(place, self._task.tests, "/tests", paths)
+        variables = {**environment.env, **self._task.tests_env}
+        ended = await place.exec(
+            [paths.path("/tests/test.sh")],
+            env=resolve_variables(variables, os.environ),
+            cwd=self._workdir(place, environment, paths),
+            timeout_s=self._task.tests_timeout_s,
+        )
+        return await self._read_reward(place, paths, ended)
+
+    async def _read_reward(
+        self, place: Sandbox, paths: PathMap, ended: ExecResult
+    ) -> float | dict[str, float]:
+        for name, read in READERS.items():
+            with contextlib.suppress(FileNotFoundError):
+                return read(await place.read(paths.path(f"{REWARDS}/{name}")))
+        if ended.timed_out:
+            reason = f"were ended after {self._task.tests_timeout_s:g} s ([verifier].timeout_sec)"
+        else:
+            reason = f"ended with status {ended.status}"
+        raise RewardError(
+            f"the tests of the task {self._task.name} {reason} and wrote no {REWARDS}/reward.json or "
+            f"reward.txt. Their output ends: {_end_of(ended) or 'empty'}"
+        )
+
+    async def _make_environment(self, sandbox: Sandbox, environment: TaskEnvironment) -> str:
+        paths = self._paths(sandbox, environment)
+        steps = self._steps(environment)
+        folders = [*map(paths.path, LOG_FOLDERS), self._workdir(sandbox, environment, paths)]
+        await self._run(sandbox, ["mkdir", "-p", *folders])
+        if sandbox.HAS_IMAGE:
+            return self._workdir(sandbox, environment, paths)
+        if environment.image is not None:
+            raise ConfigError(
+                f"the task {self._task.name} starts from the image {environment.image}, and this sandbox has "
+                "no images; use one that has, such as podman"
+            )
+        for file, place in steps.copies:
+            await copy_file(sandbox, file, place, paths)
+        await self._run_commands(sandbox, steps, paths)
+        return self._workdir(sandbox, environment, paths)
+
+    async def _run_commands(self, sandbox: Sandbox, steps: BuildSteps, paths: PathMap) -> None:
+        if steps.commands and self._run_steps == "error":
+            raise ConfigError(
+                f"the Dockerfile of the task {self._task.name} runs {steps.commands[0][1]!r:.80}, and this "
+                'sandbox has no images; use one that has, such as podman, or say with run_steps="skip" that '
+                'the machine has all of it, or with run_steps="run" that it is run in the sandbox'
+            )
+        for folder, command in steps.commands if self._run_steps == "run" else ():
+            timeout_s = self._task.environment.build_timeout_s
+            ended = await sandbox.exec(
+                ["/bin/sh", "-c", paths.text(command)],
+                env=steps.env,
+                cwd=paths.path(folder),
+                timeout_s=timeout_s,
+            )
+            if ended.status != 0:
+                raise SandboxError(
+                    f"a step of the Dockerfile of the task {self._task.name} ended with status "
+                    f"{ended.status}: {command!r:.80}. Its output ends: {_end_of(ended)}"
+                )
+
+    async def _carry_artifacts(self, source: Sandbox, target: Sandbox) -> None:
+        """Copy the artifacts from the agent's sandbox into that of the tests."""
+        for path in ("/logs/artifacts", *self._task.artifacts):
+            inner = path.lstrip("/")
+            packing = ["tar", "-C", source.root or "/", "-cf", f"{source.workspace}/{ARCHIVE}", inner]
+            if (await source.exec(["test", "-e", f"{source.root}/{inner}"])).status != 0:
+                continue  # an agent that made no artifact is judged without it
+            await self._run(source, packing)
+            await target.write(ARCHIVE, await source.read(ARCHIVE))
+            await self._run(target, ["tar", "-C", target.root or "/", "-xf", f"{target.workspace}/{ARCHIVE}"])
+
+    async def _run(self, sandbox: Sandbox, command: list[str]) -> None:
+        ended = await sandbox.exec(command, cwd="/", timeout_s=self._task.environment.build_timeout_s)
+        if ended.status != 0:
+            raise SandboxError(
+                f"the sandbox of the task {self._task.name} cannot be prepared: {' '.join(command):.80} "
+                f"ended with status {ended.status}: {_end_of(ended)}"
+            )
+
+    def _steps(self, environment: TaskEnvironment) -> BuildSteps:
+        dockerfile = environment.dockerfile
+        return BuildSteps() if dockerfile is None else read_build_steps(dockerfile)
+
+    def _workdir(self, sandbox: Sandbox, environment: TaskEnvironment, paths: PathMap) -> str:
+        """Return the working directory in the sandbox."""
+        if environment.workdir is None and sandbox.HAS_IMAGE:
+            return sandbox.workspace
+        return paths.path(environment.workdir or self._steps(environment).workdir)
+
+    def _paths(self, sandbox: Sandbox, environment: TaskEnvironment) -> PathMap:
+        steps = self._steps(environment)
+        named = [environment.workdir or "/", steps.workdir, *(place for _, place in steps.copies)]
+        return PathMap(sandbox.root, [*TEST_FOLDERS, *named, *self._task.artifacts])
+
+
+def _end_of(ended: ExecResult) -> str:
+    """Return the end of a program's output."""
+    return (ended.stdout + ended.stderr).strip()[-OUTPUT_LETTERS:]

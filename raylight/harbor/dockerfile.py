@@ -1,0 +1,141 @@
+"""The steps of a Dockerfile that a sandbox without images can take: folders, files and variables.
+
+A sandbox of the machine's own programs cannot start from an image. It has what the machine has, and the
+files that the Dockerfile copies.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raylight.errors import DatasetError
+
+IGNORED = {
+    "LABEL",
+    "EXPOSE",
+    "SHELL",
+    "CMD",
+    "ENTRYPOINT",
+    "MAINTAINER",
+    "STOPSIGNAL",
+    "USER",
+    "VOLUME",
+}
+"""Instructions without an effect on files or variables."""
+REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+@dataclass
+class BuildSteps:
+    """Outcome of a Dockerfile without its image."""
+
+    workdir: str = "/"
+    env: dict[str, str] = field(default_factory=dict)
+    copies: list[tuple[Path, str]] = field(default_factory=list)
+    """Files of the folder, each with its absolute path in the sandbox."""
+    commands: list[tuple[str, str]] = field(default_factory=list)
+    """Working directory and shell command of each RUN, in order."""
+
+
+def read_build_steps(dockerfile: Path) -> BuildSteps:
+    """Read the steps of a Dockerfile.
+
+    Raises:
+        DatasetError: it copies a file that is not there, or has an instruction that needs an image.
+    """
+    steps = BuildSteps()
+    folder = dockerfile.parent
+    for number, line in _instructions(dockerfile.read_text(encoding="utf-8")):
+        name, _, rest = line.partition(" ")
+        try:
+            _take(steps, name.upper(), rest.strip(), folder)
+        except DatasetError as error:
+            raise DatasetError(f"{dockerfile}, line {number}: {error}") from None
+        except ValueError as error:  # of shlex: an open quotation mark
+            raise DatasetError(f"{dockerfile}, line {number}: {error}") from None
+    return steps
+
+
+def _take(steps: BuildSteps, name: str, rest: str, folder: Path) -> None:
+    """Add one instruction."""
+    if name in IGNORED:
+        return
+    if name == "FROM":  # a further stage begins; only the last one is the environment
+        steps.workdir, steps.env, steps.copies, steps.commands = "/", {}, [], []
+        return
+    if name == "WORKDIR":
+        steps.workdir = posixpath.join(steps.workdir, _expand(rest.strip("\"'"), steps.env))
+    elif name in ("ENV", "ARG"):
+        for key, value in _pairs(rest):
+            steps.env[key] = _expand(value, steps.env)
+    elif name == "RUN":
+        command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
+        steps.commands.append((steps.workdir, command))
+    elif name in ("COPY", "ADD"):
+        steps.copies += _copies(rest, steps, folder)
+    else:
+        raise DatasetError(f"{name} needs an image; use a sandbox with images, such as podman")
+
+
+def _copies(rest: str, steps: BuildSteps, folder: Path) -> list[tuple[Path, str]]:
+    """Return the files that COPY or ADD takes from the folder."""
+    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    if any(word.startswith("--from") for word in words):
+        raise DatasetError("COPY --from needs an image; use a sandbox with images, such as podman")
+    *sources, target = [_expand(word, steps.env) for word in words if not word.startswith("--")]
+    into_folder = target.endswith("/") or target == "." or len(sources) > 1
+    destination = posixpath.normpath(posixpath.join(steps.workdir, target))
+    found = []
+    for source in sources:
+        if "://" in source:
+            raise DatasetError(f"{source} would be downloaded; use a sandbox with images, such as podman")
+        matches = sorted(folder.glob(source.lstrip("/") or ".")) if source.strip("./") else [folder]
+        if not matches:
+            raise DatasetError(f"{source} is not in {folder}")
+        for match in matches:
+            if not match.resolve().is_relative_to(folder.resolve()):
+                raise DatasetError(f"{source} is outside {folder}")
+            if match.is_dir():
+                found += [
+                    (path, posixpath.join(destination, path.relative_to(match).as_posix()))
+                    for path in sorted(match.rglob("*"))
+                    if path.is_file()
+                ]
+            else:
+                many = into_folder or len(matches) > 1
+                found.append((match, posixpath.join(destination, match.name) if many else destination))
+    return found
+
+
+def _pairs(rest: str) -> list[tuple[str, str]]:
+    """Return the variables of `ENV a=1 b=2`, `ENV a 1` or `ARG a=1`."""
+    words = shlex.split(rest)
+    if words and "=" in words[0]:
+        return [(key, value) for key, equals, value in (word.partition("=") for word in words) if equals]
+    return [(words[0], " ".join(words[1:]))] if len(words) > 1 else []
+
+
+def _expand(text: str, env: dict[str, str]) -> str:
+    return REFERENCE.sub(lambda match: env.get(match[1] or match[2], ""), text)
+
+
+def _instructions(text: str) -> list[tuple[int, str]]:
+    """Return each instruction with the number of its first line, its continued lines joined."""
+    found: list[tuple[int, str]] = []
+    open_line = False
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        part = stripped.removesuffix("\\").rstrip()
+        if open_line:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {part}")
+        else:
+            found.append((number, part))
+        open_line = stripped.endswith("\\")
+    return found

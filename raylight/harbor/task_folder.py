@@ -1,0 +1,282 @@
+"""One task in Harbor's format, read from its folder.
+
+    instruction.md        the prompt
+    task.toml             limits, image, variables
+    environment/          Dockerfile and the files that it copies
+    tests/test.sh         writes /logs/verifier/reward.json or reward.txt
+    solution/solve.sh     a solution, which an agent never sees
+
+Source: the format of Harbor 0.25 (harborframework.com/docs/tasks). Only tasks of a single step are read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raylight.errors import DatasetError, UnsupportedTaskError
+
+CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+"""A line of a benchmark's mark against training on it, which an agent must not see."""
+VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([GMK])", re.IGNORECASE)
+MB_OF_UNIT = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+UNSUPPORTED_ENVIRONMENT = {
+    "gpus": "GPUs",
+    "tpu": "TPUs",
+    "mcp_servers": "MCP servers",
+    "healthcheck": "a health check",
+    "skills_dir": "a folder of skills",
+}
+
+
+@dataclass(frozen=True)
+class TaskEnvironment:
+    """Environment of a task's agent, or of its tests."""
+
+    image: str | None = None
+    """Image to start; None: the one that `folder` describes."""
+    folder: Path | None = None
+    """Folder of a Dockerfile and its files."""
+    workdir: str | None = None
+    """Working directory; None: that of the image."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables, as they are written: `${NAME}` and `${NAME:-default}` stand for the runner's own."""
+    memory_mb: int | None = None
+    storage_mb: int | None = None
+    network: bool = True
+    build_timeout_s: float = 600.0
+
+    @property
+    def dockerfile(self) -> Path | None:
+        """The Dockerfile of an environment that has to be built."""
+        path = self.folder / "Dockerfile" if self.folder is not None and self.image is None else None
+        return path if path is not None and path.is_file() else None
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task: what the agent is asked, in which environment, and how the result is judged."""
+
+    folder: Path
+    name: str
+    instruction: str
+    environment: TaskEnvironment
+    agent_timeout_s: float | None = None
+    tests_timeout_s: float = 600.0
+    tests_env: Mapping[str, str] = field(default_factory=dict)
+    tests_environment: TaskEnvironment | None = None
+    """Environment of the tests; None: the agent's own, after the agent has ended."""
+    artifacts: tuple[str, ...] = ()
+    """Paths that are copied from the agent's environment into that of the tests."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tests(self) -> Path:
+        """Folder of the tests."""
+        return self.folder / "tests"
+
+
+def read_task(folder: str | os.PathLike[str]) -> HarborTask:
+    """Read a task's folder.
+
+    Raises:
+        DatasetError: a file is missing or damaged. UnsupportedTaskError: the task needs what raylight does
+            not have.
+    """
+    folder = Path(folder).resolve()
+    settings = _read_toml(folder / "task.toml")
+    if settings.get("steps"):
+        raise _unsupported(folder, "several steps ([[steps]])")
+    instruction = _read_text(folder / "instruction.md")
+    if not (folder / "tests" / "test.sh").is_file():
+        raise DatasetError(f"the task {folder} has no tests/test.sh; write the script that judges the result")
+    agent, tests = _table(folder, settings, "agent"), _table(folder, settings, "verifier")
+    environment = _environment(folder, _table(folder, settings, "environment"), folder / "environment", agent)
+    if environment.image is None and environment.folder is None:
+        raise DatasetError(
+            f"the task {folder} has neither environment/ nor [environment].docker_image; add one"
+        )
+    for table, section in ((agent, "agent"), (tests, "verifier")):
+        if table.get("user") not in (None, "root", 0):
+            raise _unsupported(folder, f"[{section}].user = {table['user']!r}")
+    if tests.get("collect"):
+        raise _unsupported(folder, "[[verifier.collect]]")
+    name = _table(folder, settings, "task").get("name", folder.name)
+    return HarborTask(
+        folder=folder,
+        name=str(name),
+        instruction=strip_canary(instruction),
+        environment=environment,
+        agent_timeout_s=_seconds(folder, agent, "timeout_sec", None),
+        tests_timeout_s=_seconds(folder, tests, "timeout_sec", 600.0) or 600.0,
+        tests_env=_variables(folder, tests),
+        tests_environment=_tests_environment(folder, settings, tests, environment),
+        artifacts=_artifacts(folder, settings),
+        metadata=_table(folder, settings, "metadata"),
+    )
+
+
+def strip_canary(text: str) -> str:
+    """Remove the canary lines at a text's beginning, and the empty lines after them."""
+    lines = text.split("\n")
+    start = 0
+    while start < len(lines) and CANARY.fullmatch(lines[start].strip()):
+        start += 1
+    while start < len(lines) and not lines[start].strip():
+        start += 1
+    return "\n".join(lines[start:])
+
+
+def resolve_variables(variables: Mapping[str, str], source: Mapping[str, str]) -> dict[str, str]:
+    """Replace `${NAME}` and `${NAME:-default}` by values of `source`.
+
+    Raises:
+        DatasetError: a variable without a default is not set.
+    """
+    resolved = {}
+    for name, value in variables.items():
+        match = VARIABLE.fullmatch(value)
+        if match is None:
+            resolved[name] = value
+        elif (found := source.get(match[1], match[2])) is not None:
+            resolved[name] = found
+        else:
+            raise DatasetError(
+                f"the task's variable {name} needs {match[1]}, which is not set; set it on every machine "
+                "with runners"
+            )
+    return resolved
+
+
+def _environment(
+    folder: Path, table: Mapping[str, Any], files: Path, phase: Mapping[str, Any]
+) -> TaskEnvironment:
+    for key, thing in UNSUPPORTED_ENVIRONMENT.items():
+        if table.get(key):
+            raise _unsupported(folder, f"{thing} ([environment].{key})")
+    if str(table.get("os", "linux")).lower() != "linux":
+        raise _unsupported(folder, f"the operating system {table['os']!r}")
+    if any((files / name).exists() for name in ("docker-compose.yaml", "docker-compose.yml")):
+        raise _unsupported(folder, "several containers (docker-compose.yaml)")
+    image = table.get("docker_image")
+    if image is not None and not isinstance(image, str):
+        raise DatasetError(f"the task {folder}: docker_image is {image!r:.80}; give the name of an image")
+    return TaskEnvironment(
+        image=image or None,
+        folder=files if files.is_dir() else None,
+        workdir=table.get("workdir"),
+        env=_variables(folder, table),
+        memory_mb=_megabytes(folder, table, "memory"),
+        storage_mb=_megabytes(folder, table, "storage"),
+        network=_network(folder, table, phase),
+        build_timeout_s=_seconds(folder, table, "build_timeout_sec", 600.0) or 600.0,
+    )
+
+
+def _tests_environment(
+    folder: Path, settings: Mapping[str, Any], tests: Mapping[str, Any], agents: TaskEnvironment
+) -> TaskEnvironment | None:
+    """Return the environment of the tests if they do not run in the agent's."""
+    own = tests.get("environment")
+    mode = tests.get("environment_mode") or ("separate" if own is not None else "shared")
+    if mode not in ("shared", "separate"):
+        raise DatasetError(f"the task {folder}: environment_mode is {mode!r}; give shared or separate")
+    if mode == "shared":
+        return None
+    if own is None and not (folder / "tests" / "Dockerfile").is_file():
+        return agents
+    table = own if own is not None else _table(folder, settings, "environment")
+    files = folder / "tests" if (folder / "tests" / "Dockerfile").is_file() else folder / "environment"
+    environment = _environment(folder, table, files, tests)
+    if environment.image is None and files.name == "environment":
+        return agents
+    return environment
+
+
+def _network(folder: Path, table: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:
+    mode = phase.get("network_mode") or table.get("network_mode")
+    if mode is None and table.get("allow_internet") is not None:
+        mode = "public" if table["allow_internet"] else "no-network"
+    if mode == "allowlist":
+        raise _unsupported(folder, 'network_mode = "allowlist"')
+    if mode not in (None, "public", "no-network"):
+        raise DatasetError(f"the task {folder}: network_mode is {mode!r}; give public or no-network")
+    return mode != "no-network"
+
+
+def _artifacts(folder: Path, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    paths = []
+    for entry in settings.get("artifacts", []):
+        source = entry.get("source") if isinstance(entry, dict) else entry
+        if not isinstance(source, str) or ".." in Path(source).parts:
+            raise DatasetError(f"the task {folder}: the artifact {entry!r:.80} is no path without '..'")
+        if isinstance(entry, dict) and entry.get("service") not in (None, "main"):
+            raise _unsupported(folder, "artifacts of another container")
+        paths.append(source)
+    return tuple(paths)
+
+
+def _megabytes(folder: Path, table: Mapping[str, Any], name: str) -> int | None:
+    value = table.get(f"{name}_mb")
+    if value is None and (text := table.get(name)) is not None:  # the older form, such as "2G"
+        match = SIZE.fullmatch(str(text).strip())
+        if match is None:
+            raise DatasetError(f"the task {folder}: {name} is {text!r}; give a size such as 512M or 2G")
+        value = float(match[1]) * MB_OF_UNIT[match[2].upper()]
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise DatasetError(f"the task {folder}: {name}_mb is {value!r}; give megabytes above 0")
+    return int(value)
+
+
+def _seconds(folder: Path, table: Mapping[str, Any], key: str, default: float | None) -> float | None:
+    value = table.get(key, default)
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+        raise DatasetError(f"the task {folder}: {key} is {value!r}; give seconds above 0")
+    return None if value is None else float(value)
+
+
+def _variables(folder: Path, table: Mapping[str, Any]) -> dict[str, str]:
+    env = table.get("env", {})
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise DatasetError(f"the task {folder}: env is {env!r:.80}; give a table of texts")
+    return env
+
+
+def _table(folder: Path, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = settings.get(name, {})
+    if not isinstance(table, dict):
+        raise DatasetError(f"the task {folder}: [{name}] of task.toml is {table!r:.80}; make it a table")
+    return table
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise DatasetError(f"{path} is not TOML: {error}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DatasetError(
+            f"the task {path.parent} has no {path.name}; add it, or leave the task out"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from None
+
+
+def _unsupported(folder: Path, thing: str) -> UnsupportedTaskError:
+    return UnsupportedTaskError(
+        f"the task {folder} needs {thing}, which raylight does not support; leave it out by "
+        "HarborTasks(..., skip_unsupported=True)"
+    )

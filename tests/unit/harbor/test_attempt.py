@@ -1,0 +1,153 @@
+"""Attempts at Harbor tasks in a sandbox of processes: environment, tests, rewards, artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from raylight.errors import ConfigError, RewardError, SandboxError
+from raylight.harbor.attempt import HarborAttempt
+from raylight.harbor.task_folder import HarborTask, read_task
+from raylight.sandboxes.process import ProcessSandbox
+from raylight.sandboxes.sandbox import Sandbox, SandboxLimits
+
+from .test_task_folder import make_task
+
+TESTS = """#!/bin/bash
+source "/tests/helper"
+if [ "$(cat /app/answer.txt)" = "$EXPECTED" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+DOCKERFILE = "FROM x\nWORKDIR /app\nCOPY given.txt ./\n"
+
+
+@pytest.fixture
+async def make_sandbox() -> AsyncIterator[Callable]:
+    """Start sandboxes, and stop them at the end."""
+    started: list[Sandbox] = []
+
+    async def make() -> Sandbox:
+        sandbox = ProcessSandbox(None, SandboxLimits())
+        started.append(sandbox)
+        await sandbox.start()
+        return sandbox
+
+    yield make
+    for sandbox in started:
+        await sandbox.stop()
+
+
+def make(folder: Path, toml: str = "", *, tests: str = TESTS, dockerfile: str = DOCKERFILE) -> HarborTask:
+    """Write a task whose answer has to be 42."""
+    toml = toml or '[verifier]\nenv = {EXPECTED = "42"}\n'
+    make_task(folder, toml, instruction="Write 42 to /app/answer.txt (not x/app/y).", tests=tests)
+    (folder / "tests" / "helper").write_text("true")
+    (folder / "environment" / "given.txt").write_text("given")
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    return read_task(folder)
+
+
+async def attempt(
+    task: HarborTask, sandbox: Sandbox, script: str, **more: object
+) -> float | dict[str, float]:
+    """Prepare a task, run a script in place of an agent, and judge it."""
+    trial = HarborAttempt(task, **more)  # type: ignore[arg-type]
+    workdir = await trial.prepare(sandbox)
+    ended = await sandbox.exec(["/bin/sh", "-ec", script], cwd=workdir)
+    assert ended.status == 0, ended.stderr
+    return await trial.judge(sandbox)
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("42", 1.0), ("41", 0.0)])
+async def test_the_tests_give_the_reward(
+    tmp_path: Path, make_sandbox: Callable, answer: str, reward: float
+) -> None:
+    script = f"test -e given.txt; test ! -e ../tests; printf {answer} > answer.txt"
+    assert await attempt(make(tmp_path / "task"), await make_sandbox(), script) == reward
+
+
+async def test_the_instruction_names_the_paths_of_the_sandbox(tmp_path: Path, make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    prompt = HarborAttempt(make(tmp_path / "task")).prompt(sandbox)
+    assert prompt == f"Write 42 to {sandbox.workspace}/app/answer.txt (not x/app/y)."
+
+
+async def test_a_reward_that_the_agent_planted_does_not_count(tmp_path: Path, make_sandbox: Callable) -> None:
+    plant = "echo 1 > ../logs/verifier/reward.txt"
+    script = f"mkdir ../tests; echo 'exit 0' > ../tests/helper; {plant}; echo 2 > answer.txt"
+    assert await attempt(make(tmp_path / "task"), await make_sandbox(), script) == 0.0
+    silent = make(tmp_path / "silent", tests="#!/bin/sh\necho nothing\nexit 3\n")
+    with pytest.raises(RewardError, match=r"status 3 and wrote no .* output ends: nothing"):
+        await attempt(silent, await make_sandbox(), plant)
+
+
+async def test_named_rewards_begin_with_the_primary_one(tmp_path: Path, make_sandbox: Callable) -> None:
+    tests = '#!/bin/sh\necho \'{"style": 0.5, "reward": 1}\' > /logs/verifier/reward.json\n'
+    rewards = await attempt(make(tmp_path / "task", tests=tests), await make_sandbox(), "true")
+    assert list(rewards.items()) == [("reward", 1.0), ("style", 0.5)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("reward.json", "{", "not JSON"),
+        ("reward.json", "{}", "is empty"),
+        ("reward.json", '{"reward": "1"}', "write a finite number"),
+        ("reward.json", "NaN", "write a finite number"),
+        ("reward.txt", "one", "write a number"),
+        ("reward.txt", "", "write a number"),
+        ("reward.txt", "inf", "write a finite number"),
+    ],
+)
+async def test_a_reward_that_is_no_number_is_an_error(
+    tmp_path: Path, make_sandbox: Callable, name: str, content: str, message: str
+) -> None:
+    tests = f"#!/bin/sh\nprintf %s '{content}' > /logs/verifier/{name}\n"
+    with pytest.raises(RewardError, match=message):
+        await attempt(make(tmp_path / "task", tests=tests), await make_sandbox(), "true")
+
+
+async def test_tests_that_take_too_long_are_an_error(tmp_path: Path, make_sandbox: Callable) -> None:
+    task = make(tmp_path / "task", "[verifier]\ntimeout_sec = 0.2", tests="#!/bin/sh\nsleep 600\n")
+    with pytest.raises(RewardError, match=r"ended after 0.2 s"):
+        await attempt(task, await make_sandbox(), "true")
+
+
+async def test_separate_tests_see_only_the_artifacts(tmp_path: Path, make_sandbox: Callable) -> None:
+    toml = 'artifacts = ["/app/out", "/app/missing"]\n[verifier]\nenvironment_mode = "separate"\n'
+    tests = "#!/bin/sh\ncat /app/out/kept > /logs/verifier/reward.txt\ntest ! -e /app/hidden\n"
+    task = make(tmp_path / "task", toml, tests=tests)
+    trial, sandbox, other = HarborAttempt(task), await make_sandbox(), await make_sandbox()
+    workdir = await trial.prepare(sandbox)
+    await sandbox.exec(["/bin/sh", "-c", "mkdir out; echo 0.25 > out/kept; echo > hidden"], cwd=workdir)
+    assert await trial.judge(sandbox, other) == 0.25
+    assert (await other.exec(["ls", "app"])).stdout.split() == ["given.txt", "out"]
+
+
+async def test_run_lines_are_an_error_until_they_are_allowed(tmp_path: Path, make_sandbox: Callable) -> None:
+    task = make(tmp_path / "task", dockerfile=DOCKERFILE + "RUN echo built > /app/built\n")
+    with pytest.raises(ConfigError, match="run_steps"):
+        await attempt(task, await make_sandbox(), "true")
+    assert (
+        await attempt(task, await make_sandbox(), "test ! -e built; echo 42 > answer.txt", run_steps="skip")
+        == 1
+    )
+    assert await attempt(task, await make_sandbox(), "cat built; echo 42 > answer.txt", run_steps="run") == 1
+    broken = make(tmp_path / "broken", dockerfile="FROM x\nRUN echo no >&2; exit 4\n")
+    with pytest.raises(SandboxError, match=r"status 4.*no"):
+        await attempt(broken, await make_sandbox(), "true", run_steps="run")
+
+
+async def test_an_image_needs_a_sandbox_with_images(tmp_path: Path, make_sandbox: Callable) -> None:
+    task = make(tmp_path / "task", '[environment]\ndocker_image = "python:3.12"')
+    with pytest.raises(ConfigError, match="starts from the image python"):
+        await HarborAttempt(task).prepare(await make_sandbox())
+
+
+async def test_a_link_out_of_the_tests_is_an_error(tmp_path: Path, make_sandbox: Callable) -> None:
+    task = make(tmp_path / "task")
+    (tmp_path / "secret").write_text("x")
+    (task.tests / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(SandboxError, match="leads out of"):
+        await attempt(task, await make_sandbox(), "true")
