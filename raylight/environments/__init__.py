@@ -1,0 +1,1 @@
+"""Environments of others as agents, and the tools of others for agents."""

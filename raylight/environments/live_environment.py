@@ -1,0 +1,200 @@
+"""An environment of one rollout: its methods as tools, its reward and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from raylight.agent.attributes import exception_message
+from raylight.agent.operations import operation
+from raylight.environments.environment_class import Factory
+from raylight.environments.instance_thread import InstanceThread
+from raylight.environments.tool_loop import MAX_RESULT, answer_calls, cut_result, parse_arguments
+from raylight.errors import (
+    AgentSignatureError,
+    EnvironmentUnavailableError,
+    RewardTypeError,
+    SandboxUnavailableError,
+    ToolTimeoutError,
+)
+from raylight.traces.rewards import named_rewards
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+"""Time for the `close` of an environment."""
+
+
+class LiveEnvironment:
+    """An environment of one rollout, whose methods are the tools.
+
+    Args:
+        schemas: the tools in OpenAI's form.
+        timeout_s: seconds that a call of a method may take.
+        max_result: characters of a result that the model receives.
+    """
+
+    def __init__(self, schemas: list[dict[str, Any]], timeout_s: float, max_result: int = MAX_RESULT) -> None:
+        self.schemas = schemas
+        self._names = [schema["function"]["name"] for schema in schemas]
+        self._timeout_s = timeout_s
+        self._max_result = max_result
+        self._thread = InstanceThread()
+        self._instance: Any = None
+        self._is_blocked = False
+
+    async def start(self, factory: Factory) -> None:
+        """Create the environment."""
+        self._instance = await self._run("creating the environment", factory)
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a method of the environment.
+
+        Raises:
+            ToolTimeoutError: it takes too long. A synchronous method then goes on in its thread.
+        """
+        return await self._run(name, functools.partial(getattr(self._instance, name), **arguments))
+
+    async def answer(self, message: Any) -> list[dict[str, Any]]:
+        """Execute the tool calls of a message: synchronous methods one after another, and then the others at
+        once."""
+        return await answer_calls(message, self._answer, is_second=self._is_async)
+
+    def _is_async(self, name: str) -> bool:
+        return name in self._names and inspect.iscoroutinefunction(getattr(self._instance, name))
+
+    async def _answer(self, name: str, arguments: str) -> str | list[Any]:
+        if name not in self._names:
+            known = ", ".join(self._names)
+            return cut_result(f"error: there is no tool {name!r}; the tools are: {known}", self._max_result)
+        try:
+            given = parse_arguments(arguments)
+        except ValueError as error:
+            return cut_result(f"error: {error}", self._max_result)
+        method = getattr(self._instance, name)
+        execute = execute_async if inspect.iscoroutinefunction(method) else execute_sync
+        try:
+            with operation(name=name) as op:
+                op.set_input(arguments=given)
+                content = await self._run(name, functools.partial(execute, method, given, self._max_result))
+                op.set_output(content)
+        except (EnvironmentUnavailableError, SandboxUnavailableError):
+            raise
+        except ToolTimeoutError:
+            if self._is_blocked:
+                raise
+            return f"error: the tool did not finish within {self._timeout_s:g} s"
+        except Exception as error:
+            return cut_result(f"error: {error_text(error)}", self._max_result)
+        return content
+
+    async def read_reward(
+        self, function: Callable[..., Any] | None, messages: list[dict[str, Any]]
+    ) -> dict[str, float]:
+        """Return the rewards by name, the primary one first.
+
+        Args:
+            function: receives the environment and the messages, in place of the class's own.
+
+        Raises:
+            AgentSignatureError: the class has no reward.
+            RewardError: the reward is not a finite number, or a dict of such numbers.
+        """
+        if function is not None:
+            value = await self._run("reward", functools.partial(function, self._instance, messages))
+        elif callable(getattr(type(self._instance), "get_reward", None)):
+            value = await self.call("get_reward", {})
+        else:
+            value = await self._run("reward", functools.partial(own_reward, self._instance))
+        try:
+            return named_rewards(value)
+        except RewardTypeError as error:
+            raise RewardTypeError(f"{type(self._instance).__name__}: {error}") from None
+
+    async def close(self) -> None:
+        """Call the environment's `close`, if it has one, and end its thread."""
+        try:
+            close = getattr(self._instance, "close", None)
+            if callable(close) and not self._is_blocked:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._run("close", close)
+        except Exception as error:  # the rollout has its result
+            logger.warning("%s.close failed: %s", type(self._instance).__name__, error_text(error))
+        finally:
+            self._thread.end()
+
+    async def _run(self, name: str, function: Callable[[], Any]) -> Any:
+        """Call a function: on the event loop if it is asynchronous, else in the environment's thread.
+
+        Args:
+            name: name of the method, for error messages.
+        """
+        in_thread = not inspect.iscoroutinefunction(function)
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                if in_thread:
+                    returned = await self._thread.run(function)
+                    in_thread = False
+                else:
+                    returned = function()
+                return await returned if inspect.isawaitable(returned) else returned
+        except asyncio.CancelledError:
+            self._is_blocked = in_thread
+            raise
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            self._is_blocked = in_thread
+            title = f"{type(self._instance).__name__}.{name}"
+            raise ToolTimeoutError(
+                f"{title} did not return within {self._timeout_s:g} s; give it a time limit of its own"
+                ", or a larger tool_timeout_s"
+            ) from None
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop
+            raise RuntimeError(f"an environment raised {error!r}") from error
+
+
+def own_reward(instance: Any) -> Any:
+    """Return the attribute or property `reward` of an environment, or the result of its method `reward`.
+
+    Raises:
+        AgentSignatureError: there is none.
+    """
+    if not hasattr(instance, "reward"):
+        raise AgentSignatureError(
+            f"the environment {type(instance).__name__} has no reward at the end of a rollout; define "
+            "get_reward(self), set self.reward, or pass rl.environment(reward=...)"
+        )
+    return instance.reward() if callable(instance.reward) else instance.reward
+
+
+def execute_sync(method: Callable[..., Any], arguments: dict[str, Any], limit: int) -> str | list[Any]:
+    """Call a tool; return its result as `tool_content`, before another call changes the object."""
+    return tool_content(method(**arguments), limit)
+
+
+async def execute_async(method: Callable[..., Any], arguments: dict[str, Any], limit: int) -> str | list[Any]:
+    """Call an asynchronous tool; return its result as `tool_content`."""
+    return tool_content(await method(**arguments), limit)
+
+
+def tool_content(result: Any, limit: int) -> str | list[Any]:
+    """Return the result of a tool as the content of a message: content parts, or else its text.
+
+    Args:
+        limit: characters of the text, the rest of which is cut off.
+    """
+    is_parts = isinstance(result, list) and all(isinstance(part, dict) and "type" in part for part in result)
+    if is_parts and result and len(str(result)) <= limit:
+        return list(result)
+    return cut_result(result if isinstance(result, str) else str(result), limit)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception as text for a model."""
+    return f"{type(error).__name__}: {exception_message(error)}"

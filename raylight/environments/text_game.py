@@ -1,0 +1,115 @@
+"""Games that are played in text: each answer of the model is a move, which the game answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from raylight.agent.decorators import FunctionalLitAgent
+from raylight.agent.resources import LLM, check_sampling
+from raylight.environments.environment_class import check_positive
+from raylight.environments.live_environment import LiveEnvironment
+from raylight.environments.tool_loop import next_message
+from raylight.errors import DatasetError
+
+MOVE_S = 300.0
+"""Time for a move of a game."""
+
+
+class TextGame(Protocol):
+    """A game of one rollout, whose methods run in a thread of their own."""
+
+    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Begin an episode; return the first messages."""
+        ...
+
+    def step(self, answer: str) -> str | None:
+        """Play the move that an answer names; return the next observation, or None at the end."""
+        ...
+
+    def get_reward(self) -> float:
+        """Return the reward of the episode so far."""
+        ...
+
+    def close(self) -> None:
+        """Release what the game holds."""
+        ...
+
+
+class GameRollouts:
+    """Rollout function of an agent that plays a game.
+
+    Args:
+        name: name of the agent.
+        make: creates a game.
+        max_turns: model calls of a rollout at most.
+        sampling: sampling parameters of model calls.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], TextGame], max_turns: int, sampling: Mapping[str, Any] | None
+    ) -> None:
+        check_positive("max_turns", max_turns)
+        self.__name__ = name
+        self._make = make
+        self._max_turns = max_turns
+        self._sampling = check_sampling(dict(sampling or {}))
+
+    async def __call__(self, task: Any, llm: LLM) -> dict[str, float]:
+        """Play one episode; return its reward by name."""
+        if not isinstance(task, Mapping):
+            raise DatasetError(f"{self.__name__} got the task {task!r:.80}; its tasks are dicts")
+        live = LiveEnvironment([], MOVE_S)
+        try:
+            await live.start(self._make)
+            messages = await live.call("reset", {"task": task})
+            for _ in range(self._max_turns):
+                message = await next_message(llm, messages, self._sampling)
+                if message is None:
+                    break
+                messages.append(message.model_dump(exclude_none=True))
+                observation = await live.call("step", {"answer": message.content or ""})
+                if observation is None:
+                    break
+                messages.append({"role": "user", "content": observation})
+            return await live.read_reward(None, messages)
+        finally:
+            await live.close()
+
+
+def game_agent(
+    name: str,
+    make: Callable[[], TextGame],
+    *,
+    max_turns: int,
+    sampling: Mapping[str, Any] | None,
+    trained_agents: str | None,
+) -> FunctionalLitAgent:
+    """Make an agent that plays a game; the arguments are those of `GameRollouts` and `LitAgent`."""
+    return FunctionalLitAgent(GameRollouts(name, make, max_turns, sampling), trained_agents=trained_agents)
+
+
+def seeds(count: int, start: int = 0) -> list[dict[str, int]]:
+    """Return tasks for agents that play games: a seed each.
+
+    Args:
+        count: number of tasks.
+        start: first seed. Give tasks for validation others than those for training.
+    """
+    check_positive("seeds(count)", count)
+    return [{"seed": seed} for seed in range(start, start + count)]
+
+
+def task_seed(task: Mapping[str, Any]) -> int:
+    """Return the seed of a game's task.
+
+    Raises:
+        DatasetError: it has none.
+    """
+    seed = task.get("seed")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise DatasetError(
+            f"the column 'seed' of a task is {seed!r:.40}; it is a whole number from 0 on, as rl.seeds(1000) "
+            "returns them"
+        )
+    return seed

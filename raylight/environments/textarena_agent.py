@@ -1,0 +1,102 @@
+"""Single-player games of TextArena as agents."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from raylight.agent.decorators import FunctionalLitAgent
+from raylight.environments.live_environment import error_text
+from raylight.environments.text_game import game_agent, task_seed
+from raylight.errors import ConfigError
+
+_SEEDING = threading.Lock()
+"""Held while a game is set up: TextArena seeds the random numbers of the whole process."""
+
+
+def textarena_agent(
+    id: str,
+    *,
+    max_turns: int = 30,
+    sampling: Mapping[str, Any] | None = None,
+    trained_agents: str | None = None,
+    **settings: Any,
+) -> FunctionalLitAgent:
+    """Make an agent that plays a game of TextArena for one player.
+
+    A task has a `seed`, as `rl.seeds` makes them. The model reads the game's messages and answers with a
+    move; brackets around it are added if it has none. The reward is the game's, and 0 for a game that has not
+    ended after `max_turns` answers.
+
+    Args:
+        id: id of the game, such as `GuessTheNumber-v0`.
+        max_turns: model calls of a rollout at most.
+        sampling: sampling parameters of model calls. Default: temperature 1 and 512 tokens at most.
+        trained_agents: as in `LitAgent`.
+        settings: arguments of `textarena.make`, such as `max_number=50`.
+
+    Raises:
+        ConfigError: textarena or data of the game is missing, or the game is unknown or has several players.
+    """
+    try:
+        TextArenaGame(id, settings).reset({"seed": 0})
+    except ConfigError:
+        raise
+    except Exception as error:  # games raise all kinds: a missing word list, a wrong number of players
+        raise ConfigError(
+            f"the game {id!r:.80} of TextArena cannot be played by one player: {error_text(error)}"
+        ) from error
+    make = functools.partial(TextArenaGame, id, settings)
+    return game_agent(
+        f"textarena_agent({id})", make, max_turns=max_turns, sampling=sampling, trained_agents=trained_agents
+    )
+
+
+class TextArenaGame:
+    """A game of TextArena as a `TextGame`."""
+
+    def __init__(self, id: str, settings: Mapping[str, Any]) -> None:
+        try:
+            import textarena
+        except ImportError as error:
+            raise ConfigError(
+                f"games of TextArena need its package ({error}): pip install 'raylight[textarena]'"
+            ) from error
+        # without the wrappers that repeat the whole conversation in each observation
+        raw = id if id.endswith(("-raw", "-train")) else f"{id}-raw"
+        self._env: Any = textarena.make(raw, **settings)
+
+    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Begin a game; return its prompt."""
+        with _SEEDING:
+            state = random.getstate()
+            try:
+                self._env.reset(num_players=1, seed=task_seed(task))
+            finally:
+                random.setstate(state)
+        return [{"role": "user", "content": self._observation()}]
+
+    def step(self, answer: str) -> str | None:
+        """Play a move; return the game's messages, or None at the end."""
+        is_marked = "[" in answer and "]" in answer
+        done, _ = self._env.step(answer if is_marked else f"[{answer.strip()}]")
+        return None if done else self._observation()
+
+    def _observation(self) -> str:
+        """Return the messages since the last move, without the model's own."""
+        player, messages = self._env.get_observation()
+        if isinstance(messages, str):
+            return messages
+        return "\n".join(str(text) for sender, text, *_ in messages if sender != player)
+
+    def get_reward(self) -> float:
+        """Return the reward of a game that has ended; 0 for another."""
+        rewards = self._env.state.rewards
+        return float(rewards[0]) if rewards else 0.0
+
+    def close(self) -> None:
+        """End the game."""
+        self._env.close()

@@ -1,0 +1,164 @@
+"""The tool loop: the model is called until it answers without tools, and reads the results of its calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from raylight.agent.resources import LLM
+from raylight.aio import task_group
+
+MAX_RESULT = 32_768
+"""Characters of a tool's result that the model receives; the rest is cut off."""
+SAMPLING = {"temperature": 1.0, "max_tokens": 512}
+"""Sampling parameters of a model call, unless the caller or the Trainer gives others."""
+CONTEXT_LENGTH = "context_length_exceeded"
+"""Code of the error of a conversation that is longer than the model's context."""
+
+
+class Tools(Protocol):
+    """Tools that a model may call in one rollout."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools in OpenAI's form; empty for none."""
+        ...
+
+    async def answer(self, message: Any) -> list[dict[str, Any]]:
+        """Execute the tool calls of an assistant message; return a tool message for each, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToolLoopEnd:
+    """End of a tool loop."""
+
+    messages: list[dict[str, Any]]
+    """The whole conversation, in OpenAI's form."""
+    turns: int
+    """Model calls that were answered."""
+    reason: Literal["answer", "max_turns", "context"]
+    """`answer`: the model answered without a tool call. `max_turns`: the last turn called tools too.
+    `context`: the conversation became longer than the model's context."""
+
+
+async def run_tool_loop(
+    llm: LLM,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Tools,
+    *,
+    max_turns: int = 10,
+    sampling: Mapping[str, Any] | None = None,
+) -> ToolLoopEnd:
+    """Call the model until it answers without a tool call; execute the calls of each answer.
+
+    The calls of the last turn are executed too, because they change the environment whose reward counts.
+
+    Args:
+        messages: the conversation so far, in OpenAI's form.
+        max_turns: model calls at most.
+        sampling: sampling parameters that replace `SAMPLING`. Those of the model's resource precede.
+
+    Raises:
+        openai.APIError: the model's endpoint rejected or failed a request.
+    """
+    conversation: list[dict[str, Any]] = [dict(message) for message in messages]
+    for turn in range(max_turns):
+        message = await next_message(llm, conversation, sampling, tools.schemas)
+        if message is None:
+            return ToolLoopEnd(conversation, turn, "context")
+        conversation.append(message.model_dump(exclude_none=True))
+        if not message.tool_calls:
+            return ToolLoopEnd(conversation, turn + 1, "answer")
+        conversation += await tools.answer(message)
+    return ToolLoopEnd(conversation, max_turns, "max_turns")
+
+
+async def next_message(
+    llm: LLM,
+    conversation: list[dict[str, Any]],
+    sampling: Mapping[str, Any] | None = None,
+    schemas: list[dict[str, Any]] | None = None,
+) -> Any:
+    """Return the model's next message; None if the conversation has become longer than the model's context.
+
+    Args:
+        sampling: sampling parameters that replace `SAMPLING`. Those of the model's resource precede.
+        schemas: tools in OpenAI's form.
+
+    Raises:
+        openai.APIError: the model's endpoint rejected or failed a request, or the first one was too long.
+    """
+    from openai import BadRequestError
+
+    parameters: dict[str, Any] = {**SAMPLING, **(sampling or {}), **llm.sampling_parameters}
+    if schemas:
+        parameters["tools"] = schemas
+    said: Any = conversation
+    try:
+        reply = await llm.client().chat.completions.create(model=llm.model, messages=said, **parameters)
+    except BadRequestError as error:
+        if error.code == CONTEXT_LENGTH and any(part["role"] == "assistant" for part in conversation):
+            return None
+        raise
+    return reply.choices[0].message
+
+
+async def answer_calls(
+    message: Any,
+    call: Callable[[str, str], Awaitable[str | list[Any]]],
+    is_second: Callable[[str], bool] = lambda name: False,
+) -> list[dict[str, Any]]:
+    """Execute the tool calls of an assistant message, all at once; return the tool messages in order.
+
+    Args:
+        message: the message of OpenAI's client.
+        call: receives the name of a tool and the arguments as the model wrote them; it returns the content
+            of the tool message.
+        is_second: True for the names of tools that run after all others have ended.
+    """
+
+    async def answer(requested: Any) -> dict[str, Any]:
+        if requested.type != "function":
+            kind = f"{requested.type!r:.40}"
+            content: Any = f"error: a tool call of type {kind} is not supported; call a function"
+        else:
+            content = await call(requested.function.name, requested.function.arguments)
+        return {"role": "tool", "tool_call_id": requested.id, "content": content}
+
+    calls = list(message.tool_calls or ())
+    answers: dict[int, Any] = {}
+    for second in (False, True):
+        async with task_group() as group:
+            for index, requested in enumerate(calls):
+                if second == (requested.type == "function" and is_second(requested.function.name)):
+                    answers[index] = group.create_task(answer(requested))
+    return [answers[index].result() for index in range(len(calls))]
+
+
+def parse_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a tool call as a dict.
+
+    Args:
+        arguments: the arguments, or their JSON, as a model wrote it; nothing for none.
+
+    Raises:
+        ValueError: they are not a JSON object; the message is meant for the model.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments are not JSON: {error}") from None
+    if not isinstance(arguments, Mapping):
+        raise ValueError("the arguments are not a JSON object")
+    return dict(arguments)
+
+
+def cut_result(text: str, limit: int = MAX_RESULT) -> str:
+    """Return a tool's result, of which the model receives at most `limit` characters."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n[cut: {len(text)} characters, {limit} shown]"

@@ -1,0 +1,62 @@
+"""Tasksets of verifiers as agents; each rollout is a process with a Python that has verifiers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raylight.errors import ConfigError
+from raylight.harnesses.command import CommandAgent
+
+PROGRAM = Path(__file__).with_name("verifiers_program.py")
+SETTINGS = "RAYLIGHT_VERIFIERS"
+"""Environment variable with the settings of the program, as JSON."""
+
+
+def verifiers_agent(
+    taskset: str,
+    *,
+    python: str | os.PathLike[str],
+    config: Mapping[str, Any] | None = None,
+    harness: str = "null",
+    max_turns: int | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    env: Mapping[str, str | None] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> CommandAgent:
+    """Return an agent that runs a harness of verifiers on a task of a taskset; the trace's reward counts.
+
+    A task of raylight is `{"idx": 5}`: a position in the taskset.
+
+    Args:
+        taskset: id of the taskset, the name of a module that verifiers' Python can import.
+        python: the Python of the environment in which verifiers and the taskset are installed, on every
+            machine with runners.
+        config: settings of the taskset.
+        harness: id of the harness. "null" is verifiers' own chat loop, which needs `uv` on the PATH.
+        max_turns: model calls at most.
+        sampling: parameters of model calls; those of the Trainer take precedence.
+        env: further environment variables; None as a value removes one.
+        cwd: working folder, from which the taskset can be imported too.
+
+    Raises:
+        ConfigError: a setting is not JSON.
+    """
+    settings = {
+        "taskset": taskset,
+        "config": dict(config or {}),
+        "harness": harness,
+        "max_turns": max_turns,
+        "sampling": {"temperature": 1.0, **(sampling or {})},
+    }
+    try:
+        encoded = json.dumps(settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"verifiers_agent: config and sampling must be JSON: {error}") from None
+    search = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
+    return CommandAgent(
+        [python, "-P", PROGRAM], env={"PATH": search, **(env or {}), SETTINGS: encoded}, cwd=cwd
+    )
