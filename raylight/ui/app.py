@@ -1,0 +1,347 @@
+"""The web application of `raylight ui`: pages, and the JSON that they show.
+
+Laws:
+- Nothing that an agent or a model wrote becomes HTML: the server sends it as JSON only, and the pages' policy
+  refuses inline scripts and styles.
+- Only files of the known runs are read, and none is written but the search index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from raylight.errors import ConfigError, QueryError, RaylightError, UnknownIdError
+from raylight.ui import rollout_view, token_view
+from raylight.ui.access import AccessGuard
+from raylight.ui.events import json_text, run_events
+from raylight.ui.run_folder import RunFolder, find_runs, name_runs
+from raylight.ui.shown_run import ShownRun
+from raylight.ui.workers import show_workers
+
+STATIC = Path(__file__).parent / "static"
+MAX_PAGE = 1_000
+"""Rollouts in one answer."""
+MAX_POINTS = 20_000
+CACHED_ROLLOUTS = 4
+"""Rollouts whose rows of tokens are kept in memory."""
+FILTERS = ("mode", "status", "step", "group", "failure", "min_reward", "max_reward", "q")
+
+STATUSES: dict[type[Exception], int] = {UnknownIdError: 404, QueryError: 400, ConfigError: 400}
+"""Statuses of errors; others are those of a store that cannot be read."""
+
+Answer = Callable[[Request], Awaitable[Any]]
+
+
+class Ui:
+    """State of the server: the runs that it shows.
+
+    Args:
+        paths: run directories, and folders of them.
+
+    Raises:
+        ConfigError: a path does not exist.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = list(paths)
+        for path in self._paths:
+            if not path.is_dir():
+                raise ConfigError(f"there is no folder {path}; give run directories, or folders of them")
+        self._names: dict[Path, str] = {}
+        """Names of the run directories so far, which stay as they are."""
+        self._folders: dict[str, RunFolder] = {}
+        self._finding = threading.Lock()
+        self._open: dict[str, ShownRun] = {}
+        self._tokens: dict[tuple[Any, ...], list[token_view.TokenRow]] = {}
+        """Rows of tokens by store and rollout."""
+        self.find()
+
+    def find(self) -> list[RunFolder]:
+        """Look for new runs; return all, the latest first."""
+        with self._finding:  # requests look in threads
+            paths = find_runs(self._paths)
+            name_runs(paths, self._names)
+            known = {folder.path: folder for folder in self._folders.values()}
+            folders = [known.get(path) or RunFolder(path, self._names[path]) for path in paths]
+            self._folders = {folder.name: folder for folder in folders}
+        return folders
+
+    def run(self, request: Request) -> ShownRun:
+        """Return the run that a request names.
+
+        Raises:
+            UnknownIdError: there is no such run.
+        """
+        name = request.path_params["run"]
+        if name not in self._folders:
+            self.find()
+        if name not in self._folders:
+            raise UnknownIdError(f"there is no run {name!r}; the start page lists the runs")
+        return self._open.setdefault(name, ShownRun(self._folders[name]))
+
+    async def close(self) -> None:
+        """Close all runs."""
+        await asyncio.gather(*(run.close() for run in self._open.values()))
+
+    # runs
+
+    async def runs(self, request: Request) -> Any:
+        """Return the cards of all runs."""
+        folders = await asyncio.to_thread(self.find)
+        return {"runs": [await asyncio.to_thread(folder.card) for folder in folders]}
+
+    async def details(self, request: Request) -> Any:
+        """Return a run's card with all that its page shows beside curves."""
+        return await asyncio.to_thread(self.run(request).folder.details)
+
+    async def metrics(self, request: Request) -> Any:
+        """Return metrics as columns."""
+        metrics = self.run(request).folder.metrics
+        await asyncio.to_thread(metrics.refresh)
+        names = request.query_params.get("names")
+        return {"columns": metrics.columns(names.split(",") if names else None)}
+
+    async def evaluations(self, request: Request) -> Any:
+        """Return the evaluations of a run."""
+        folder = self.run(request).folder
+        await asyncio.to_thread(folder.metrics.refresh)
+        rows = [row for row in folder.metrics.rows if "val/reward" in row]
+        items = [
+            {
+                "step": int(row.get("val/step", row["step"])),
+                "reward": row["val/reward"],
+                "error": row.get("val/reward_error"),
+                "rollouts": row.get("val/rollouts"),
+                "metrics": {name: value for name, value in row.items() if name.startswith("val/")},
+            }
+            for row in rows
+        ]
+        return {"items": items, "scores": await asyncio.to_thread(folder.evaluation)}
+
+    async def workers(self, request: Request) -> Any:
+        """Return what the runners, replicas and learners of a run do."""
+        run = self.run(request)
+        return await show_workers(await run.store(), run.folder)
+
+    async def events(self, request: Request) -> Response:
+        """Send what is new in a run, as server-sent events, until the client disconnects."""
+        run = self.run(request)
+        return StreamingResponse(
+            run_events(run), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+    # rollouts
+
+    async def rollouts(self, request: Request) -> Any:
+        """Return a page of the rollouts that match."""
+        index, query = await self.run(request).index(), request.query_params
+        limit, offset = _integer(query, "limit", 100, 1, MAX_PAGE), _integer(query, "offset", 0, 0, 2**31)
+        find = functools.partial(
+            index.find,
+            _filters(query),
+            sort=query.get("sort") or "position",
+            order=query.get("order") or "asc",
+            limit=limit,
+            offset=offset,
+        )
+        total, items = await asyncio.to_thread(find)
+        return {"total": total, "items": items, **await asyncio.to_thread(index.counts)}
+
+    async def points(self, request: Request) -> Any:
+        """Return columns of the rollouts that match, for scatter plots."""
+        index, query = await self.run(request).index(), request.query_params
+        limit = _integer(query, "limit", 5_000, 1, MAX_POINTS)
+        total, columns = await asyncio.to_thread(index.points, _filters(query), limit)
+        return {"total": total, "columns": columns}
+
+    async def group(self, request: Request) -> Any:
+        """Return a group of rollouts."""
+        run = self.run(request)
+        return await rollout_view.show_group(
+            await run.store(), await run.index(), run.records, request.path_params["group"]
+        )
+
+    async def rollout(self, request: Request) -> Any:
+        """Return a rollout, with the sizes of its rows of tokens."""
+        run, name = self.run(request), request.path_params["rollout"]
+        shown = await rollout_view.show_rollout(await run.store(), await run.index(), run.records, name)
+        rows = await self._rows(run, name, shown["step"])
+        sizes = [
+            {"row": number, "tokens": len(row.ids), "trained": int(row.trained.sum())}
+            for number, row in enumerate(rows)
+        ]
+        return shown | {"rows": sizes}
+
+    async def tokens(self, request: Request) -> Any:
+        """Return a part of a row of tokens."""
+        run, query = self.run(request), request.query_params
+        rows, number, row = await self._row(request)
+        offset, limit = _integer(query, "offset", 0, 0, 2**31), _integer(query, "limit", 4_096, 1, 2**31)
+        folders = (str(run.folder.section("algorithm").get("model")), str(run.folder.path / "checkpoint"))
+        tokenizer = await asyncio.to_thread(token_view.find_tokenizer, folders)
+        columns = await asyncio.to_thread(token_view.page, row, offset, limit, tokenizer)
+        return {"row": number, "rows": len(rows), "total": len(row.ids), "offset": offset, "columns": columns}
+
+    async def token_summary(self, request: Request) -> Any:
+        """Return the means of parts of a row of tokens."""
+        _, _, row = await self._row(request)
+        bins = _integer(request.query_params, "bins", 512, 1, token_view.MAX_BINS)
+        return {"total": len(row.ids), "columns": await asyncio.to_thread(token_view.summary, row, bins)}
+
+    async def raw(self, request: Request) -> Any:
+        """Return what is stored of a rollout."""
+        return await rollout_view.show_raw(await self.run(request).store(), request.path_params["rollout"])
+
+    async def request_of_call(self, request: Request) -> Any:
+        """Return the request of a call."""
+        store, path = await self.run(request).store(), request.path_params
+        return await rollout_view.show_request(store, path["rollout"], path["call"])
+
+    async def _row(self, request: Request) -> tuple[list[token_view.TokenRow], int, token_view.TokenRow]:
+        """Return all rows of a rollout, and the one that a request names, with its number."""
+        run, name = self.run(request), request.path_params["rollout"]
+        card = (await run.index()).card(name)
+        rows = await self._rows(run, name, card["step"] if card else None)
+        number = _integer(request.query_params, "row", 0, 0, 2**31)
+        if number >= len(rows):
+            raise UnknownIdError(
+                f"rollout {name!r} has {len(rows)} rows of tokens, and none with the number {number}"
+            )
+        return rows, number, rows[number]
+
+    async def _rows(self, run: ShownRun, name: str, step: int | None) -> list[token_view.TokenRow]:
+        key = (run.folder.name, run.store_identity(), name)
+        if key in self._tokens:
+            return self._tokens[key]
+        finished = await rollout_view.read_rollout(await run.store(), name)
+
+        def build() -> list[token_view.TokenRow]:
+            recorded = run.records.read(step, [name])[name] if step else []
+            return token_view.token_rows(finished, recorded)
+
+        rows = await asyncio.to_thread(build)
+        if finished.rollout.status == "succeeded":
+            while len(self._tokens) >= CACHED_ROLLOUTS:
+                self._tokens.pop(next(iter(self._tokens)))
+            self._tokens[key] = rows
+        return rows
+
+
+def _filters(query: Any) -> dict[str, Any]:
+    """Return the filters in a query string.
+
+    Raises:
+        QueryError: a value is not a number.
+    """
+    values: dict[str, Any] = {name: query[name] for name in FILTERS if query.get(name)}
+    for name in ("step", "min_reward", "max_reward"):
+        if name in values:
+            try:
+                values[name] = float(values[name])
+            except ValueError:
+                raise QueryError(f"{name} must be a number, not {values[name]!r}") from None
+    return values
+
+
+def _integer(query: Any, name: str, default: int, least: int, most: int) -> int:
+    """Return a whole number of a query string.
+
+    Raises:
+        QueryError: the value is not a whole number, or out of range.
+    """
+    text = query.get(name) or default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise QueryError(f"{name} must be a whole number from {least} to {most}, not {text!r}")
+    return value
+
+
+def _json_route(path: str, answer: Answer) -> Route:
+    async def handle(request: Request) -> Response:
+        return Response(json_text(await answer(request)), media_type="application/json")
+
+    return Route(f"/api{path}", handle)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answer an error with its message."""
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, str(error.detail)
+    elif isinstance(error, RaylightError):
+        status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 503)
+        message = str(error)
+    else:
+        status, message = 500, f"raylight ui failed, its log has more: {type(error).__name__}: {error}"
+    return JSONResponse({"error": message}, status)
+
+
+async def _page(request: Request) -> Response:
+    """Answer any page's address with the front end, which reads the address."""
+    return FileResponse(STATIC / "index.html")
+
+
+async def _unknown(request: Request) -> Response:
+    raise HTTPException(404, f"the API has no {request.url.path}")
+
+
+def build_app(paths: Iterable[Path], key: str | None = None, hosts: Iterable[str] = ()) -> Starlette:
+    """Return the application.
+
+    Args:
+        paths: run directories, and folders of them.
+        key: key that visitors must have; None for none.
+        hosts: names under which it may be addressed without a key.
+
+    Raises:
+        ConfigError: a path does not exist.
+    """
+    ui = Ui(paths)
+    run, rollout = "/runs/{run}", "/runs/{run}/rollouts/{rollout}"
+    routes = [
+        _json_route("/runs", ui.runs),
+        _json_route(run, ui.details),
+        _json_route(f"{run}/metrics", ui.metrics),
+        _json_route(f"{run}/evaluations", ui.evaluations),
+        _json_route(f"{run}/workers", ui.workers),
+        _json_route(f"{run}/rollouts", ui.rollouts),
+        _json_route(f"{run}/points", ui.points),
+        _json_route(f"{run}/groups/{{group}}", ui.group),
+        _json_route(rollout, ui.rollout),
+        _json_route(f"{rollout}/tokens", ui.tokens),
+        _json_route(f"{rollout}/token_summary", ui.token_summary),
+        _json_route(f"{rollout}/raw", ui.raw),
+        _json_route(f"{rollout}/calls/{{call}}/request", ui.request_of_call),
+        Route(f"/api{run}/events", ui.events),
+        Route("/api/{rest:path}", _unknown),
+        Mount("/static", StaticFiles(directory=STATIC)),
+        Route("/{rest:path}", _page),
+    ]
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await ui.close()
+
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(AccessGuard, key=key, hosts=frozenset(hosts))],
+        exception_handlers={RaylightError: _refuse, HTTPException: _refuse, Exception: _refuse},
+    )

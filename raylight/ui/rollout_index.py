@@ -1,0 +1,339 @@
+"""Index of a run's rollouts, for lists, filters, order and full-text search.
+
+The index is a SQLite file that follows the run's store. A rollout enters it in two passes: its line (status,
+reward, tokens) at once, its texts and the age of its tokens once it is decided.
+
+Laws:
+- The store is only read. An index of another store, or of another version of this module, is built again.
+- `refresh` takes a bounded time, so that a server answers in between, until `is_complete`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raylight.errors import QueryError
+from raylight.store.overview import RolloutLine, RolloutOverview
+from raylight.ui.index_file import UPSERT, index_row, open_index
+
+INDEX_FILE = "ui-index.db"
+LINES_PER_BATCH = 1_000
+TEXTS_PER_BATCH = 50
+MAX_TEXT = 20_000
+"""Characters of a rollout's messages that are searched: the first and the last half."""
+TASK_CHARS = 200
+"""Characters of a task that a card has."""
+MARK_START, MARK_END = "\ue000", "\ue001"
+"""Marks of a match in a snippet."""
+SORTS = ("position", "reward", "tokens", "calls", "age", "seconds", "step")
+
+
+class RolloutIndex:
+    """Index of the rollouts of one store. All methods may be called from any thread.
+
+    Args:
+        store: the run's store.
+        folder: folder of the index; a temporary one if it cannot be written.
+    """
+
+    def __init__(self, store: Path, folder: Path) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._overview = RolloutOverview(store)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._db = self._open(folder)
+        self._seen_version = -1
+        self._steps_known = 0
+        self._versions: dict[int, int] = {}
+        self._lines_complete = self._texts_complete = False
+
+    def close(self) -> None:
+        """Close the index and the store."""
+        with self._lock:
+            self._db.close()
+            self._overview.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the index has all that the store had at the last refresh."""
+        return self._lines_complete and self._texts_complete
+
+    def refresh(self, versions: Mapping[int, int], seconds: float = 0.25) -> None:
+        """Read what is new in the store, for about so many seconds.
+
+        Args:
+            versions: weight version of the learners before the update of each step, for the age of tokens.
+        """
+        end = time.monotonic() + seconds
+        with self._lock:
+            version = self._overview.data_version()
+            if version != self._seen_version:
+                self._seen_version, self._lines_complete, self._texts_complete = version, False, False
+                self._refresh_undecided()
+            while time.monotonic() < end and not self._lines_complete:
+                self._add_lines()
+            self._add_steps(versions)
+            while time.monotonic() < end and self._lines_complete and not self._texts_complete:
+                self._add_texts()
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of rollouts in the store (`known`), in the index (`lines`), of decided ones
+        (`decided`), and of those that can be searched (`indexed`)."""
+        with self._lock:
+            lines, decided, indexed = self._db.execute(
+                "SELECT COUNT(*), COUNT(seconds), COALESCE(SUM(has_texts = 1), 0) FROM rollouts"
+            ).fetchone()
+            return {"known": self._overview.count(), "lines": lines, "decided": decided, "indexed": indexed}
+
+    # queries
+
+    def find(
+        self,
+        filters: Mapping[str, Any],
+        *,
+        sort: str = "position",
+        order: str = "asc",
+        limit: int = 100,
+        offset: int = 0,
+    ) -> tuple[int, list[dict[str, Any]]]:
+        """Return the number of rollouts that match, and a page of their cards.
+
+        Args:
+            filters: values of `mode`, `status`, `step`, `group`, `failure`, `min_reward`, `max_reward`, and
+                `q`, a query of FTS5 (https://sqlite.org/fts5.html#full_text_query_syntax).
+
+        Raises:
+            QueryError: a value is out of range, or `q` is not a query.
+        """
+        if sort not in SORTS or order not in ("asc", "desc"):
+            raise QueryError(
+                f"cannot sort by {sort!r} {order!r}; choose one of {', '.join(SORTS)}, asc or desc"
+            )
+        where, values = _where(filters)
+        source = _SEARCHED if filters.get("q") else "cards r"
+        snippet = _SNIPPET if filters.get("q") else "NULL"
+        with self._lock, _query_errors(filters):
+            (total,) = self._db.execute(f"SELECT COUNT(*) FROM {source}{where}", values).fetchone()
+            rows = self._db.execute(
+                f"SELECT {_CARD}, {snippet} FROM {source}{where} ORDER BY r.{sort} IS NULL, r.{sort} "
+                f"{order}, r.position {order} LIMIT ? OFFSET ?",
+                (*values, limit, offset),
+            ).fetchall()
+        return total, list(map(_card, rows))
+
+    def points(self, filters: Mapping[str, Any], limit: int) -> tuple[int, dict[str, list[Any]]]:
+        """Return the number of rollouts that match, and columns of at most about `limit` of them, evenly
+        sampled.
+
+        Raises:
+            QueryError: as for `find`.
+        """
+        names = ("id", "reward", "tokens", "age", "step", "status")
+        where, values = _where(filters)
+        source = _SEARCHED if filters.get("q") else "cards r"
+        with self._lock, _query_errors(filters):
+            (total,) = self._db.execute(f"SELECT COUNT(*) FROM {source}{where}", values).fetchone()
+            every = max(-(-total // limit), 1)
+            thinned = f"{where} {'AND' if where else 'WHERE'} r.position % ? = 0" if every > 1 else where
+            chosen = ", ".join(f"r.{name}" for name in names)
+            rows = self._db.execute(
+                f"SELECT {chosen} FROM {source}{thinned} ORDER BY r.position LIMIT ?",
+                (*values, *([every] if every > 1 else []), limit),
+            ).fetchall()
+        columns = zip(*rows, strict=True) if rows else ([] for _ in names)
+        return total, {name: list(column) for name, column in zip(names, columns, strict=True)}
+
+    def card(self, rollout_id: str) -> dict[str, Any] | None:
+        """Return the card of a rollout; None if the index does not have it."""
+        with self._lock:
+            row = self._db.execute(
+                f"SELECT {_CARD}, NULL FROM cards r WHERE r.id = ?", (rollout_id,)
+            ).fetchone()
+        return None if row is None else _card(row)
+
+    def neighbours(self, position: int) -> tuple[str | None, str | None]:
+        """Return the ids of the rollouts before and after a position."""
+        with self._lock:
+            before = self._db.execute(
+                "SELECT id FROM rollouts WHERE position < ? ORDER BY position DESC LIMIT 1", (position,)
+            ).fetchone()
+            after = self._db.execute(
+                "SELECT id FROM rollouts WHERE position > ? ORDER BY position LIMIT 1", (position,)
+            ).fetchone()
+        return before[0] if before else None, after[0] if after else None
+
+    def same_task(self, group_id: str, limit: int = 200) -> list[dict[str, Any]]:
+        """Return the groups of an equal task, this one included, in the order of their first rollouts."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT group_id, MAX(step), MAX(mode), AVG(reward), COUNT(*) FROM rollouts WHERE task_key = "
+                "(SELECT task_key FROM rollouts WHERE group_id = ? LIMIT 1) AND group_id IS NOT NULL GROUP "
+                "BY group_id ORDER BY MIN(position) LIMIT ?",
+                (group_id, limit),
+            ).fetchall()
+        return [
+            {"group": group, "step": step, "mode": mode, "reward_mean": reward, "rollouts": n}
+            for group, step, mode, reward, n in rows
+        ]
+
+    # building
+
+    def _open(self, folder: Path) -> sqlite3.Connection:
+        """Open the index of this store, or create one."""
+        try:
+            return open_index(folder / INDEX_FILE, self._store)
+        except (sqlite3.Error, OSError):  # a read-only folder, or a damaged index
+            self._temporary = tempfile.TemporaryDirectory(prefix="raylight-ui-")
+            return open_index(Path(self._temporary.name) / INDEX_FILE, self._store)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _refresh_undecided(self) -> None:
+        """Read the rollouts again that are, or were, not decided."""
+        known = self._db.execute("SELECT position FROM rollouts WHERE seconds IS NULL")
+        positions = {position for (position,) in known}
+        last = self._last_position()
+        positions |= {position for position in self._overview.undecided() if position <= last}
+        for batch in _batches(sorted(positions), LINES_PER_BATCH):
+            self._write(self._overview.lines_at(batch))
+
+    def _add_lines(self) -> None:
+        lines = self._overview.lines_after(self._last_position(), LINES_PER_BATCH)
+        self._lines_complete = len(lines) < LINES_PER_BATCH
+        self._write(lines)
+
+    def _last_position(self) -> int:
+        return int(self._db.execute("SELECT COALESCE(MAX(position), 0) FROM rollouts").fetchone()[0])
+
+    def _write(self, lines: Sequence[RolloutLine]) -> None:
+        with self._transaction():
+            self._db.executemany(UPSERT, map(index_row, lines))
+
+    def _add_steps(self, versions: Mapping[int, int]) -> None:
+        """Enter the steps that took the groups of the rollouts."""
+        if versions != self._versions:
+            with self._transaction():
+                self._db.executemany("INSERT OR REPLACE INTO versions VALUES (?, ?)", versions.items())
+            self._versions = dict(versions)
+        steps = self._overview.steps()
+        if len(steps) == self._steps_known:
+            return
+        with self._transaction():
+            for lineage, step, groups in steps[max(self._steps_known - 1, 0) :]:
+                self._db.execute(
+                    "UPDATE rollouts SET step = ?1 WHERE lineage = ?2 AND number IN (SELECT value FROM "
+                    "json_each(?3)) AND step IS NOT ?1",
+                    (step, lineage, json.dumps(groups.all)),
+                )
+        self._steps_known = len(steps) if self._lines_complete else 0
+
+    def _add_texts(self) -> None:
+        waiting = self._db.execute(
+            "SELECT position, attempt, task, error FROM rollouts WHERE has_texts = 0 AND seconds IS NOT NULL "
+            "ORDER BY position LIMIT ?",
+            (TEXTS_PER_BATCH,),
+        ).fetchall()
+        self._texts_complete = len(waiting) < TEXTS_PER_BATCH
+        with self._transaction():
+            for position, attempt, task, error in waiting:
+                content = self._overview.texts(attempt) if attempt else None
+                messages = "\n\n".join(content.messages) if content else ""
+                oldest = content.oldest_version if content else None
+                if len(messages) > MAX_TEXT:
+                    messages = f"{messages[: MAX_TEXT // 2]}\n...\n{messages[-MAX_TEXT // 2 :]}"
+                self._db.execute("DELETE FROM texts WHERE rowid = ?", (position,))
+                self._db.execute(
+                    "INSERT INTO texts (rowid, task, messages, error) VALUES (?, ?, ?, ?)",
+                    (position, task, messages, error or ""),
+                )
+                self._db.execute(
+                    "UPDATE rollouts SET has_texts = 1, version = ? WHERE position = ?", (oldest, position)
+                )
+
+
+_CARD = (
+    "r.id, r.position, r.mode, r.step, r.group_id, r.status, r.reward, r.tokens, r.calls, r.age, r.seconds, "
+    "r.started, r.kind, r.error, r.task"
+)
+_CARD_NAMES = (
+    "id",
+    "position",
+    "mode",
+    "step",
+    "group",
+    "status",
+    "reward",
+    "tokens",
+    "calls",
+    "age",
+    "seconds",
+)
+_SEARCHED = "texts JOIN cards r ON r.position = texts.rowid"
+_SNIPPET = f"snippet(texts, -1, '{MARK_START}', '{MARK_END}', '…', 24)"
+
+
+def _card(row: tuple[Any, ...]) -> dict[str, Any]:
+    *values, started, kind, error, task, snippet = row
+    return dict(zip(_CARD_NAMES, values, strict=True)) | {
+        "started": started,
+        "failure": {"kind": kind, "error": error} if kind else None,
+        "task": task[:TASK_CHARS],
+        "snippet": snippet,
+    }
+
+
+def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Return a `WHERE` clause and its values."""
+    conditions: list[str] = []
+    values: list[Any] = []
+    columns = {
+        "mode": "r.mode = ?",
+        "status": "r.status = ?",
+        "step": "r.step = ?",
+        "group": "r.group_id = ?",
+        "failure": "r.kind = ?",
+        "min_reward": "r.reward >= ?",
+        "max_reward": "r.reward <= ?",
+        "q": "texts MATCH ?",
+    }
+    for name, value in filters.items():
+        if value not in (None, ""):
+            conditions.append(columns[name])
+            values.append(value)
+    return (f" WHERE {' AND '.join(conditions)}" if conditions else ""), values
+
+
+@contextlib.contextmanager
+def _query_errors(filters: Mapping[str, Any]) -> Iterator[None]:
+    """Turn an error in a search query into a QueryError."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if not filters.get("q"):
+            raise
+        raise QueryError(
+            f"the search {filters['q']!r} is not a query: {error}; put words with punctuation into double "
+            "quotes"
+        ) from None
+
+
+def _batches(items: Sequence[int], size: int) -> Iterable[Sequence[int]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

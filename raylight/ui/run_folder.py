@@ -1,0 +1,322 @@
+"""The directory of a run: its settings, metrics and summary, also while the run writes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raylight.advisories import Advisor
+from raylight.errors import ConfigError
+from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
+from raylight.trainer.run_records import STORE_FILES
+
+MAX_RUNS = 500
+"""Run directories that are looked for in a folder."""
+QUIET_S = 120.0
+"""Seconds without a change after which a run on another machine counts as stopped."""
+SPARK_POINTS = 60
+HIDDEN = ("api_key", "password", "secret")
+"""Ends of the names of settings that are never shown."""
+
+
+class MetricTable:
+    """The rows of `metrics.jsonl`, read as they are appended."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = 0
+        self._inode = 0
+        self._lock = threading.Lock()
+        self.rows: list[Metrics] = []
+        self.advisor = Advisor()
+        """It has judged all rows."""
+
+    def refresh(self) -> int:
+        """Read new rows; return the number of rows that were known before and still hold. A file that was
+        written again, by a resumed run, is read from its start."""
+        with self._lock:  # requests read in threads
+            return self._refresh()
+
+    def _refresh(self) -> int:
+        try:
+            stat = self._file.stat()
+        except OSError:
+            return len(self.rows)
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self._inode, self._offset = stat.st_ino, 0
+            self.rows.clear()
+            self.advisor = Advisor()
+        known = len(self.rows)
+        if stat.st_size > self._offset:
+            with self._file.open("rb") as file:
+                file.seek(self._offset)
+                complete, _, _ = file.read().rpartition(b"\n")
+            if complete:
+                new = [row for row in map(_row, complete.split(b"\n")) if row is not None]
+                self._offset += len(complete) + 1
+                self.rows += new
+                for row in new:
+                    self.advisor.add(row)
+        return known
+
+    def columns(self, names: Iterable[str] | None = None, start: int = 0) -> dict[str, list[float | None]]:
+        """Return rows as columns, with None for a value that is absent or not finite.
+
+        Args:
+            names: metrics; all by default.
+            start: first row.
+        """
+        rows = self.rows[start:]
+        wanted = list(names) if names is not None else self.names()
+        columns = dict.fromkeys(["step", VAL_STEP, *wanted])
+        return {name: [_finite(row.get(name)) for row in rows] for name in columns}
+
+    def names(self) -> list[str]:
+        """Return the names of all metrics, sorted."""
+        return sorted({name for row in self.rows for name in row} - {"step"})
+
+    def versions(self) -> dict[int, int]:
+        """Return the weight version of the learners before the update of each step."""
+        return {
+            int(row["step"]): int(row["weights/version"]) - 1 for row in self.rows if "weights/version" in row
+        }
+
+
+class RunFolder:
+    """A run's directory.
+
+    Args:
+        path: the directory.
+        name: name of the run in addresses.
+
+    Raises:
+        ConfigError: the directory is not one of a run.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self.metrics = MetricTable(path / METRICS_FILE)
+        self._config: tuple[float, dict[str, Any]] = (-1.0, {})
+        if not is_run(path):
+            raise ConfigError(
+                f"{path} is not a run: it has neither config.yaml nor {' nor '.join(STORE_FILES)}; give a "
+                "run directory, or a folder of run directories"
+            )
+
+    @property
+    def store(self) -> Path | None:
+        """The file of the run's store; None if it has none yet."""
+        path = self.section("store").get("path")
+        named = [Path(path)] if isinstance(path, str) else []
+        return next(
+            (file for file in [*named, *(self.path / n for n in STORE_FILES)] if file.is_file()), None
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Return the content of `config.yaml`; the former one while it is being written."""
+        file = self.path / "config.yaml"
+        modified = _modified(file)
+        if modified != self._config[0]:
+            try:
+                content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError):
+                content = self._config[1]
+            self._config = (modified, content if isinstance(content, dict) else {})
+        return self._config[1]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return a part of `config.yaml`; empty if it does not have it."""
+        content = self.config().get(name)
+        return content if isinstance(content, dict) else {}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by dotted name. Keys and passwords are hidden."""
+        return dict(_flat(self.config()))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the content of `summary.json`; None while the run goes on, or if it did not end well."""
+        return _json_file(self.path / "summary.json")
+
+    def evaluation(self) -> dict[str, Any] | None:
+        """Return the content of `eval.json`; None if the run is not an evaluation."""
+        return _json_file(self.path / "eval.json")
+
+    def status(self) -> str:
+        """Return "running", "finished" or "stopped"."""
+        store = self.store
+        if store is not None and _is_locked(store.with_name(store.name + "-lock")):
+            return "running"
+        if self.summary() is not None or self.evaluation() is not None:
+            return "finished"
+        return "running" if time.time() - self._updated() < QUIET_S else "stopped"
+
+    def _updated(self) -> float:
+        files = [self.path / METRICS_FILE, self.path / "config.yaml"]
+        if (store := self.store) is not None:
+            files += [store, store.with_name(store.name + "-wal")]
+        return max(map(_modified, files))
+
+    def card(self) -> dict[str, Any]:
+        """Return the run as an entry of the list of runs."""
+        self.metrics.refresh()
+        config, rows, summary = self.config(), self.metrics.rows, self.summary() or {}
+        here = Path.cwd()
+        algorithm, run = self.section("algorithm"), self.section("run")
+        rewards = _rewards(rows)
+        evaluation = self.evaluation()
+        kind = "evaluation" if evaluation is not None or (self.path / "eval.db").exists() else None
+        started = _modified(self.path / "config.yaml")
+        return {
+            "id": self.name,
+            "path": valid_text(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path),
+            "kind": kind or ("training" if run.get("total_steps") else "other"),
+            "status": self.status(),
+            "agent": config.get("agent") or (evaluation or {}).get("agent"),
+            "model": algorithm.get("model") or (evaluation or {}).get("model"),
+            "algorithm": algorithm.get("name"),
+            "started": started,
+            "updated": self._updated(),
+            "seconds": summary.get("seconds") or (rows[-1].get("time/total_s") if rows else None),
+            "step": int(rows[-1]["step"]) if rows else None,
+            "total_steps": run.get("total_steps"),
+            "reward_before": rewards[0] if rewards else None,
+            "reward_after": rewards[-1] if rewards else None,
+            "best": (summary.get("best") or {}).get("value"),
+            "rollouts": summary.get("rollouts"),
+            "rollouts_failed": summary.get("rollouts_failed"),
+            "advisories": sum(advisory.is_active for advisory in self.metrics.advisor.advisories),
+            "spark": _thin([row["train/reward"] for row in rows if "train/reward" in row]),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Return the card with settings, token ledger, failures and summary."""
+        card = self.card()
+        rows, summary = self.metrics.rows, self.summary()
+        ledger = next((row for row in reversed(rows) if "ledger/generated" in row), {})
+        return card | {
+            "settings": self.settings(),
+            "advisories": [advisory.to_json() for advisory in self.metrics.advisor.advisories],
+            "tokens": {
+                name.removeprefix("ledger/"): int(value)
+                for name, value in ledger.items()
+                if name.startswith("ledger/") and math.isfinite(value)
+            },
+            "failures": (summary or {}).get("failures", {}),
+            "metric_names": self.metrics.names(),
+            "summary": summary,
+        }
+
+
+def is_run(path: Path) -> bool:
+    """Return True if a folder is the directory of a run."""
+    return any((path / name).is_file() for name in ("config.yaml", *STORE_FILES))
+
+
+def valid_text(path: Path | str) -> str:
+    """Return a path as text that JSON and addresses can have, also if its bytes are not UTF-8."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Return the run directories among some folders and in them, the latest first. Folders that do not exist
+    are left out."""
+    found: dict[Path, None] = {}
+    for path in filter(Path.is_dir, paths):
+        own = is_run(path)
+        nested = [] if own else [child for child in path.iterdir() if child.is_dir() and is_run(child)]
+        found |= dict.fromkeys(folder.resolve() for folder in ([path] if own else nested))
+    return sorted(found, key=lambda folder: -_modified(folder / "config.yaml"))[:MAX_RUNS]
+
+
+def name_runs(folders: Iterable[Path], names: dict[Path, str]) -> None:
+    """Give each run directory a name of its own, and leave those that have one as they are.
+
+    Directories of equal names are also named after their parents, and then by a hash of their paths.
+
+    Args:
+        names: the names so far, which is extended.
+    """
+    new = [folder for folder in folders if folder not in names]
+    taken = Counter([*names.values(), *(valid_text(folder.name) for folder in new)])
+    for folder in new:
+        own = valid_text(folder.name)
+        digest = hashlib.blake2b(os.fsencode(folder), digest_size=4).hexdigest()
+        named = [own] if taken[own] == 1 else []
+        named += [f"{valid_text(folder.parent.name)}~{own}", f"{own}~{digest}"]
+        names[folder] = next(name for name in named if name not in names.values())
+
+
+def _row(line: bytes) -> Metrics | None:
+    """Return a row of metrics; None for a line that is none, such as one cut by a full disk."""
+    try:
+        content = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or _finite(content.get("step")) is None:
+        return None
+    row = {name: math.nan if value is None else value for name, value in content.items()}
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _finite(value: Any) -> float | None:
+    """Return a number; None for what is none, or not finite."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            is_hidden = value is not None and str(name).lower().endswith(HIDDEN)
+            yield f"{prefix}{name}", "***" if is_hidden else value
+
+
+def _rewards(rows: list[Metrics]) -> list[float]:
+    """Return the reward that tells a run's success: of its evaluations if they begin before the training."""
+    validated = any("val/reward" in row and evaluated_step(row) == 0 for row in rows)
+    name = "val/reward" if validated or not any("train/reward" in row for row in rows) else "train/reward"
+    return [row[name] for row in rows if name in row]
+
+
+def _thin(values: list[float]) -> list[float | None]:
+    """Return about SPARK_POINTS of the values, the last one included."""
+    every = max(-(-len(values) // SPARK_POINTS), 1)
+    return [_finite(value) for value in values[::-1][::every][::-1]]
+
+
+def _json_file(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_locked(file: Path) -> bool:
+    """Return True if a process of this machine has locked a file. Asking for the lock itself could keep a
+    store from starting."""
+    try:
+        inode = file.stat().st_ino
+        return any(
+            line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines()
+        )
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,168 @@
+// The shell of all pages: addresses, navigation, theme and keys.
+
+import { append, empty, h } from "./dom.js";
+import { runPath } from "./api.js";
+import { showCompare, showRuns } from "./runs.js";
+import { showRun } from "./run.js";
+import { showRollouts } from "./rollouts.js";
+import { showDiff, showGroup } from "./group.js";
+import { showRollout } from "./rollout.js";
+import { showEvaluations } from "./evaluations.js";
+import { showWorkers } from "./workers.js";
+
+const PAGES = [
+  [/^\/$/, showRuns, () => []],
+  [/^\/compare$/, showCompare, () => [["compare", null]]],
+  [/^\/runs\/([^/]+)$/, showRun, () => []],
+  [/^\/runs\/([^/]+)\/rollouts$/, showRollouts, () => [["rollouts", null]]],
+  [/^\/runs\/([^/]+)\/rollouts\/([^/]+)$/, showRollout, (run, id) => [["rollouts", `${runPath(run)}/rollouts`], [id, null]]],
+  [/^\/runs\/([^/]+)\/groups\/([^/]+)$/, showGroup, (run, id) => [["rollouts", `${runPath(run)}/rollouts`], [id, null]]],
+  [/^\/runs\/([^/]+)\/groups\/([^/]+)\/diff\/([^/]+)$/, showDiff, (run, id, other) => [[id, runPath(run, "groups", id)], [`and ${other}`, null]]],
+  [/^\/runs\/([^/]+)\/evaluations$/, showEvaluations, () => [["evaluations", null]]],
+  [/^\/runs\/([^/]+)\/workers$/, showWorkers, () => [["workers", null]]],
+];
+const KEYS = [
+  ["g r", "the list of runs"],
+  ["g h", "this run"],
+  ["g o", "the rollouts of this run"],
+  ["g e", "the evaluations of this run"],
+  ["g w", "the workers of this run"],
+  ["j k", "the next and the previous line of a table"],
+  ["Enter", "open the line"],
+  ["[ ]", "the previous and the next rollout"],
+  ["/", "search"],
+  ["t", "dark or light"],
+  ["?", "these keys"],
+  ["Esc", "close, or leave a field"],
+];
+
+const page = document.getElementById("page");
+const help = document.getElementById("help");
+let leaving = new AbortController();
+let currentRun = null;
+let pressedG = 0;
+
+/** Go to an address, without loading the document again. */
+export function go(address, { replace = false } = {}) {
+  history[replace ? "replaceState" : "pushState"](null, "", address);
+  return show();
+}
+
+/** Show the page of the current address. */
+async function show() {
+  leaving.abort();
+  leaving = new AbortController();
+  const { signal } = leaving;
+  const path = location.pathname;
+  const found = PAGES.map(([pattern, render, trail]) => [pattern.exec(path), render, trail]).find(([match]) => match);
+  const args = found ? found[0].slice(1).map(decoded) : [];
+  currentRun = path.startsWith("/runs/") ? args[0] : null;
+  showTrail(found ? found[2](...args) : []);
+  page.setAttribute("aria-busy", "true");
+  const waiting = setTimeout(() => page.replaceChildren(h("p", { class: "empty" }, "loading …")), 150);
+  try {
+    if (!found) throw new Error(`there is no page ${path}; the start page lists the runs`);
+    const content = await found[1]({ args, query: new URLSearchParams(location.search), signal, go });
+    if (signal.aborted) return;
+    clearTimeout(waiting);
+    page.replaceChildren(...[content].flat(Infinity).filter(Boolean));
+  } catch (error) {
+    clearTimeout(waiting);
+    if (error.name === "AbortError" || signal.aborted) return;
+    page.replaceChildren(h("h1", {}, "This page cannot be shown"), empty(error.message));
+  } finally {
+    if (!signal.aborted) page.removeAttribute("aria-busy");
+  }
+  document.title = [page.querySelector("h1")?.textContent, "raylight"].filter(Boolean).join(" · ");
+}
+
+/** Return a part of an address as text; one that is not encoded well stays as it is, and names nothing. */
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+function showTrail(parts) {
+  const items = [["runs", "/"]];
+  if (currentRun) items.push([currentRun, runPath(currentRun)]);
+  const links = [...items, ...parts].map(([text, address], i, all) =>
+    i === all.length - 1 && !address ? h("span", { "aria-current": "page" }, text) : h("a", { href: address }, text));
+  const trail = document.getElementById("trail");
+  trail.replaceChildren(...links);
+  if (currentRun) {
+    const pages = ["rollouts", "evaluations", "workers"].map((name) => h("a", { href: runPath(currentRun, name), class: "aside" }, name));
+    append(trail, [h("span", { class: "spacer" }), pages]);
+  }
+}
+
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a[href]");
+  if (!link || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey || link.target) return;
+  if (link.origin !== location.origin || link.getAttribute("href").startsWith("#") || link.pathname.startsWith("/api/")) return;
+  event.preventDefault();
+  go(link.href).then(() => page.focus({ preventScroll: true }));
+  scrollTo(0, 0);
+});
+addEventListener("popstate", show);
+addEventListener("refresh", show);
+
+// theme
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  localStorage.setItem("theme", theme);
+}
+function toggleTheme() {
+  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  show();
+}
+document.getElementById("theme").addEventListener("click", toggleTheme);
+
+// keys
+
+function showHelp() {
+  help.replaceChildren(
+    h("h2", { id: "help-title" }, "Keys"),
+    h("dl", { class: "keys" }, KEYS.map(([keys, text]) => [h("dt", {}, keys.split(" ").map((key) => h("kbd", {}, key))), h("dd", {}, text)])),
+    h("form", { method: "dialog" }, h("button", { autofocus: true }, "close")),
+  );
+  help.showModal();
+}
+document.getElementById("keys").addEventListener("click", showHelp);
+
+/** Move the focus to the main link of the next or previous line of the page's table. */
+function moveLine(step) {
+  const links = [...page.querySelectorAll("tbody tr a.main")];
+  if (!links.length) return;
+  const index = links.indexOf(document.activeElement);
+  const next = links[Math.min(Math.max(index < 0 ? 0 : index + step, 0), links.length - 1)];
+  next.focus();
+  next.scrollIntoView({ block: "nearest" });
+}
+
+const RUN_PAGES = { h: "", o: "rollouts", e: "evaluations", w: "workers" };
+document.addEventListener("keydown", (event) => {
+  if (event.metaKey || event.ctrlKey || event.altKey) return;
+  const field = event.target.closest("input, select, textarea");
+  if (event.key === "Escape" && field) field.blur();
+  if (field || help.open) return;
+  const afterG = Date.now() - pressedG < 1000;
+  pressedG = event.key === "g" ? Date.now() : 0;
+  if (afterG && event.key === "r") go("/");
+  else if (afterG && currentRun && event.key in RUN_PAGES) go(runPath(currentRun, ...[RUN_PAGES[event.key]].filter(Boolean)));
+  else if (event.key === "j") moveLine(1);
+  else if (event.key === "k") moveLine(-1);
+  else if (event.key === "[") page.querySelector("a[rel=prev]")?.click();
+  else if (event.key === "]") page.querySelector("a[rel=next]")?.click();
+  else if (event.key === "t") toggleTheme();
+  else if (event.key === "?") showHelp();
+  else if (event.key === "/") {
+    const search = page.querySelector("input[type=search]");
+    if (search) { event.preventDefault(); search.focus(); }
+  }
+});
+
+show();

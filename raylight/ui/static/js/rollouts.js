@@ -1,0 +1,96 @@
+// The rollouts of a run: filters, order, search, and plots of the reward.
+
+import { get, runPath } from "./api.js";
+import { scatter } from "./chart.js";
+import { badge, empty, h, marked, recorded, table } from "./dom.js";
+import { number, seconds } from "./format.js";
+
+const PAGE = 100;
+/** Time after which a list that is not complete is read again. */
+const AGAIN_MS = 1500;
+const STATUSES = ["succeeded", "failed", "cancelled", "running", "queuing", "preparing", "requeuing"];
+const SORTED = { position: "number", step: "step", reward: "reward", tokens: "tokens", calls: "calls", age: "age", seconds: "time" };
+
+/** The page of a run's rollouts. */
+export async function showRollouts({ args: [run], query, signal, go }) {
+  const filters = Object.fromEntries(["mode", "status", "step", "group", "failure", "min_reward", "max_reward", "q"].map((name) => [name, query.get(name) ?? ""]));
+  const sort = query.get("sort") ?? "position", order = query.get("order") ?? "asc";
+  const offset = Number(query.get("offset") ?? 0);
+  const address = (changes) => {
+    const values = Object.entries({ ...filters, sort, order, ...changes }).filter(([, value]) => value !== "" && value !== null);
+    return `${runPath(run, "rollouts")}?${new URLSearchParams(values)}`;
+  };
+  const title = h("h1", {}, "Rollouts");
+  const form = filterForm(filters, (values) => go(address({ ...values, offset: null })));
+  let found;
+  try {
+    found = await get(runPath(run, "rollouts"), signal, { ...filters, sort, order, limit: PAGE, offset });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return [title, form, empty(error.message)];
+  }
+  const plots = h("div", { class: "charts" });
+  get(runPath(run, "points"), signal, { ...filters, limit: 5000 }).then(({ columns }) => {
+    const open = (i) => go(runPath(run, "rollouts", columns.id[i]));
+    plots.replaceChildren(
+      scatter("reward over sampled tokens", columns.tokens, columns.reward, columns.status, open),
+      scatter("reward over the age of its tokens", columns.age, columns.reward, columns.status, open));
+  }).catch(() => {});
+  const part = found.items.length ? `${offset + 1} to ${offset + found.items.length} of ${number(found.total)}` : "none";
+  const state = found.indexed < found.decided ? `; ${number(found.indexed)} of ${number(found.decided)} can be searched so far` : "";
+  const lines = found.lines < found.known ? `; ${number(found.lines)} of ${number(found.known)} are listed so far` : "";
+  const isFollowed = offset === 0 && (state || lines);
+  if (isFollowed) {
+    const again = setTimeout(() => { if (!document.activeElement?.closest("form")) go(address({}), { replace: true }); }, AGAIN_MS);
+    signal.addEventListener("abort", () => clearTimeout(again));
+  }
+  const pages = h("nav", { class: "bar", "aria-label": "Parts of the list" },
+    h("span", {}, part + state + lines),
+    h("span", { class: "spacer" }),
+    offset ? h("a", { href: address({ offset: Math.max(offset - PAGE, 0) }) }, "← before") : null,
+    offset + PAGE < found.total ? h("a", { href: address({ offset: offset + PAGE }) }, "after →") : null);
+  return [title, form, found.items.length ? [pages, rolloutTable(run, found.items, { sort, order, address }), plots] : found.total ? [pages, empty("The list ends before this part.")] : empty(`No rollout matches${state + lines}.`)];
+}
+
+/** A table of rollout cards; `sorting` makes its headers links that change the order. */
+export function rolloutTable(run, items, sorting = null) {
+  const head = (name) => {
+    if (!sorting) return SORTED[name];
+    const isSorted = sorting.sort === name, next = isSorted && sorting.order === "desc" ? "asc" : "desc";
+    const arrow = isSorted ? (sorting.order === "desc" ? " ↓" : " ↑") : "";
+    return h("a", { href: sorting.address({ sort: name, order: next, offset: null }) }, SORTED[name] + arrow);
+  };
+  const order = (name) => (sorting?.sort === name ? (sorting.order === "desc" ? "descending" : "ascending") : null);
+  const column = (name, cell) => ({ title: SORTED[name], head: head(name), order: order(name), number: true, cell });
+  const columns = [
+    { title: "rollout", cell: (item) => h("a", { class: "main", href: runPath(run, "rollouts", item.id) }, recorded(item.id)) },
+    { title: "status", cell: (item) => badge(item.status) },
+    column("step", (item) => item.step ?? "–"),
+    { title: "group", cell: (item) => (item.group ? h("a", { href: runPath(run, "groups", item.group) }, recorded(item.group)) : "–") },
+    column("reward", (item) => number(item.reward, 3)),
+    column("tokens", (item) => number(item.tokens)),
+    column("calls", (item) => item.calls),
+    column("age", (item) => item.age ?? "–"),
+    column("seconds", (item) => seconds(item.seconds)),
+    { title: "task", class: "wide", cell: (item) => [item.snippet ? marked(item.snippet) : recorded(item.task), item.failure ? h("div", { class: "error" }, recorded(item.failure.error)) : null] },
+  ];
+  return table("Rollouts", columns, items);
+}
+
+function filterForm(filters, apply) {
+  const select = (name, label, options) =>
+    h("label", {}, label, h("select", { name, onchange: submit }, h("option", { value: "" }, "any"), options.map((value) => h("option", { value, selected: filters[name] === value }, value))));
+  const input = (name, label, type = "text", size = 6) => h("label", {}, label, h("input", { name, type, size, value: filters[name], step: "any" }));
+  const form = h("form", { class: "filters", role: "search", onsubmit: (event) => { event.preventDefault(); submit(); } },
+    h("label", { class: "search" }, "search", h("input", { type: "search", name: "q", value: filters.q, placeholder: 'words, "exact words", error: timeout' })),
+    select("mode", "mode", ["train", "val"]),
+    select("status", "status", STATUSES),
+    select("failure", "failure", ["agent", "reward", "hook", "truncated", "timeout", "unresponsive", "infrastructure", "cancelled"]),
+    input("step", "step", "number"), input("group", "group", "text", 10),
+    input("min_reward", "reward from", "number"), input("max_reward", "to", "number"),
+    h("button", {}, "show"));
+  function submit() {
+    apply(Object.fromEntries(new FormData(form)));
+  }
+  return form;
+}

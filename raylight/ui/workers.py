@@ -1,0 +1,80 @@
+"""The runners, replicas and learners of a run: what each does now."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from raylight.store.client import StoreClient
+from raylight.ui.run_folder import RunFolder
+
+DASHBOARD_TIMEOUT_S = 2
+MAX_ACTORS = 10_000
+
+
+class DashboardError(Exception):
+    """Reason why the actors are not known."""
+
+
+async def show_workers(store: StoreClient, folder: RunFolder) -> dict[str, Any]:
+    """Return the runners, as the store knows them, and the actors of the run, if its cluster still runs."""
+    is_running = folder.status() == "running"
+    runners = [
+        {
+            "id": worker.worker_id,
+            "status": worker.status if is_running else "ended",
+            "rollout": worker.current_rollout_id if is_running else None,
+            "last_heartbeat": worker.last_heartbeat_time,
+            "last_busy": worker.last_busy_time,
+            "stats": worker.heartbeat_stats if is_running else None,
+        }
+        for worker in await store.query_workers()
+    ]
+    run = folder.section("run")
+    dashboard = run.get("dashboard")
+    shown: dict[str, Any] = {"ray_dashboard": dashboard, "runners": runners, "actors": None, "note": None}
+    if not is_running:
+        return shown | {"ray_dashboard": None, "note": "the run has ended; its actors are gone"}
+    if not dashboard:
+        return shown | {"note": "the run has not recorded the address of Ray's dashboard"}
+    try:
+        actors = await asyncio.to_thread(read_actors, dashboard, run.get("name") or "")
+    except DashboardError as error:
+        return shown | {"note": f"Ray's dashboard at {dashboard} cannot be read: {error}"}
+    return shown | {"actors": actors}
+
+
+def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:
+    """Return the actors of a run.
+
+    Raises:
+        DashboardError: the dashboard did not answer, or refused to.
+    """
+    # loads Ray, which only this page needs
+    from ray.exceptions import AuthenticationError
+    from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException, ServerUnavailable
+
+    try:
+        listed = list_actors(address=dashboard, limit=MAX_ACTORS, timeout=DASHBOARD_TIMEOUT_S, detail=True)
+    except AuthenticationError:
+        raise DashboardError(
+            "the cluster has a token; start `raylight ui` with RAY_AUTH_MODE=token in its environment"
+        ) from None
+    except ServerUnavailable:
+        raise DashboardError("it does not answer") from None
+    except (RayStateApiException, OSError, RuntimeError, ValueError) as error:
+        raise DashboardError(str(error)) from error
+    return [
+        {
+            "id": actor.actor_id,
+            "name": actor.name,
+            "class": actor.class_name,
+            "state": actor.state,
+            "node": actor.node_id,
+            "pid": actor.pid,
+            "link": f"{dashboard}/#/actors/{actor.actor_id}",
+        }
+        for actor in listed
+        if actor.ray_namespace == namespace or (namespace and namespace in (actor.name or ""))
+    ]

@@ -1,0 +1,173 @@
+"""Every page in a real browser: no error, no text as HTML, every width, every key."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from browser_pages import PATHS, ROLLOUT, Pages
+from recorded_run import HOSTILE, LINEAGE, write_metrics
+
+NARROW = 360
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_page_has_no_error_and_fits_a_narrow_screen(pages: Pages, path: str) -> None:
+    pages.open(path, PATHS[path])
+    assert pages.errors() == []
+    pages.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": NARROW, "height": 800, "deviceScaleFactor": 1, "mobile": True},
+    )
+    pages.open(path, PATHS[path])
+    width = pages.run_script("return document.documentElement.scrollWidth")
+    pages.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width <= NARROW
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_agents_wrote_is_text(pages: Pages, path: str) -> None:
+    pages.open(path, PATHS[path])
+    assert (
+        pages.run_script("return document.querySelectorAll('main img, main script, main iframe').length") == 0
+    )
+    if path.startswith(ROLLOUT) and "tokens" not in path and "spans" not in path:
+        assert HOSTILE in pages.run_script("return document.querySelector('main').textContent")
+
+
+def test_hidden_characters_are_shown(pages: Pages) -> None:
+    pages.open("/")
+    shown = pages.driver.execute_async_script(
+        "import('/static/js/dom.js').then((dom) => "
+        "arguments[0](dom.h('p', {}, dom.recorded('a\\u202eb\\u200b<b>')).textContent))"
+    )
+    assert shown == "aU+202EbU+200B<b>"
+    tags = pages.driver.execute_async_script(
+        "import('/static/js/dom.js').then((dom) => "
+        "arguments[0](dom.h('p', {}, dom.recorded('a\\u{e0041}\\u3164')).textContent))"
+    )
+    assert tags == "aU+E0041U+3164"
+
+
+def test_inline_scripts_are_refused(pages: Pages) -> None:
+    pages.open("/")
+    pages.run_script(
+        "const script = document.createElement('script'); script.textContent = 'window.ran = 1'; "
+        "document.body.append(script)"
+    )
+    assert pages.run_script("return window.ran") is None
+    assert any("Content Security Policy" in error for error in pages.errors())
+
+
+def test_search_filters_and_order(pages: Pages) -> None:
+    pages.open("/runs/run/rollouts?q=zebra2", "main tbody tr")
+    assert pages.run_script("return document.querySelectorAll('tbody tr').length") == 1
+    assert "zebra2" in pages.run_script("return document.querySelector('mark').textContent")
+    pages.open("/runs/run/rollouts", "main tbody tr")
+    pages.run_script("document.querySelector('th:nth-of-type(5) a').click()")
+    pages.wait_until(
+        "location.search.includes('sort=reward') && document.querySelector('[aria-sort=descending]')"
+    )
+    assert "1" in pages.run_script("return document.querySelector('tbody tr td:nth-of-type(5)').textContent")
+    pages.open('/runs/run/rollouts?q="', ".empty")
+    assert "is not a query" in pages.text
+
+
+def test_keys(pages: Pages) -> None:
+    pages.open("/runs/run/rollouts", "main tbody tr")
+    pages.press("j", "j", "\ue007")
+    pages.wait_until(f"location.pathname.endsWith('{LINEAGE}-train-0-1')")
+    pages.wait_for("a[rel=prev]")
+    pages.press("[")
+    pages.wait_until(f"location.pathname.endsWith('{LINEAGE}-train-0-0')")
+    pages.press("?")
+    pages.wait_for("dialog[open]")
+    pages.press("\ue00c", "g", "r")
+    pages.wait_until("location.pathname === '/'")
+    before = pages.run_script("return document.documentElement.dataset.theme")
+    pages.press("t")
+    assert pages.wait_until(f"document.documentElement.dataset.theme !== '{before}'")
+
+
+def test_tokens_show_what_is_known(pages: Pages) -> None:
+    pages.open(f"{ROLLOUT}?tab=tokens", ".token")
+    pages.run_script("document.querySelectorAll('.token')[3].focus()")
+    facts = pages.wait_for(".token-facts dd") and pages.run_script(
+        "return document.querySelector('.token-facts').innerText"
+    )
+    assert "-0.5" in facts
+    assert "1.5" in facts
+    assert pages.run_script("return document.querySelectorAll('.token.trained').length") == 4
+
+
+def test_a_run_is_live(pages: Pages) -> None:
+    pages.open("/runs/run", "main .uplot")
+    write_metrics(pages.run.folder, [{"step": 3, "train/reward": 0.987, "train/rollouts": 8.0}])
+    pages.wait_until("document.querySelector('.plot').getAttribute('aria-label').includes('0.987')")
+    assert pages.errors() == []
+
+
+def test_there_may_be_more_tabs_than_connections(pages: Pages) -> None:
+    """Browsers open six connections to a server, and each page of a run in progress keeps one."""
+    first = pages.driver.current_window_handle
+    for _ in range(8):
+        pages.driver.switch_to.new_window("tab")
+        pages.open("/runs/run", "main .uplot")
+    for handle in pages.driver.window_handles:
+        if handle != first:
+            pages.driver.switch_to.window(handle)
+            pages.driver.close()
+    pages.driver.switch_to.window(first)
+
+
+def test_links_can_be_reloaded_and_gone_back(pages: Pages) -> None:
+    pages.open("/", "main table")
+    pages.run_script("document.querySelector('a.main[href=\"/runs/run\"]').click()")
+    pages.wait_until("document.querySelector('h1').textContent === 'run'")
+    pages.driver.refresh()
+    pages.wait_until("document.querySelector('h1')?.textContent === 'run'")
+    pages.driver.back()
+    pages.wait_until("document.querySelector('h1')?.textContent === 'Runs'")
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/runs/%", "/runs/none", "/runs/run/rollouts/none", "/compare"])
+def test_an_unknown_page_says_so(pages: Pages, path: str) -> None:
+    pages.open(path, ".empty")
+    assert pages.run_script("return document.querySelector('.empty').textContent.length") > 20
+
+
+@pytest.fixture(scope="session")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The script of axe-core, which npm packs."""
+    folder = tmp_path_factory.mktemp("axe")
+    npm = shutil.which("npm")
+    packed = npm and subprocess.run([npm, "pack", "axe-core@4"], cwd=folder, capture_output=True, check=False)
+    archives = list(Path(folder).glob("*.tgz"))
+    if not packed or not archives:
+        message = "axe-core cannot be had from npm"
+        (pytest.fail if os.environ.get("RAYLIGHT_REQUIRE_BROWSER") else pytest.skip)(message)
+    with tarfile.open(archives[0]) as archive:
+        script = archive.extractfile("package/axe.min.js")
+        assert script is not None
+        return script.read().decode()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("path", PATHS)
+def test_accessibility(pages: Pages, axe: str, path: str, theme: str) -> None:
+    pages.open("/")
+    pages.run_script(f"localStorage.setItem('theme', '{theme}')")
+    pages.open(path, PATHS[path])
+    pages.driver.execute_script(axe)
+    found = pages.driver.execute_async_script("axe.run().then((found) => arguments[0](found.violations))")
+    serious = [
+        f"{item['id']}: {item['help']}: {json.dumps([node['html'][:150] for node in item['nodes'][:3]])}"
+        for item in found
+        if item["impact"] in ("serious", "critical")
+    ]
+    assert serious == []
