@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recording_display import RecordingDisplay
 
 import raylight as rl
 from raylight.errors import ConfigError
@@ -21,22 +22,6 @@ from raylight.trainer.report import Report
 from .test_loop import STEPS, World, live
 
 TOY = Path(__file__).parent / "toy_logger.py"
-
-
-class RecordingDisplay:
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.notes: list[str] = []
-
-    def progress(self, text: str) -> None: ...
-
-    def stage(self, text: str) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        self.steps.append(step)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 class FailingLogger:
@@ -71,7 +56,8 @@ def test_a_logger_in_one_new_file_receives_all_steps_of_a_run(
     ("loggers", "message"),
     [
         (["consol"], r"no logger 'consol'; the nearest are: console"),
-        (["tensorboard"], "the nearest are: console, jsonl, plot"),
+        (["tensorbord"], "the nearest are: tensorboard"),
+        (["neptune"], "the nearest are: console, jsonl, plot, wandb"),
         (["raylight.trainer.loggers:JsonLogger"], "JsonlLogger"),
         ("jsonl", "not a list"),
         ([{"type": "plott"}], "the nearest are: plot"),

@@ -1,0 +1,93 @@
+"""Tables that a command prints at its end: the summary of a run, and the scores of an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def print_summary(summary: dict[str, Any], folder: str) -> None:
+    """Print the reward before and after training, and the files of the run."""
+    table = Table(title="raylight", title_style="bold", show_header=True)
+    table.add_column("")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    values = [summary["reward_before"], summary["reward_after"]]
+    name = "validation reward" if summary["reward"] == "val/reward" else "training reward"
+    table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+    console = Console()
+    console.print(table)
+    if best := summary.get("best"):
+        console.print(f"best: {best['metric']} {best['value']:.3f} at step {best['step']}", highlight=False)
+    lost = f" ({summary['rollouts_lost']} because of the infrastructure)" if summary["rollouts_lost"] else ""
+    failed = summary["rollouts_failed"]
+    console.print(
+        f"{summary['steps']} steps, {summary['rollouts']} "
+        f"rollouts{f', {failed} failed' if failed else ''}{lost}, {summary['seconds']:.0f} s",
+        highlight=False,
+    )
+    kept = ("checkpoint", "best") if best else ("checkpoint",)
+    _print_files(
+        console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", *kept, "store.db"
+    )
+
+
+def print_run(summary: dict[str, Any], folder: str) -> None:
+    """Print the rollout counts of an algorithm with its own loop, and the files of the run."""
+    console = Console()
+    by_status = ", ".join(f"{count} {status}" for status, count in summary["by_status"].items())
+    console.print(
+        f"{summary['rollouts']} rollouts ({by_status or 'none'}), {summary['seconds']:.0f} s", highlight=False
+    )
+    _print_files(console, folder, "config.yaml", "summary.json", "store.db")
+
+
+def print_scores(figures: dict[str, Any], folder: str) -> None:
+    """Print the scores of an evaluation.
+
+    Args:
+        figures: content of `eval.json`.
+    """
+    table = Table(title=f"{figures['agent']} with {figures['model']}", title_style="bold")
+    for name in ("reward", "mean", "std", "± error", "95% interval", "rollouts"):
+        table.add_column(name, justify="left" if name == "reward" else "right")
+    for name, spread in figures["rewards"].items():
+        shown = (
+            figures["primary"] if name == "reward" and figures["primary"] not in (None, "primary") else name
+        )
+        interval, error = spread["interval_95"], spread["standard_error"]
+        table.add_row(
+            escape(shown),
+            f"{spread['mean']:.4f}",
+            f"{spread['std']:.4f}",
+            "-" if error is None else f"{error:.4f}",
+            "-" if interval is None else f"{interval[0]:.4f} to {interval[1]:.4f}",
+            str(spread["rollouts"]),
+        )
+    console = Console()
+    console.print(table)
+    for title, by_number in (("pass@", figures["pass_at"]), ("best of ", figures["best_of"])):
+        if figures["samples"] > 1 and by_number:
+            console.print(
+                "  ".join(f"{title}{k}: {value:.4f}" for k, value in by_number.items()), highlight=False
+            )
+    lost = f" ({figures['lost']} because of the infrastructure)" if figures["lost"] else ""
+    unscored = f", {figures['unscored']} without a reward" if figures["unscored"] else ""
+    console.print(
+        f"{figures['tasks']} tasks, {figures['rollouts']} rollouts, {figures['failed']} "
+        f"failed{lost}{unscored}; {figures['calls']} calls, {figures['tokens_per_rollout']:.1f} tokens per "
+        f"rollout; {figures['seconds']:.1f} s, {figures['tokens_per_s']:.0f} tokens/s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _print_files(console, folder, "eval.json", "eval.jsonl", "eval.png", "eval.db")
+
+
+def _print_files(console: Console, folder: str, *names: str) -> None:
+    for name in names:
+        if Path(folder, name).exists():
+            console.print(f"  {folder}/{name}", highlight=False, soft_wrap=True)

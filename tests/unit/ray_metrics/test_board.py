@@ -1,0 +1,53 @@
+"""The board of Grafana, and the page that lists the metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from raylight.ray_metrics.board import board
+from raylight.ray_metrics.table import METRICS, reference
+
+PANELS = json.loads(board())["panels"]
+EXPOSED = {name for spec in METRICS.values() for name in spec.exposed}
+PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
+
+
+def test_its_rows() -> None:
+    rows = [panel["title"] for panel in PANELS if panel["type"] == "row"]
+    assert rows == ["Training", "Rollouts", "Engines", "Learners", "Weights"]
+
+
+@pytest.mark.parametrize(
+    "panel", [panel for panel in PANELS if panel["type"] != "row"], ids=lambda panel: panel["title"]
+)
+def test_a_panel_shows_known_metrics_of_the_chosen_runs(panel: dict) -> None:  # type: ignore[type-arg]
+    assert panel["description"]
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["targets"]
+    for target in panel["targets"]:
+        assert "{{run}}" in target["legendFormat"]
+        assert 'run=~"$run"' in target["expr"]
+        names = re.findall(r"ray_\w+", target["expr"])
+        assert names
+        assert set(names) <= EXPOSED
+
+
+def test_its_variables_choose_session_and_run() -> None:
+    variables = {each["name"]: each for each in json.loads(board())["templating"]["list"]}
+    assert set(variables) == {"datasource", "SessionName", "run"}
+    names = re.findall(r"ray_\w+", variables["run"]["definition"])
+    assert names
+    assert set(names) <= EXPOSED
+
+
+def test_ids_are_unique() -> None:
+    ids = [panel["id"] for panel in PANELS]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_lists_every_metric() -> None:
+    assert reference() in PAGE.read_text(), "write it again: python docs/generate_metrics.py"
