@@ -13,6 +13,7 @@ LABELS = frozenset(
     {
         "access_programs",
         "billing_policy",
+        "client_metadata",
         "diagnostics",
         "fallback_credit_token",
         "inference_geo",

@@ -21,6 +21,8 @@ CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
 OVERRIDDEN = "overridden"
 """Key in a generation's `sampling`: requested parameters that `override_sampling` replaced."""
+REQUESTED_MODEL_KEY = "raylight.requested_model"
+"""Key in the ASGI scope: the model name of a request that the served model answers in its place."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class CaptureContext:
     """Relation of the request to the attempt's conversations; None if nothing compared them."""
     overridden: Mapping[str, Any] = field(default_factory=dict)
     """Requested sampling parameters that were replaced before the request reached the engine."""
+    requested_model: str | None = None
+    """Model name of the request, if it is none of this engine; None if it is."""
     max_tokens: int | None = None
     """Most tokens of a choice, in addition to the request's own limit; None for no further limit."""
     samples: dict[int, Sample] = field(default_factory=dict)

@@ -16,6 +16,7 @@ import uvicorn
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineLoad
 from raylight.errors import EngineStartError, PortInUseError
+from raylight.ray_metrics.reporter import MetricReporter
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -45,6 +46,7 @@ class Endpoint:
             can reach; without a `port`, on any free one.
         training_temperature: temperature of all calls of training rollouts; None leaves the sampling to the
             agents.
+        run: name of the run in Ray's metrics; None reports none.
 
     Attributes:
         url: base URL without `/v1`.
@@ -57,11 +59,13 @@ class Endpoint:
         secret: str,
         config: EngineConfig,
         training_temperature: float | None = None,
+        run: str | None = None,
     ) -> None:
         self._engine, self._store, self._secret, self._config = engine, store, secret, config
         self._training_temperature = training_temperature
         self._metrics = Metrics()
         self._name = f"local-{secrets.token_hex(4)}"
+        self._reporter = None if run is None else MetricReporter(self._metrics.collect, run, replica="local")
 
     async def __aenter__(self) -> Self:
         config = self._config
@@ -91,9 +95,13 @@ class Endpoint:
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        if self._reporter is not None:
+            self._reporter.start()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
+        if self._reporter is not None:
+            self._reporter.stop()
         self._server.should_exit = True
         await asyncio.to_thread(self._engine.close)  # aborts requests in flight
         try:

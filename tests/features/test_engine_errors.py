@@ -110,14 +110,6 @@ def test_a_prompt_that_is_too_long(caller: Caller, dialect: str, stream: bool, l
         assert f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, " in error.message
 
 
-@streamed_or_not
-@every_dialect
-def test_a_model_that_is_not_served(caller: Caller, dialect: str, stream: bool) -> None:
-    error = rejected(caller, dialect, model="gpt", stream=stream)
-    check(error, dialect, openai.NotFoundError, anthropic.NotFoundError, "model_not_found", "not_found_error")
-    assert "The model `gpt` does not exist" in error.message
-
-
 @every_dialect
 def test_a_finished_attempt(server: EngineServer, caller: Caller, dialect: str) -> None:
     server.call(server.store.finish_attempt(caller.rollout, "succeeded"))

@@ -24,7 +24,7 @@ from raylight.serving.capture.recorder import ClosedCall
 from raylight.serving.dialects.answers import Answer, Choice
 from raylight.serving.dialects.registry import DIALECTS
 from raylight.store.payloads import json_text
-from raylight.types import Attributes, CallKey, Generation, Span
+from raylight.types import AUXILIARY, Attributes, CallKey, Generation, Span
 from raylight.types.spans import TraceStatus
 
 OWN_ATTRIBUTES = frozenset({"messages", "prompt", "tools"})
@@ -87,7 +87,9 @@ def records_of(
 def _generation(
     context: CaptureContext, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
 ) -> Generation:
-    overridden = {OVERRIDDEN: dict(context.overridden)} if context.overridden else {}
+    notes: dict[str, Any] = {OVERRIDDEN: dict(context.overridden)} if context.overridden else {}
+    if context.requested_model is not None:
+        notes[AUXILIARY] = context.requested_model
     lists: dict[str, Any] = {name: getattr(sample, name) for name in SAMPLED}
     return Generation(
         key=key,
@@ -96,7 +98,7 @@ def _generation(
         finish_reason=sample.finish_reason if delivered else "aborted",
         start_time=context.start_time,
         end_time=end_time,
-        sampling=dict(sample.sampling) | overridden,
+        sampling=dict(sample.sampling) | notes,
         agent=context.scope.agent,
         history=context.history,
         **lists,
@@ -109,7 +111,7 @@ def _common_attributes(context: CaptureContext, answer: Answer, first_piece_time
     messages = body["messages"] if "messages" in body else [{"role": "user", "content": body.get("prompt")}]
     parameters = {name: value for name, value in body.items() if name not in OWN_ATTRIBUTES}
     attributes: Attributes = {
-        REQUEST_MODEL: str(body.get("model", "")),
+        REQUEST_MODEL: context.requested_model or str(body.get("model", "")),
         INPUT_MESSAGES: json_text(messages),
         REQUEST_PARAMETERS: json_text(parameters),
         DIALECT: dialect.name,

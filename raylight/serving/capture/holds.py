@@ -26,9 +26,9 @@ HOLD_S = 0.01
 for it."""
 QUICK_S = 0.02
 """Longest time between two calls of an attempt that follow each other quickly."""
-QUICK_CALLS = 5
-"""Number of such calls after which an attempt is held: with fewer, waiting for the release would take longer
-than waiting for the announcements."""
+QUICK_CALLS = 2
+"""Number of such calls after which an attempt is held. The second one shows that the agent makes several:
+further ones save the wait for an announcement, for one wait for the release at the end."""
 REMEMBERED = 1_000
 """Attempts whose quick calls are counted."""
 

@@ -17,7 +17,13 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from raylight.engines.capture_context import SCOPE, AttemptScope, CaptureContext, new_keys
+from raylight.engines.capture_context import (
+    REQUESTED_MODEL_KEY,
+    SCOPE,
+    AttemptScope,
+    CaptureContext,
+    new_keys,
+)
 from raylight.engines.protocol import PROMPT_IDS, Engine
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError, error_response
@@ -149,6 +155,7 @@ class CaptureMiddleware:
             self._clock(),
             keys,
             overridden=scope.get(OVERRIDDEN_KEY) or {},
+            requested_model=scope.get(REQUESTED_MODEL_KEY),
         )
 
     async def _prompt(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
+from raylight.ray_metrics.reporter import MetricReporter
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -53,6 +53,8 @@ class ReplicaSettings:
     """Handle of the `CoordinatorActor` that issues this replica's orders."""
     training_temperature: float | None = None
     """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
+    run: str | None = None
+    """Name of the run in metrics; None: `app_name`."""
     route: str | None = None
     """Path at which Serve mounts the application; None: `/{app_name}`."""
 
@@ -85,6 +87,7 @@ class ReplicaRuntime:
         self._engine: Engine | None = None
         self._executor: OrderExecutor | None = None
         self._recorder: Recorder | None = None
+        self._metrics: MetricReporter | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def seed(self) -> int:
@@ -104,13 +107,10 @@ class ReplicaRuntime:
         reason = f"{type(error).__name__}: {error}"
         await call_until_answered(self._settings.coordinator, "report_start_failure", reason, within=GRACE_S)
 
-    async def start(self, engine: Engine, engine_metrics: Callable[[], bytes] | None = None) -> ASGIApp:
+    async def start(self, engine: Engine) -> ASGIApp:
         """Apply all current orders to the engine, and build the application that agents call.
 
         The engine's application comes first: once the replica has subscribed, the run counts it as started.
-
-        Args:
-            engine_metrics: returns the engine's own metrics in Prometheus text format.
         """
         self._engine = engine
         settings, config = self._settings, self._settings.config
@@ -130,7 +130,9 @@ class ReplicaRuntime:
             node=ray.util.get_node_ip_address(),
         )
         await self._executor.catch_up()
-        metrics = Metrics(engine_metrics)
+        metrics = Metrics()
+        executor = self._executor
+        metrics.watch("replica_weight_version", lambda: executor.version)
         reporter = ReplicaClient(self._replica, settings.coordinator)
         reports = reporter.report_loads(lambda: replace(engine.load(), idle_s=metrics.idle_s))
         self._tasks = [asyncio.create_task(self._executor.run()), asyncio.create_task(reports)]
@@ -154,6 +156,8 @@ class ReplicaRuntime:
             # the tokens of an upstream model are not known
             check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
         )
+        run = settings.run or settings.app_name
+        self._metrics = MetricReporter(metrics.collect, run, replica=self._replica).start()
         return add_replica_header(gateway, self._replica)
 
     async def check_health(self) -> None:
@@ -164,6 +168,8 @@ class ReplicaRuntime:
 
     async def close(self) -> None:
         """Stop computing, flush the last records to the store, and unsubscribe from the coordinator."""
+        if self._metrics is not None:
+            self._metrics.stop()
         if self._engine is not None:
             self._engine.close()
         if self._recorder is not None:

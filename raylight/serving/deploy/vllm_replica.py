@@ -32,14 +32,12 @@ class VllmReplica(VllmServer):
             raise
 
     async def wrap(self, engine: VllmEngine) -> ASGIApp:
-        from prometheus_client import REGISTRY, generate_latest
-
         args = self._settings.config.args
         if template := chat_template(self._settings.model_path, args.get("chat_template")):
             # conversations must be continued with the template that vLLM renders with
             engine.tokenizer = copy.copy(engine.tokenizer)
             engine.tokenizer.chat_template = template
-        return await self._runtime.start(engine, lambda: generate_latest(REGISTRY))
+        return await self._runtime.start(engine)
 
     async def __del__(self) -> None:  # awaited by Serve when the replica stops
         await self._runtime.close()

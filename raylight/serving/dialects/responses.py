@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.http.errors import RequestError
+from raylight.http.errors import CONTEXT_LENGTH, RequestError
 from raylight.semconv import RESPONSES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
 from raylight.serving.dialects.response_history import ResponseHistory
@@ -124,6 +124,8 @@ class ResponsesStream(AnswerStream):
     def fail(self, error: RequestError, error_body: Event) -> list[Event]:
         start = self._start()
         code = FAILURE_CODES.get(error.status, "invalid_prompt" if error.status < 500 else "server_error")
+        if error.code == CONTEXT_LENGTH:  # clients shorten their history for this code alone
+            code = CONTEXT_LENGTH
         failure = {"code": code, "message": error.message}
         response = self._translation.response(self._reader.turn, "failed") | {"error": failure}
         return [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import hmac
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.agent.attempt_keys import KeyUse, key_use
@@ -32,7 +31,13 @@ from raylight.serving.dialects.ignored_fields import IgnoredFields
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
-from raylight.serving.gateway.metrics import CONTENT_TYPE, Metrics, RequestTimer
+from raylight.serving.gateway.metrics import Metrics, RequestTimer
+from raylight.serving.gateway.model_names import (
+    AnyModelName,
+    describe_model,
+    list_models,
+    model_in_place_of,
+)
 from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
 from raylight.traces.otlp import Sink, traces_route
 
@@ -136,7 +141,7 @@ class Gateway:
         secret, keys = self._secret, _keys(headers)
         uses = [] if secret is None else [_use_of(key, secret, attempt) for key in keys]
         if secret is not None and not any(uses):
-            self._metrics.rejected_keys.inc()
+            self._metrics.count("rejected_keys_total")
             problem = "it is not the key of this address" if keys else "the request has none"
             raise RequestError(
                 f"Incorrect API key provided: {problem}. Send the key that was given with this base URL",
@@ -183,14 +188,12 @@ class Gateway:
         try:
             if route.inner == "/health":
                 await self._answer_health(inner, receive, answer)
-            elif route.inner == "/metrics":
-                await Response(self._metrics.page(), media_type=CONTENT_TYPE)(inner, receive, answer)
             elif route.inner == TRACES:
                 if self._traces is None:
                     raise RequestError("this server stores no spans", 404, "not_found_error")
                 await self._traces(inner, receive, answer)
             elif route.inner == "/v1/models":
-                await self._list_models(route.model, inner, receive, answer)
+                await self._answer_models(route.model, inner, receive, answer)
             else:
                 await self._forward(inner, receive, answer)
         finally:
@@ -203,23 +206,26 @@ class Gateway:
         if not (answer.started or request.disconnected):
             raise RuntimeError("the inner layers sent no answer")
 
-    async def _list_models(
+    async def _answer_models(
         self, model: str | None, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend
     ) -> None:
-        """Answer with the engine's list of models, or with one entry of it."""
+        """Answer with the engine's list of models, or with one entry of it.
+
+        An attempt finds any model, as it may call any.
+        """
+        entries = [describe_model(entry) for entry in await list_models(self._app, inner, receive)]
+        served = [entry["id"] for entry in entries]
         if model is None:
-            await self._app(inner, receive, answer)
+            ends = {"first_id": served[0], "last_id": served[-1]} if served else {}
+            listed = {"object": "list", "data": entries, "has_more": False} | ends
+            await JSONResponse(listed)(inner, receive, answer)
             return
-        body = bytearray()
-
-        async def collect(message: Message) -> None:
-            body.extend(message.get("body", b""))
-
-        await self._app(inner, receive, collect)
-        entries = [entry for entry in json.loads(body).get("data", []) if entry.get("id") == model]
-        if not entries:
+        is_any = SCOPE.get() is not None and ".." not in model  # a path is no name
+        found = model_in_place_of(model, self._engine.model, served) if is_any else model
+        if found not in served:
             raise UnknownModelError(model)
-        await JSONResponse(entries[0])(inner, receive, answer)
+        entry = entries[served.index(found)] | {"id": model, "display_name": model}
+        await JSONResponse(entry)(inner, receive, answer)
 
     async def _answer_health(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         try:
@@ -275,64 +281,39 @@ def build_gateway(
         conversations = None
         if token_in and engine.tokenizer is not None:
             conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
-        _add_gauges(metrics, recorder, conversations)
+        _watch_records(metrics, recorder, conversations)
         budgets = None if check_budgets is None else CallBudgets(check_budgets)
         app = CaptureMiddleware(
             app, engine, recorder, conversations, history, finished=finished, budgets=budgets
         )
         if training_temperature is not None:
-            app = SamplingOverride(app, training_temperature, metrics.overridden.inc)
+            count_override = functools.partial(metrics.count, "overridden_requests_total")
+            app = SamplingOverride(app, training_temperature, count_override)
     app = TranslationMiddleware(app, template_of(engine.tokenizer))
     if recorder is not None:
-        app = RetryCache(app, on_replay=metrics.replays.inc)
+        app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
+        app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))
     if ignore_fields:
-        app = IgnoredFields(app, ignore_fields, lambda name: metrics.ignored_fields.labels(name).inc())
+        app = IgnoredFields(app, ignore_fields, functools.partial(metrics.count, "ignored_fields_total"))
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
     has_attempts = recorder is not None
     return Gateway(app, engine, secret, traces, metrics, finished, attempts=has_attempts, max_body=max_body)
 
 
-def _add_gauges(metrics: Metrics, recorder: Recorder, conversations: Conversations | None) -> None:
-    """Add gauges of the recorder's calls and of the prompts."""
+def _watch_records(metrics: Metrics, recorder: Recorder, conversations: Conversations | None) -> None:
+    """Add the metrics of the recorder's calls and of the prompts."""
     stats = recorder.stats
-    gauges = {
-        "recorder_open": ("Announced calls that have not ended", lambda: stats.opened - stats.closed),
-        "recorder_unsent": (
-            "Announcements and records that the store does not have yet",
-            lambda: stats.unsent,
-        ),
-        "recorder_lost": ("Announcements and records that never reached the store", lambda: stats.lost),
-        "recorder_overloaded": (
-            "Calls rejected because the recorder was full or the store unreachable",
-            lambda: stats.overloaded,
-        ),
-        "recorder_rejected": (
-            "Calls rejected because their attempt had finished",
-            lambda: stats.rejected,
-        ),
-    }
+    metrics.watch("recorder_open_calls", lambda: stats.opened - stats.closed)
+    metrics.watch("recorder_unsent_records", lambda: stats.unsent)
+    metrics.watch("recorder_lost_records_total", lambda: stats.lost)
+    metrics.watch("recorder_overloaded_calls_total", lambda: stats.overloaded)
+    metrics.watch("recorder_rejected_calls_total", lambda: stats.rejected)
     if conversations is not None:
         counts = conversations.counts
-        gauges |= {
-            "prompts_spliced": (
-                "Prompts built from the tokens of their conversation",
-                lambda: counts.spliced,
-            ),
-            "prompts_partly_spliced": (
-                "Prompts of which only the first turns were built from tokens",
-                lambda: counts.partly,
-            ),
-            "prompts_rendered": (
-                "Prompts of attempts that the engine rendered from messages",
-                lambda: counts.rendered,
-            ),
-            "prompts_refused_by_template": (
-                "Prompts that the chat template does not allow to continue in tokens",
-                lambda: counts.refused_by_template,
-            ),
-        }
-    for name, (text, read) in gauges.items():
-        metrics.gauge(name, text, read)
+        metrics.watch("prompts_total", lambda: counts.spliced, "spliced")
+        metrics.watch("prompts_total", lambda: counts.partly, "partly spliced")
+        metrics.watch("prompts_total", lambda: counts.rendered, "rendered")
+        metrics.watch("prompts_total", lambda: counts.refused_by_template, "refused by template")
 
 
 def _attempt_of_scope() -> tuple[str, str] | None:

@@ -60,7 +60,6 @@ ROUTES = {
     "/v1/traces": Route("traces", "/v1/traces"),
     "/v1/models": Route("models", "/v1/models", GET),
     "/health": Route("health", "/health", ("GET", "HEAD"), of_attempts=False),
-    "/metrics": Route("metrics", "/metrics", GET, of_attempts=False),
 }
 """Routes by path, besides those of the dialects."""
 

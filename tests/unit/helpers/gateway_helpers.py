@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.engines.capture_context import SCOPE, AttemptScope
+from raylight.ray_metrics.reporter import series
 from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.gateway import Gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -49,6 +50,18 @@ MODELS = {
     "object": "list",
     "data": [{"id": "policy", "object": "model"}, {"id": "org/lora 1", "object": "model"}],
 }
+
+
+def value_of(metrics: Metrics, name: str, **labels: str) -> float | None:
+    """Return the value of a series as Prometheus shows it; None if there is none."""
+    found = [
+        value
+        for measurement in metrics.collect()
+        for series_name, value, of in series(measurement)
+        if (series_name, of) == (f"raylight_{name}", labels)
+    ]
+    assert len(found) <= 1
+    return found[0] if found else None
 
 
 def within(seconds: float = DEADLINE_S) -> Any:
@@ -133,7 +146,7 @@ class Site:
             return await self.client.request(method, path, headers=given | headers)
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(f"raylight_{name}", labels)
+        return value_of(self.metrics, name, **labels)
 
 
 class Replica(FakeChat):

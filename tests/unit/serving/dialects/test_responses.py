@@ -477,6 +477,13 @@ async def test_a_stream_that_breaks_off_fails(say: Say) -> None:
         EVENTS.validate_python(event.to_dict())
 
 
+async def test_a_context_that_overflows_in_a_stream_has_its_own_code() -> None:
+    error = {"message": "too long", "code": "context_length_exceeded", "type": "invalid_request_error"}
+    _, app = translated(Say("hel", error=error))
+    events = [event async for event in await openai_client(app).responses.create(**ASK, stream=True)]
+    assert (events[-1].type, events[-1].response.error.code) == ("response.failed", "context_length_exceeded")
+
+
 async def test_an_aborted_answer_is_an_error_that_may_be_tried_again() -> None:
     with pytest.raises(openai.InternalServerError, match=r"is incomplete.*abort") as refused:
         await ask(Say("hel", finish="abort"))

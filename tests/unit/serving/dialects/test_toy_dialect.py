@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from capture_helpers import ENGINE, FakeApp, Sink
-from gateway_helpers import KEY, MINE, SECRET, within
+from gateway_helpers import KEY, MINE, SECRET, value_of, within
 
 from raylight.http.sse import SseReader
 from raylight.semconv import DIALECT, RESPONSE_ID
@@ -37,7 +37,7 @@ class Replica:
             return await client.post(f"{MINE}/v1/toy", headers=headers, json=body)
 
     def value(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(f"raylight_{name}", labels)
+        return value_of(self.metrics, name, **labels)
 
 
 @pytest.fixture

@@ -110,7 +110,6 @@ def test_a_base_url_that_leads_nowhere_is_told_the_routes(address: str, path: st
         ) as caught,
     ):
         client.chat.completions.create(model="policy", messages=HI)
-    assert "/metrics" not in str(caught.value)
     assert caught.value.type == "invalid_request_error"
 
 

@@ -53,8 +53,6 @@ async def test_the_runs_secret_opens_the_plain_routes_outside_of_any_attempt() -
         ("/v1/models", "wrong"),
         ("/nowhere", "wrong"),
         (MINE + "/v1/health", "wrong"),
-        ("/metrics", KEY),
-        ("/metrics", "wrong"),
         (CHAT, "schlüssel"),
     ],
 )
@@ -121,7 +119,6 @@ async def test_without_any_key_only_health_is_open() -> None:
     site = Site()
     assert (await site.get("/health", key=None)).json() == {"status": "ok", "model": "policy"}
     assert (await site.get("/v1/models", key=None)).status_code == 401
-    assert (await site.get("/metrics", key=None)).status_code == 401
 
 
 async def test_an_ill_engine_is_not_healthy() -> None:
@@ -135,7 +132,6 @@ async def test_an_ill_engine_is_not_healthy() -> None:
 async def test_a_server_without_a_secret_lets_everyone_in_and_has_no_attempts() -> None:
     site = Site(secret=None)
     assert (await site.client.post(CHAT, json=BODY)).status_code == 200
-    assert (await site.get("/metrics", key=None)).status_code == 200
     answer = await site.client.post(MINE + CHAT, json=BODY)
     assert answer.status_code == 404
     assert "records no rollouts" in answer.json()["error"]["message"]
@@ -307,7 +303,6 @@ async def test_another_spelling_leads_nowhere(trick: str, method: str) -> None:
         ("POST", "/v1/models", "GET"),
         ("DELETE", "/v1/models/policy", "GET"),
         ("POST", "/health", "GET, HEAD"),
-        ("POST", "/metrics", "GET"),
         ("GET", "/v1/traces", "POST"),
         ("GET", "/tokenize", "POST"),
     ],

@@ -6,14 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_helpers import KEY, MINE, SECRET, Site, within
-from prometheus_client.parser import text_string_to_metric_families
+from gateway_helpers import KEY, SECRET, Site, value_of, within
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from raylight.engines.capture_context import CURRENT, CaptureContext
 from raylight.engines.capture_context import AttemptScope as Attempt
 from raylight.engines.protocol import EngineLoad
+from raylight.ray_metrics.table import METRICS
 from raylight.serving.gateway.metrics import Metrics
 
 
@@ -54,27 +54,26 @@ async def test_what_runs_is_in_flight() -> None:
     assert site.value("requests_total", route="chat", status="499") == 1
 
 
-async def test_the_page_is_prometheus_text_and_not_for_attempts() -> None:
+async def test_there_is_no_page_of_them() -> None:
     site = Site()
-    site.metrics.gauge("backlog", "What waits", lambda: 7.0)
-    await site.post()
-    answer = await site.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
-    assert {
-        "raylight_requests",
-        "raylight_backlog",
-        "raylight_first_byte_seconds",
-        "raylight_output_tokens",
-    } <= set(families)
-    assert families["raylight_backlog"].samples[0].value == 7
+    assert (await site.get("/metrics")).status_code == 404
     assert (await site.get("/metrics", KEY)).status_code == 401
-    assert (await site.get(MINE + "/metrics", KEY)).status_code == 404
-    assert (await site.get(MINE + "/v1/metrics", KEY)).status_code == 404
 
 
-def test_an_engines_own_metrics_come_after() -> None:
-    assert Metrics(lambda: b"vllm_x 1.0\n").page().endswith(b"vllm_x 1.0\n")
+async def test_every_measurement_has_the_labels_of_the_table() -> None:
+    site = Site()
+    site.metrics.watch_load(lambda: EngineLoad(0.0))
+    site.metrics.count("ignored_fields_total", "user")
+    await site.post()
+    measured = list(site.metrics.collect())
+    assert {measurement.name for measurement in measured} >= {
+        spec.name
+        for spec in METRICS.values()
+        if spec.source == "gateway"
+        and not spec.name.startswith(("raylight_recorder", "raylight_prompts", "raylight_replica_"))
+    }
+    for measurement in measured:
+        assert {"replica", *measurement.labels} == set(METRICS[measurement.name].labels)
 
 
 async def test_routes_that_are_made_up_add_no_labels() -> None:
@@ -82,8 +81,7 @@ async def test_routes_that_are_made_up_add_no_labels() -> None:
     for number in range(5):
         await site.get(f"/made-up-{number}")
         await site.get(f"/v1/models/made-up-{number}")
-    page = (await site.get("/metrics")).text
-    assert "made-up" not in page
+    assert "made-up" not in str(list(site.metrics.collect()))
 
 
 def context_of(*samples: tuple[list[int], list[int], str]) -> CaptureContext:
@@ -110,10 +108,9 @@ async def test_tokens_are_counted_where_an_exchange_tells(fails: bool) -> None:
         assert fails
     CURRENT.reset(token)
     await metrics.count_samples(JSONResponse({}))({"type": "http"}, None, _drop)  # type: ignore[arg-type]  # of no attempt
-    read = metrics.registry.get_sample_value
-    assert read("raylight_prompt_tokens_total") == 6
-    assert read("raylight_output_tokens_total") == 3
-    assert read("raylight_aborted_calls_total") == 1
+    assert value_of(metrics, "prompt_tokens_total") == 6
+    assert value_of(metrics, "output_tokens_total") == 3
+    assert value_of(metrics, "aborted_calls_total") == 1
 
 
 async def test_the_engines_load_and_its_idle_time_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +118,14 @@ async def test_the_engines_load_and_its_idle_time_are_shown(monkeypatch: pytest.
     monkeypatch.setattr("raylight.serving.gateway.metrics.time.perf_counter", lambda: now)
     metrics = Metrics()
     metrics.watch_load(lambda: EngineLoad(0.25, running=3, waiting=2, preemptions=7, capacity=4096))
-    read = metrics.registry.get_sample_value
-    names = ("kv_use", "running", "waiting", "preemptions", "kv_capacity_tokens")
-    assert [read(f"raylight_engine_{name}") for name in names] == [0.25, 3, 2, 7, 4096]
+    names = (
+        "kv_use_ratio",
+        "running_requests",
+        "waiting_requests",
+        "preemptions_total",
+        "kv_capacity_tokens",
+    )
+    assert [value_of(metrics, f"engine_{name}") for name in names] == [0.25, 3, 2, 7, 4096]
     gates = [asyncio.Event(), asyncio.Event()]
 
     async def engine(scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +140,7 @@ async def test_the_engines_load_and_its_idle_time_are_shown(monkeypatch: pytest.
         gate.set()
         await call
     now += 2
-    assert metrics.idle_s == read("raylight_engine_idle_seconds") == 7
+    assert metrics.idle_s == value_of(metrics, "engine_idle_seconds_total") == 7
 
 
 async def _drop(message: Any) -> None: ...
