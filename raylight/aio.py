@@ -1,5 +1,5 @@
-"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a pause, a time limit, and a
-condition without a lock."""
+"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a pause, a time limit, a
+condition without a lock, and a wait for progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import functools
 import types
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -133,3 +133,30 @@ def _continue(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[An
             waits_for = step()
         except StopIteration as end:
             return end.value
+
+
+async def wait_while_progressing(
+    calls: Iterable[asyncio.Future[Any]],
+    limit: float,
+    idle_s: Callable[[], Awaitable[float]] | None,
+    end: asyncio.Future[Any],
+) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
+    """Wait until all calls are done, one failed, `end` is done, or nothing has progressed for `limit`
+    seconds; return the calls that are done, and the others.
+
+    Args:
+        idle_s: returns the seconds since the last progress; None: the calls have `limit` seconds in all.
+    """
+    seconds, ended = limit, asyncio.ensure_future(asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))
+    try:
+        while True:
+            await asyncio.wait([ended, end], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            late = {call for call in calls if not call.done()}
+            if ended.done() or end.done() or idle_s is None:
+                return set(calls) - late, late
+            idle = await idle_s()
+            if idle >= limit:
+                return set(calls) - late, late
+            seconds = limit - idle
+    finally:
+        await cancel_all([ended])

@@ -1,5 +1,5 @@
-"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `scale`, `trace`,
-`export` and `doctor`.
+"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `ui`, `scale`,
+`trace`, `export`, `grafana` and `doctor`.
 
 A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
 is the dotted name of a setting, VALUE is read as YAML.
@@ -14,8 +14,20 @@ from typing import Annotated, Any
 
 import typer
 
-from raylight.cli_options import Address, AgentName, Assignments, Dtype, Engine, ModelName, Port, Runners
-from raylight.cli_runs import export, scale, trace
+from raylight.cli_options import (
+    Address,
+    AgentName,
+    Assignments,
+    Dtype,
+    Engine,
+    ModelName,
+    Port,
+    Runners,
+    Ui,
+    import_from_here,
+)
+from raylight.cli_runs import export, grafana, scale, trace, ui_command
+from raylight.cli_starter import starter
 from raylight.errors import RaylightError
 
 app = typer.Typer(
@@ -45,6 +57,13 @@ def quickstart(
     tools: Annotated[
         bool, typer.Option("--tools", help="Train an agent that adds with a tool, and the model TOOL_MODEL.")
     ] = False,
+    ui: Ui = False,
+    loggers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logger", help="A tracker beside the run's own files, such as wandb; may be repeated."
+        ),
+    ] = None,
     address: Address = None,
 ) -> None:
     """Train a small model to add two numbers: offline, on a CPU, in about a minute."""
@@ -71,7 +90,9 @@ def quickstart(
         output_dir=output_dir,
         seed=seed,
         address=address,
+        ui=ui,
         engine={"kind": engine},
+        loggers=["console", "jsonl", "plot", *(loggers or ())],
     )
     trainer.fit(calculator if tools else adder, train_tasks, val_dataset=val_tasks)
 
@@ -91,6 +112,7 @@ def train(
     resume_from: Annotated[
         str | None, typer.Option(help="Continue from this training state or run directory.")
     ] = None,
+    ui: Ui = False,
     address: Address = None,
 ) -> None:
     """Train an agent with the settings of a file. The config.yaml of a run starts the same run again.
@@ -103,10 +125,10 @@ def train(
     import raylight as rl
     from raylight.trainer.run_file import load_run_file
 
-    _import_from_here()
+    import_from_here()
     given = [f"address={json.dumps(address)}"] if address else []
     run_file = load_run_file(config, [*(assignments or ()), *given])
-    trainer = rl.Trainer(**run_file.trainer_arguments())
+    trainer = rl.Trainer(**run_file.trainer_arguments() | ({"ui": True} if ui else {}))
     if print_config:
         print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
         return
@@ -146,7 +168,7 @@ def plan(
     from raylight.trainer.memory_check import plan_settings
     from raylight.trainer.run_file import load_run_file
 
-    _import_from_here()
+    import_from_here()
     trainer = rl.Trainer(**load_run_file(config, assignments or ()).trainer_arguments())
     cluster = given_cluster(nodes, gpus, gpu_memory, memory)
     found = plan_settings(trainer.algorithm, trainer.run_settings, trainer.runner, cluster)
@@ -202,7 +224,7 @@ def evaluate(
     _apply(assignments, settings)
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     rollout = {"rollout": {"timeout_seconds": 600.0} | settings["rollout"]} if settings["rollout"] else {}
-    _import_from_here()
+    import_from_here()
     trainer = rl.Trainer(
         engine=settings["engine"],
         runner=settings["runner"],
@@ -265,7 +287,7 @@ def serve(
     from raylight.config import EngineConfig
     from raylight.trainer.serve_model import serve_model
 
-    _import_from_here()
+    import_from_here()
     settings: dict[str, Any] = {
         "engine": {
             "kind": engine,
@@ -305,12 +327,13 @@ def runner(
     """Execute rollouts of a run on the cluster, until the run ends."""
     import raylight as rl
 
-    _import_from_here()
+    import_from_here()
     settings = {"n": n_runners, "max_rollouts": max_rollouts, "start_timeout_s": wait}
     rl.Trainer(role="runner", run_name=run, runner=settings, address=address).fit(agent)
 
 
-for _command in (scale, trace, export):
+app.command("ui")(ui_command)
+for _command in (scale, trace, export, grafana, starter):
     app.command()(_command)
 
 
@@ -339,11 +362,6 @@ def _apply(assignments: list[str] | None, settings: dict[str, Any]) -> None:
 
     for text in assignments or ():
         apply_assignment(settings, text, sections=list(settings))
-
-
-def _import_from_here() -> None:
-    """Make agents importable that are files of the current directory."""
-    sys.path.insert(0, "")
 
 
 def main() -> None:

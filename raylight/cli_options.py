@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from typing import Annotated
 
@@ -43,3 +44,9 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A setting by its dotted name; may be repeated."),
 ]
+Ui = Annotated[bool, typer.Option("--ui", help="Show the run in the browser while it goes on.")]
+
+
+def import_from_here() -> None:
+    """Make agents importable that are files of the current directory."""
+    sys.path.insert(0, "")

@@ -1,4 +1,4 @@
-"""Commands on a run in progress or its records: `raylight scale`, `trace` and `export`."""
+"""Commands on a run in progress or its records: `raylight ui`, `scale`, `trace`, `export`, `grafana`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,38 @@ from typing import Annotated
 import typer
 
 from raylight.errors import ConfigError
+
+
+def ui_command(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Run directories, or folders of them; by default `outputs`, or the current folder.",
+            metavar="[RUN]...",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port; by default the first free one from 7860 on.")
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RAYLIGHT_UI_KEY", help="Key of visitors; generated if the address is not loopback."
+        ),
+    ] = None,
+    until_closed: Annotated[
+        bool, typer.Option("--until-closed", hidden=True, help="End with the standard input.")
+    ] = False,
+) -> None:
+    """Show runs in the browser: curves, rollouts, conversations and tokens, live and afterwards."""
+    from raylight.ui.server import serve_ui
+
+    default = Path("outputs")
+    paths = runs or [default if default.is_dir() else Path()]
+    serve_ui(paths, host=host, port=port, key=key, until_closed=until_closed)
 
 
 def scale(
@@ -86,3 +118,13 @@ def export(
 
     export_state(state, output, model)
     print(f"wrote {output}")
+
+
+def grafana() -> None:
+    """Print Grafana's board of raylight's metrics, for its import: `raylight grafana > board.json`.
+
+    A cluster that a run starts has it among Ray's own boards.
+    """
+    from raylight.ray_metrics.board import board
+
+    print(board())

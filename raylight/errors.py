@@ -21,6 +21,10 @@ class DatasetError(RaylightError, ValueError):
     """A dataset is empty or cannot be read."""
 
 
+class UnsupportedTaskError(DatasetError):
+    """A task of a dataset needs what raylight does not have, such as several containers."""
+
+
 class ModelNotFoundError(RaylightError):
     """A model path does not hold a model that transformers can load."""
 
@@ -43,6 +47,26 @@ class CommandError(RaylightError):
 
 class CommandUnavailableError(CommandError):
     """The program of a `CommandAgent` reported by exit status 75 that a service failed; it is run again."""
+
+
+class SandboxError(RaylightError):
+    """A sandbox cannot be made or used as it is described."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """A sandbox's backend failed for a reason that may pass; the attempt is retried."""
+
+
+class EnvironmentServerError(RaylightError):
+    """The server of an environment or of tools does not start, reports an error, or breaks its protocol."""
+
+
+class EnvironmentUnavailableError(EnvironmentServerError):
+    """The server of an environment or of tools is away or does not respond; the attempt is retried."""
+
+
+class ToolTimeoutError(RaylightError):
+    """A method of an environment took longer than its time limit."""
 
 
 class EmptyTraceError(RaylightError):

@@ -12,13 +12,42 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
     {"types", "semconv", "errors", "base_config", "config", "aio", "components", "files", "log"}
-    | {"request_fields", "ray_resources", "bounds", "synonyms", "disk", "garbage", "deferred_imports"},
-    {"agent", "store", "traces"},
+    | {
+        "request_fields",
+        "ray_resources",
+        "bounds",
+        "synonyms",
+        "disk",
+        "garbage",
+        "deferred_imports",
+        "printable",
+    },
+    {
+        "agent",
+        "environments",
+        "sandboxes",
+        "harbor",
+        "harnesses",
+        "store",
+        "traces",
+        "ray_metrics",
+        "advisories",
+    },
     {"http", "experience", "weight_transfer"},
     {"runner", "engines", "weight_sync", "serving", "learner", "planning"},
     {"algorithms"},
     {"trainer"},
-    {"cli", "cli_options", "cli_runs", "doctor", "doctor_report", "quickstart"},
+    {
+        "cli",
+        "cli_options",
+        "cli_runs",
+        "cli_starter",
+        "doctor",
+        "doctor_report",
+        "quickstart",
+        "starter",
+        "ui",
+    },
 ]
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -20,6 +20,7 @@ from raylight.experience.off_policy import OffPolicySampling, off_policy_paramet
 from raylight.experience.rewards import effective_reward, greedy_baselines
 from raylight.experience.settings import PolicySettings
 from raylight.experience.staleness import StaleMask, oldest_version
+from raylight.experience.trajectory import TrajectorySelection
 from raylight.experience.unused_settings import unused_settings
 from raylight.traces.rewards import MAX_REWARD
 from raylight.traces.trained_agents import filter_generations
@@ -37,6 +38,8 @@ class RunSettings:
     output_dir: str | Path | None = None
     outputs: str = "outputs"
     """Folder in which the run directory is created if there is no `output_dir`."""
+    loggers: Any = None
+    """Metric loggers, as for `Trainer(loggers=...)`."""
     notes: tuple[str, ...] = ()
     """Messages for the user at the start of the run."""
     cpu_fallback: RunSettings | None = None
@@ -108,6 +111,12 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     override_sampling: bool = False
     """Set the sampling of all calls of training rollouts, whatever the agent requests: the temperature of
     `sampling_parameters` (1 if it has none), without top_p, top_k, min_p, penalties, biases and seeds."""
+    train_auxiliary_calls: bool = False
+    """Also train on calls that asked for another model name than the attempt's own, such as those of a
+    harness for titles and summaries. The served model answers them too."""
+    trajectory_selection: TrajectorySelection = "all"
+    """Rows of a rollout that are trained, if its calls form several: subagents, a history that was summarized
+    or changed. all: every row. longest: the row with most trained tokens."""
     sync_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
     """Deadline in seconds for new weights to reach every engine."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
@@ -236,7 +245,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             for item in group
             if not item.rollout.metadata.get(GREEDY) and self.reward_of(item) is not None
             for call in filter_generations(item, trained_agents)
-            if call.finish_reason != "aborted" and not off_policy_parameters(call.sampling)
+            if call.finish_reason != "aborted"
+            and not off_policy_parameters(call.sampling)
+            and (self.train_auxiliary_calls or call.auxiliary_model is None)
         )
 
     def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None, version: int) -> BatchRules:
@@ -250,6 +261,8 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             turn_rewards=self.turn_rewards,
             baseline_kind=self.baseline_kind,
             off_policy_sampling=self.off_policy_sampling,
+            train_auxiliary_calls=self.train_auxiliary_calls,
+            trajectory_selection=self.trajectory_selection,
             stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,
         )
 

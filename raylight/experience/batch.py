@@ -15,8 +15,14 @@ from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
 from raylight.experience.staleness import StaleMask, TokenAges, describe_ages
 from raylight.experience.token_budgets import LongRows, RowLimit
-from raylight.experience.trajectory import TokenCounts, Trajectories, build_trajectories
-from raylight.traces.trained_agents import filter_generations
+from raylight.experience.trajectory import (
+    TokenCounts,
+    Trajectories,
+    TrajectorySelection,
+    build_trajectories,
+    select_rows,
+)
+from raylight.traces.trained_agents import filter_generations, split_auxiliary
 from raylight.types import FinishedRollout, Generation, Trajectory
 
 
@@ -54,6 +60,8 @@ class BatchRules:
         turn_rewards: train on rewards emitted before the final one too.
         baseline_kind: baseline of the advantage estimator.
         off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
+        train_auxiliary_calls: also train on calls that asked for another model name.
+        trajectory_selection: rows of a rollout that are trained.
         stale: mask of tokens that old weights sampled; None if all have the learners' version.
     """
 
@@ -66,6 +74,8 @@ class BatchRules:
     turn_rewards: bool = False
     baseline_kind: BaselineKind = "group"
     off_policy_sampling: OffPolicySampling = "error"
+    train_auxiliary_calls: bool = False
+    trajectory_selection: TrajectorySelection = "all"
     stale: StaleMask | None = None
 
 
@@ -90,6 +100,11 @@ class BatchReport:
     """Rollouts left out because all rewards of their group are equal."""
     other_agents: int = 0
     """Calls of agents that are not trained, in all scored rollouts."""
+    auxiliary_calls: int = 0
+    """Calls of trained agents that asked for another model name and are not trained, in all scored
+    rollouts."""
+    auxiliary_tokens: int = 0
+    """Tokens of such calls in rollouts that were not excluded."""
     aborted: int = 0
     """Calls of trained agents whose response was cut off, in all scored rollouts. They are not trained."""
     rows_dropped: int = 0
@@ -98,6 +113,10 @@ class BatchReport:
     """Rows truncated at the limit."""
     rows_forced: int = 0
     """Rows left out because all their tokens were forced by a constraint, or sampled off-policy."""
+    rows_unselected: int = 0
+    """Rows left out because they are not the longest of their rollout."""
+    unselected_tokens: int = 0
+    """Tokens of these rows that could be trained."""
     rows_stale: int = 0
     """Rows left out because all tokens that could be trained are too old."""
     stale_tokens: int = 0
@@ -134,6 +153,25 @@ class _ScoredRollout:
     baseline: float | None
     tokens: int
     """Sampled tokens of all its calls."""
+    auxiliary_tokens: int
+    """Sampled tokens of its auxiliary calls, if they are not trained."""
+    selected: range
+    """Indices of the rows that are selected for training."""
+
+    @property
+    def sampled_rows(self) -> list[Trajectory]:
+        """Selected rows with the tokens that are too old."""
+        return [self.sampled.rows[index] for index in self.selected]
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """Selected rows."""
+        return [self.trajectories.rows[index] for index in self.selected]
+
+    @property
+    def unselected_rows(self) -> list[Trajectory]:
+        """Rows that are not selected."""
+        return [row for index, row in enumerate(self.sampled.rows) if index not in self.selected]
 
     @property
     def total(self) -> float:
@@ -169,9 +207,9 @@ def build_batch(
     scored: list[_ScoredRollout] = []
     off_policy = OffPolicyCalls(rules.off_policy_sampling)
     calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
-    failed = unscored = empty = other_agents = aborted = excluded = 0
+    failed = unscored = empty = other_agents = aborted = excluded = auxiliary = 0
     for item in finished:
-        tokens = sum(len(call.output_ids) for call in item.generations)
+        tokens = _count_sampled(item.generations)
         reward = reward_of(item) if reward_of else effective_reward(item, rules.failure_reward)
         if reward is None:
             failed += item.rollout.status != "succeeded"
@@ -180,6 +218,10 @@ def build_batch(
             continue
         generations = filter_generations(item, rules.trained_agents)
         other_agents += len(item.generations) - len(generations)
+        others: list[Generation] = []
+        if not rules.train_auxiliary_calls:
+            generations, others = split_auxiliary(generations)
+            auxiliary += len(others)
         aborted += sum(call.finish_reason == "aborted" for call in generations)
         masked = off_policy.judge(call for call in generations if call.finish_reason != "aborted")
         sampled = build_trajectories(generations, masked)
@@ -194,9 +236,14 @@ def build_batch(
         baseline = (baselines or {}).get(group)
         if _is_masked(item):
             sampled = trajectories = replace(sampled, rows=[])
-        scored.append(_ScoredRollout(group, reward, sampled, trajectories, turns, baseline, tokens))
+        selected = select_rows(sampled.rows, rules.trajectory_selection)
+        untrained = _count_sampled(others)
+        scored.append(
+            _ScoredRollout(group, reward, sampled, trajectories, turns, baseline, tokens, untrained, selected)
+        )
     if not scored and empty:
-        raise EmptyTraceError(_empty_reason(empty, aborted, other_agents, rules.trained_agents))
+        reason = _empty_reason(empty, aborted, other_agents, auxiliary, rules.trained_agents)
+        raise EmptyTraceError(reason)
     comparable = _drop_without_baseline(scored, rules.min_group, baselines is not None)
     excluded += sum(item.tokens for item in scored) - sum(item.tokens for item in comparable)
     constant = _zero_variance_groups(comparable)
@@ -205,8 +252,9 @@ def build_batch(
         trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
     batch, rows_empty = _assemble(trained, limit, baselines is not None)
-    sampled_rows = [row for item in trained for row in item.sampled.rows]
-    kept_rows = [row for item in trained for row in item.trajectories.rows]
+    sampled_rows = [row for item in trained for row in item.sampled_rows]
+    kept_rows = [row for item in trained for row in item.rows]
+    unselected_rows = [row for item in trained for row in item.unselected_rows]
     rows_forced = sum(not row.trained_tokens for row in sampled_rows)
     report = BatchReport(
         trained=len(trained),
@@ -219,10 +267,14 @@ def build_batch(
         has_signal=_has_signal(trained, set(batch.owners), constant, rules.baseline_kind),
         zero_variance=len(comparable) - len(trained),
         other_agents=other_agents,
+        auxiliary_calls=auxiliary,
+        auxiliary_tokens=sum(item.auxiliary_tokens for item in comparable),
         aborted=aborted,
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
         rows_forced=rows_forced,
+        rows_unselected=len(unselected_rows),
+        unselected_tokens=_count_trained(unselected_rows),
         rows_stale=rows_empty - rows_forced,
         stale_tokens=_count_trained(sampled_rows) - _count_trained(kept_rows),
         trained_tokens=_count_trained(batch.rows),
@@ -235,6 +287,10 @@ def build_batch(
         relations=report_relations(item.trajectories for item in trained),
     )
     return batch, report
+
+
+def _count_sampled(generations: list[Generation]) -> int:
+    return sum(len(call.output_ids) for call in generations)
 
 
 def _count_trained(rows: list[Trajectory]) -> int:
@@ -267,7 +323,7 @@ def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bo
     turns: list[TurnReward] = []
     for owner, item in enumerate(trained):
         batch_row: dict[int | None, int] = {}  # row of the rollout -> row of the batch
-        for index, row in enumerate(item.trajectories.rows):
+        for index, row in zip(item.selected, item.rows, strict=True):
             if not row.trained_tokens:
                 empty += 1
             elif (limited := limit.apply(row)) is not None:
@@ -308,12 +364,20 @@ def _has_signal(
     return bool(with_rows)
 
 
-def _empty_reason(empty: int, aborted: int, other_agents: int, trained_agents: str | None) -> str:
+def _empty_reason(
+    empty: int, aborted: int, other_agents: int, auxiliary: int, trained_agents: str | None
+) -> str:
     if aborted:
         return (
             f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: the "
             "agents, or a proxy between them and the engine, closed the connections; raise their timeouts, "
             "and check the log of serving"
+        )
+    if auxiliary:
+        return (
+            f"{empty} rollouts were scored, but all {auxiliary} calls that could be trained asked for "
+            "another model than llm.model, which marks them as auxiliary: have the agent send llm.model, or "
+            "set train_auxiliary_calls=True"
         )
     if other_agents:
         return (

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from raylight.experience.call_relations import find_drift
 from raylight.experience.trajectory import Relation, build_trajectories, common_prefix
-from raylight.traces.trained_agents import filter_generations
+from raylight.traces.trained_agents import filter_generations, split_auxiliary
 from raylight.types import CONTINUED, FinishedRollout, Generation, IntArray
 
 Origin: TypeAlias = Literal["prompt", "output", "new"]
@@ -33,7 +33,7 @@ class CallLineage:
     number: int
     row: int | None
     """Row of the rollout that the call is trained in, from 1 on; None if it is not trained: it sampled
-    nothing, was cut off, or is a call of another agent."""
+    nothing, was cut off, or is an auxiliary call or one of another agent."""
     kind: str
     """"start", "continued", "continued_KIND" (`CONTINUED`), "fork", "restart" or "drift_KIND"
     (`call_relations.Drift.kind`); "not_trained"."""
@@ -59,7 +59,7 @@ def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
     """Return the lineage of each call of a rollout's latest attempt, in order."""
     generations = finished.generations
     selected = filter_generations(finished)
-    trajectories = build_trajectories(selected)
+    trajectories = build_trajectories(split_auxiliary(selected)[0])
     of_trained_agents = set(map(id, selected))
     trained = {
         id(call): (relation, position.row)
@@ -83,6 +83,11 @@ def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
         kind, reason, place = _explain(call, relation)
         if id(call) not in of_trained_agents:
             reason = "its agent is not trained"
+        elif call.auxiliary_model is not None:
+            reason = (
+                f"it asked for the model {call.auxiliary_model!r:.200}: an auxiliary call, trained only with "
+                "train_auxiliary_calls=True"
+            )
         row_number = None if row is None else row + 1
         lineages.append(CallLineage(number, row_number, kind, related, length, reason, place, segments))
         sequences.append(call.token_ids)

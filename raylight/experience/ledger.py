@@ -1,4 +1,5 @@
-"""Ledger of the tokens that training rollouts sampled: each is trained, masked, dropped, failed or open.
+"""Ledger of the tokens that training rollouts sampled: each is trained, masked, auxiliary, unselected,
+dropped, failed or open.
 
 The store counts the tokens of each call with its record. The ledger counts those that the training steps
 took, by what became of them. Both are equal at any time; `unaccounted` is their difference.
@@ -24,6 +25,10 @@ class TakenTokens:
     """Tokens of a batch's rollouts that no gradient came from: forced, off-policy, stale, of aborted calls,
     of agents that are not trained, of rows or groups that were left out, of greedy baselines, and of batches
     without signal."""
+    auxiliary: int = 0
+    """Tokens of auxiliary calls, which are not trained unless `train_auxiliary_calls` asks for it."""
+    unselected: int = 0
+    """Tokens of rows that `trajectory_selection` left out."""
     dropped: int = 0
     """Tokens of groups that were replaced."""
     failed: int = 0
@@ -35,6 +40,8 @@ class TakenTokens:
         return TakenTokens(
             self.trained + other.trained,
             self.masked + other.masked,
+            self.auxiliary + other.auxiliary,
+            self.unselected + other.unselected,
             self.dropped + other.dropped,
             self.failed + other.failed,
             self.late + other.late,
@@ -49,6 +56,8 @@ class LedgerRow:
     """All tokens, as the store counts them."""
     trained: int
     masked: int
+    auxiliary: int
+    unselected: int
     dropped: int
     failed: int
     open: int
@@ -57,7 +66,8 @@ class LedgerRow:
     @property
     def unaccounted(self) -> int:
         """Tokens that are missing in the ledger (or in the store, if below 0). It closes if this is 0."""
-        return self.generated - self.trained - self.masked - self.dropped - self.failed - self.open
+        fates = asdict(self)
+        return fates.pop("generated") - sum(fates.values())
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a step."""
@@ -93,7 +103,13 @@ class Ledger:
         lost = [counts[name] for name in dropped]
         self._taken += TakenTokens(
             trained=trained,
-            masked=sum(collected.values()) - trained - report.excluded_tokens,
+            masked=sum(collected.values())
+            - trained
+            - report.excluded_tokens
+            - report.auxiliary_tokens
+            - report.unselected_tokens,
+            auxiliary=report.auxiliary_tokens,
+            unselected=report.unselected_tokens,
             dropped=sum(count.latest for count in lost),
             failed=report.excluded_tokens
             + sum(counts[name].earlier for name in collected)
@@ -112,6 +128,8 @@ class Ledger:
             generated=totals.sampled + totals.late,
             trained=taken.trained,
             masked=taken.masked,
+            auxiliary=taken.auxiliary,
+            unselected=taken.unselected,
             dropped=taken.dropped,
             failed=taken.failed + totals.late - taken.late,
             open=totals.open,

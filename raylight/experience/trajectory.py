@@ -43,6 +43,9 @@ Drift is costly: the whole history is computed again, and a response is trained 
 slightly from the one it was sampled in.
 """
 
+TrajectorySelection: TypeAlias = Literal["all", "longest"]
+"""Rows of a rollout that are trained: all of them, or the one with most trained tokens."""
+
 RELATION_PRIORITY: tuple[Relation, ...] = (
     "restart",
     "drift_header",
@@ -180,6 +183,17 @@ def build_trajectories(generations: list[Generation], masked: Collection[str] = 
     counts = sum((_count_tokens(node.call, masked) for node in nodes), TokenCounts())
     calls = [node.call for node in nodes]
     return Trajectories([_join_calls(branch, masked) for branch in rows], relations, positions, counts, calls)
+
+
+def select_rows(rows: list[Trajectory], selection: TrajectorySelection) -> range:
+    """Return the indices of the rows of a rollout that are trained.
+
+    The longest row is the one with most trained tokens; of several, the one with most tokens, then the first.
+    """
+    if selection == "all" or len(rows) < 2:
+        return range(len(rows))
+    longest = max(range(len(rows)), key=lambda i: (rows[i].trained_tokens, len(rows[i].token_ids), -i))
+    return range(longest, longest + 1)
 
 
 def _count_tokens(call: Generation, masked: Collection[str]) -> TokenCounts:

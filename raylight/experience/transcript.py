@@ -57,6 +57,7 @@ def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[st
         values = lineage.to_json() | {
             "call": call.key.call_id,
             "agent": call.agent,
+            "auxiliary_model": call.auxiliary_model,
             "finish_reason": call.finish_reason,
             "prompt_source": attributes.get(PROMPT_SOURCE),
             "prompt_tokens": len(call.prompt_ids),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import resource
 import sys
 import threading
 import time
@@ -18,11 +19,13 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard
+from raylight.experience.token_records import RowRecord
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
 from raylight.learner.progress import CLOCK
 from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
+from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.weight_sync.sender_client import PublicationSettings
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ SENDING_GROUP = "sending"
 PROCESS_GROUP_MARGIN_S = 30.0
 """Seconds for which a collective waits longer than the driver does, so that the driver notices a hang first
 and can request stacks."""
+KIBIBYTE = 1024
+"""Unit of getrusage(2) on Linux."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
 
@@ -43,7 +48,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 class LearnerActor:
     """A rank of the learner group. `LearnerGroup` calls its methods through `call`."""
 
-    def __init__(self, rank: int, ranks: int, config: LearnerConfig) -> None:
+    def __init__(self, rank: int, ranks: int, config: LearnerConfig, run: str = "") -> None:
         self._rank, self._ranks, self._config = rank, ranks, config
         limit = max(config.collective_timeout_s, config.start_timeout_s)
         self._timeout = datetime.timedelta(seconds=limit + PROCESS_GROUP_MARGIN_S)
@@ -53,6 +58,20 @@ class LearnerActor:
         self._policy: Any = None
         self._publisher: WeightPublisher | None = None
         self._states: Any = None
+        self._update_s: float | None = None
+        self._metrics = MetricReporter(self._measure, run, rank=str(rank))
+
+    def _measure(self) -> list[Measurement]:
+        name, host = "raylight_learner_memory_peak_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        measured = [Measurement(name, host * KIBIBYTE, {"memory": "host"})]
+        if self._update_s is not None:
+            measured.append(Measurement("raylight_learner_update_seconds", self._update_s))
+            if self._config.num_gpus:
+                import torch
+
+                device = torch.cuda.max_memory_allocated()
+                measured.append(Measurement(name, device, {"memory": "device"}))
+        return measured
 
     def call(self, method: str, limit_s: float, *args: Any) -> Any:
         """Call a method under a watchdog, and raise its failures as typed errors.
@@ -128,6 +147,7 @@ class LearnerActor:
         self._policy = Policy(model_path, self._config, settings, total_steps)
         self._states = RankStates(self._policy)
         self._release_memory()
+        self._metrics.start()
 
     def _release_memory(self) -> None:
         """Return unused memory of a GPU that an engine shares. Torch would keep the peak of an update."""
@@ -146,7 +166,12 @@ class LearnerActor:
         shard: BatchShard = ray.get(shards[self._policy.engine.get_data_parallel_rank()])
         metrics = self._policy.update_shard(shard)
         self._release_memory()
-        return metrics | {"learner/update_s": time.perf_counter() - start}
+        self._update_s = time.perf_counter() - start
+        return metrics | {"learner/update_s": self._update_s}
+
+    def row_records(self) -> list[RowRecord]:
+        """Return what the last update computed of this rank's rows."""
+        return self._policy.row_records
 
     def logprobs(self, ids: list[int]) -> list[float] | None:
         """Return the policy's log-probs of `ids[1:]` on rank 0, None on other ranks. A collective."""

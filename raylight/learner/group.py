@@ -7,14 +7,14 @@ import functools
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylight.aio import cancel_all
+from raylight.aio import cancel_all, wait_while_progressing
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import LearnerError, LearnerLostError
@@ -22,6 +22,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import shard_batch
+from raylight.experience.token_records import RowRecord
 from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 from raylight.learner.shared_storage import check_shared
@@ -51,33 +52,6 @@ def order_by_node(nodes: Mapping[int, str]) -> list[int]:
     """
     seen = {node: position for position, node in reversed(list(enumerate(nodes[i] for i in sorted(nodes))))}
     return sorted(nodes, key=lambda bundle: (seen[nodes[bundle]], bundle))
-
-
-async def wait_while_progressing(
-    calls: Iterable[asyncio.Future[Any]],
-    limit: float,
-    idle_s: Callable[[], Awaitable[float]] | None,
-    end: asyncio.Future[Any],
-) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
-    """Wait until all calls are done, one failed, `end` is done, or nothing has progressed for `limit`
-    seconds; return the calls that are done, and the others.
-
-    Args:
-        idle_s: returns the seconds since the last progress; None: the calls have `limit` seconds in all.
-    """
-    seconds, ended = limit, asyncio.ensure_future(asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION))
-    try:
-        while True:
-            await asyncio.wait([ended, end], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            late = {call for call in calls if not call.done()}
-            if ended.done() or end.done() or idle_s is None:
-                return set(calls) - late, late
-            idle = await idle_s()
-            if idle >= limit:
-                return set(calls) - late, late
-            seconds = limit - idle
-    finally:
-        await cancel_all([ended])
 
 
 class LearnerGroup:
@@ -117,7 +91,7 @@ class LearnerGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._placement, placement_group_bundle_index=order[rank]
                 ),
-            ).remote(rank, config.n, config)
+            ).remote(rank, config.n, config, self._namespace)
             for rank in range(config.n)
         ]
 
@@ -182,6 +156,10 @@ class LearnerGroup:
         """Update the policy with a batch, and return metrics. Each rank receives its own rows only."""
         shards = await asyncio.to_thread(self._put_shards, batch)
         return (await self._call("update", shards))[0]
+
+    async def row_records(self) -> list[RowRecord]:
+        """Return what the last update computed of each row. A row may come several times."""
+        return [record for records in await self._call("row_records") for record in records]
 
     def _put_shards(self, batch: TrainBatch) -> list[Any]:
         """Put each rank's shard into the object store; the ranks of a sequence-parallel group share one."""

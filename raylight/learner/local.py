@@ -15,6 +15,7 @@ from raylight.errors import ConfigError, DeviceMemoryError, LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
+from raylight.experience.token_records import RowRecord
 
 T = TypeVar("T")
 
@@ -124,6 +125,10 @@ class LocalLearner:
             return self._policy.version, metrics | {"learner/update_s": time.perf_counter() - start}
 
         return await self._engine.change_weights(update)
+
+    async def row_records(self) -> list[RowRecord]:
+        """Return what the last update computed of each row."""
+        return self._policy.row_records
 
     async def logprobs(self, ids: list[int]) -> list[float]:
         """Return the policy's log-probs of `ids[1:]` at temperature 1."""

@@ -11,6 +11,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard, shard_batch
+from raylight.experience.token_records import RowRecord
 from raylight.learner import correction, weights
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic
@@ -24,6 +25,7 @@ from raylight.learner.rows import (
     build_minibatches,
     build_rows,
     make_probe_row,
+    record_row,
 )
 
 
@@ -58,6 +60,8 @@ class Policy:
         self._gradients = GradientGuard()
         self._has_dropout = config.lora is not None and config.lora.dropout > 0
         self.version = 0
+        self.row_records: list[RowRecord] = []
+        """Log-probs and advantages of this rank's rows in the last update."""
 
     @property
     def engines(self) -> dict[str, Any]:
@@ -127,6 +131,7 @@ class Policy:
             self.engine.lr_scheduler_step() if trains else scheduler.get_last_lr()[0]
         )
         self.version += 1
+        self.row_records = [record_row(row) for row in own_rows]
         return metrics
 
     def logprobs(self, ids: list[int]) -> list[float]:

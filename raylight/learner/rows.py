@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from raylight.experience.shards import MinibatchShard, PackedRows
+from raylight.experience.token_records import RowRecord
+from raylight.types import LogprobArray
 
 
 @dataclass(eq=False)
@@ -115,3 +117,15 @@ def make_probe_row(ids: Sequence[int]) -> TrainRow:
     tokens, length = torch.tensor(ids), len(ids) - 1
     ones, zeros = torch.ones(length, dtype=torch.long), torch.zeros(length)
     return TrainRow(0, 0, tokens[:1], tokens[1:], ones, zeros, ones, 1.0)
+
+
+def record_row(row: TrainRow) -> RowRecord:
+    """Return what an update computed of a row."""
+    logprobs = row.old_logprobs if row.learner_logprobs is None else row.learner_logprobs
+    known = torch.full_like(row.engine_logprobs, torch.nan) if logprobs is None else logprobs
+    assert row.advantages is not None, "an update computes them"
+    return RowRecord(row.index, len(row.prompt), _copy(known), _copy(row.advantages))
+
+
+def _copy(values: torch.Tensor) -> LogprobArray:
+    return values.detach().to("cpu", torch.float32, copy=True).numpy()

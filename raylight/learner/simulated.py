@@ -14,6 +14,7 @@ from raylight.errors import ConfigError, LearnerError, TransferBrokenError, Weig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
+from raylight.experience.token_records import RowRecord
 from raylight.weight_sync.client import call_coordinator, call_until_answered
 from raylight.weight_sync.sender_client import PublicationSettings
 from raylight.weight_sync.transfers import PhaseKind
@@ -48,6 +49,10 @@ class SimulatedLearner:
         await self._wait(self._config.step_s)
         self.version += 1
         return {"learner/rows": float(len(batch.rows)), "learner/update_s": time.perf_counter() - start}
+
+    async def row_records(self) -> list[RowRecord]:
+        """Return nothing: no row is computed."""
+        return []
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> None:
         """Return None: there are no weights to copy."""

@@ -18,6 +18,7 @@ from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError
 from raylight.garbage import freeze_startup_objects
+from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.runner.runner import Runner, RunnerExit
 from raylight.store.client import StoreClient
 from raylight.traces.tracer import OtelTracer, Tracer
@@ -35,6 +36,8 @@ class RunnerPayload:
     tracer: Tracer = field(default_factory=OtelTracer)
     hooks: Sequence[Hook] = ()
     secret: str = ""
+    run: str = ""
+    """Name of the run in metrics."""
 
     def pickle(self) -> Any:
         """Return the pickled payload; a large one as a reference to Ray's object store.
@@ -66,6 +69,8 @@ class RunnerActor:
 
     def __init__(self, name: str, store: StoreClient, pickled: bytes, config: RunnerConfig) -> None:
         payload: RunnerPayload = ray.cloudpickle.loads(pickled)
+        self._metrics = MetricReporter(self._measure, payload.run, runner=name)
+        self._capacity = config.max_concurrent
         self._runner = Runner(
             name,
             store,
@@ -91,10 +96,18 @@ class RunnerActor:
         """Execute rollouts; see `Runner.serve`."""
         freeze_startup_objects()
         gc.set_threshold(YOUNG_OBJECTS)
+        self._metrics.start()
         try:
             return await self._runner.serve()
         finally:
+            self._metrics.stop()
             await close_clients()
+
+    def _measure(self) -> list[Measurement]:
+        return [
+            Measurement("raylight_runner_rollouts", self._runner.running),
+            Measurement("raylight_runner_capacity", self._capacity),
+        ]
 
 
 class Departure(NamedTuple):

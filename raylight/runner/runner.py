@@ -110,6 +110,11 @@ class Runner:
         """Running attempts that are being cancelled because the store reported them as obsolete."""
         self._process = psutil.Process()
 
+    @property
+    def running(self) -> int:
+        """Number of attempts that are being executed."""
+        return len(self._running)
+
     def get_agent(self) -> LitAgent:
         """Return the agent, for hooks."""
         return self._context.agent

@@ -14,7 +14,12 @@ import urllib.error
 from collections.abc import Iterator
 from typing import Any
 
-from raylight.errors import CommandUnavailableError, RewardError
+from raylight.errors import (
+    CommandUnavailableError,
+    EnvironmentUnavailableError,
+    RewardError,
+    SandboxUnavailableError,
+)
 from raylight.semconv import REPLICA_HEADER
 from raylight.types import FailureKind
 
@@ -36,6 +41,8 @@ CLIENT_LIBRARIES = frozenset(
 )
 """Packages whose exceptions are failures of the infrastructure if they report a lost connection or a 5xx
 status."""
+UNAVAILABLE = (CommandUnavailableError, EnvironmentUnavailableError, SandboxUnavailableError)
+"""Errors of raylight that report a failure of the infrastructure."""
 CONNECTION_WORDS = ("Connect", "Timeout", "Disconnected", "Protocol", "ReadError", "IncompleteRead")
 """Parts of the names of exceptions that report a lost connection."""
 OWN_ADDRESS = re.compile(r"/rollout/[^/]+/attempt/[^/]+")
@@ -52,7 +59,7 @@ def classify(error: BaseException) -> FailureKind:
         visited.add(id(current))
         if isinstance(current, RewardError):
             return "reward"
-        if isinstance(current, CommandUnavailableError):
+        if isinstance(current, UNAVAILABLE):
             return "infrastructure"
         if isinstance(current, BaseExceptionGroup):
             kinds = {classify(inner) for inner in current.exceptions}

@@ -58,6 +58,16 @@ def sampled_tokens(generation: bytes) -> tuple[int, FinishReason]:
     return len(fields[2]) // np.dtype(np.int32).itemsize, fields[5]
 
 
+def call_versions(generation: bytes) -> list[int]:
+    """Return the distinct weight versions that sampled a stored generation, oldest first."""
+    fields = decode_payload(generation)
+    if not fields[2]:
+        return []
+    if isinstance(fields[4], int):
+        return [fields[4]]
+    return sorted(set(np.frombuffer(fields[4], np.int64).tolist()))
+
+
 def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:
     """Generations of calls, in the given order, from columns CALL.
 

@@ -81,6 +81,12 @@ def agents_of_generations(generations: Sequence[Generation], spans: Sequence[Spa
     return agents
 
 
+def split_auxiliary(generations: Sequence[Generation]) -> tuple[list[Generation], list[Generation]]:
+    """Return the calls that asked for the attempt's own model, and the auxiliary calls."""
+    own = [call for call in generations if call.auxiliary_model is None]
+    return own, [call for call in generations if call.auxiliary_model is not None]
+
+
 def filter_generations(finished: FinishedRollout, pattern: str | None = None) -> list[Generation]:
     """Return the generations of a rollout whose agents match the pattern or were marked by the rollout."""
     agents = AgentFilter(pattern, finished.rollout.metadata.get(TRAINABLE_AGENTS, ()))

@@ -32,9 +32,12 @@ class TrainerArguments(Config):
     seed: Seed | None = None
     address: str | None = None
     progress: bool = True
+    ui: bool = False
     log_to_driver: bool = False
 
 
+PROCESS_ARGUMENTS = ("address", "progress", "ui", "log_to_driver")
+"""Arguments about the Trainer's own process."""
 TrainerAlgorithm = PolicyAlgorithm | Algorithm
 Role = Literal["both", "algorithm", "runner"]
 

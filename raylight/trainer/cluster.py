@@ -55,6 +55,8 @@ class Connection:
     """Address and size of the cluster, and how it was found."""
     hint: str = ""
     """Advice for using another cluster, if this is not the one that the user chose."""
+    dashboard: str | None = None
+    """Address of Ray's dashboard; None if the cluster has none."""
 
     def announce(self, note: Callable[[str], None], stage: Callable[[str], None]) -> None:
         """Show the cluster, as a note that stays if the user did not choose it."""
@@ -102,7 +104,8 @@ def ray_session(
         if ray.is_initialized():
             read = address in (None, "auto", ray.get_runtime_context().gcs_address)
             unread = "" if read else f"address={address!r} is not read: call ray.shutdown() first to use it"
-            connection = Connection(False, f"uses this process's connection to {_describe_cluster()}", unread)
+            description = f"uses this process's connection to {_describe_cluster()}"
+            connection = Connection(False, description, unread, _dashboard())
             with (
                 _ray_logs_restored(),
                 monitored_cluster(ClusterMonitor(driver_processes(owns_cluster=False), node_has_left)),
@@ -204,21 +207,29 @@ def _raylet_children(node: Any) -> set[psutil.Process]:
 
 def _describe_connection(address: str | None, local: bool) -> Connection:
     if local:
-        return Connection(True, f"started {_describe_cluster()}, which ends with this run")
+        description = f"started {_describe_cluster()}, which ends with this run"
+        return Connection(True, description, dashboard=_dashboard())
     if address is not None:
-        return Connection(False, f"joined {_describe_cluster()}")
+        return Connection(False, f"joined {_describe_cluster()}", dashboard=_dashboard())
     source = "address from RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else "found on this machine"
     in_job = JOB_VARIABLE in os.environ
-    return Connection(False, f"joined {_describe_cluster()}, {source}", "" if in_job else OWN_CLUSTER_HINT)
+    hint = "" if in_job else OWN_CLUSTER_HINT
+    return Connection(False, f"joined {_describe_cluster()}, {source}", hint, _dashboard())
+
+
+def _dashboard() -> str | None:
+    """Return the address of Ray's dashboard; None if the cluster has none."""
+    address = ray_worker.get_dashboard_url()  # no public function returns it for a joined connection
+    return f"http://{address}" if address else None
 
 
 def _describe_cluster() -> str:
     """Name the connected cluster, its size and its dashboard."""
     nodes = sum(node["Alive"] for node in ray.nodes())
-    dashboard = ray_worker.get_dashboard_url()  # no public function returns it for a joined connection
+    dashboard = _dashboard()
     return (
         f"the Ray cluster at {ray.get_runtime_context().gcs_address} ({nodes} node{'s'[: nodes != 1]}, "
-        f"{format_amounts(ray.cluster_resources())}{f'; dashboard http://{dashboard}' if dashboard else ''})"
+        f"{format_amounts(ray.cluster_resources())}{f'; dashboard {dashboard}' if dashboard else ''})"
     )
 
 

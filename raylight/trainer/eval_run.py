@@ -25,8 +25,8 @@ from raylight.traces.rewards import MAX_REWARD
 from raylight.trainer.cluster import Connection
 from raylight.trainer.cluster_settings import settings_for_cluster
 from raylight.trainer.components.serving import ADAPTER_FILES
-from raylight.trainer.display import Display
 from raylight.trainer.fit import fixed_model
+from raylight.trainer.loggers import Display
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.report import ProgressReporter
 from raylight.trainer.rollouts import run_rollouts

@@ -13,6 +13,7 @@ from raylight.errors import ConfigError
 from raylight.files import replace_folder, restore_folder, write_atomic
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.report import Metrics, Report
+from raylight.trainer.sampled_rollouts import example_ids, sampled_rollout
 from raylight.trainer.scores import Scores, measure
 from raylight.trainer.served_adapter import PinnedAdapter
 from raylight.trainer.settings import MODEL_NAME
@@ -36,6 +37,10 @@ class EvaluationRollouts(Protocol):
         self, step: int, tasks: list[Any], samples: int, progress: Any, model: str | None = None
     ) -> list[FinishedRollout]:
         """Roll every task out `samples` times after a step, with the model of this name."""
+        ...
+
+    async def with_spans(self, ids: list[str]) -> list[FinishedRollout]:
+        """Return finished rollouts with their spans."""
         ...
 
 
@@ -153,6 +158,9 @@ class Evaluator:
         if pinned is not None:
             self._check_versions(finished, pinned)
         report.failures(finished)
+        if report.takes_rollouts:
+            examples = await self._rollouts.with_spans(example_ids(finished))
+            report.rollouts(step, [sampled_rollout(example) for example in examples])
         raise_if_hopeless(finished, algorithm.failure_reward)
         metrics = describe_scores(
             measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward)

@@ -20,7 +20,8 @@ from raylight.store.actor import STORE_NAME
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import component_stack, until_lost
-from raylight.trainer.display import Display, make_display
+from raylight.trainer.displays import make_display
+from raylight.trainer.loggers import Display
 
 END_TIMEOUT_S = 10.0
 """Time to wait for the end of a run after its store is gone, in seconds."""
@@ -78,7 +79,7 @@ class RemoteRunnerProcess:
         arguments, start_timeout_s = self._arguments, self._config.start_timeout_s
         with (
             ray_session(arguments.address, arguments.log_to_driver, start_timeout_s) as connection,
-            make_display(arguments.progress, 0) as display,
+            make_display(arguments.progress) as display,
         ):
             if connection.owns_cluster:
                 raise ConfigError(
@@ -99,7 +100,7 @@ class RemoteRunnerProcess:
                 f"run {self._run_name!r} ended before the runners joined; start the runners after the "
                 "next run"
             ) from None
-        payload = replace(self._payload, secret=secret)
+        payload = replace(self._payload, secret=secret, run=self._run_name)
         pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
         async with component_stack() as stack:
             stack.push_async_callback(pool.stop)

@@ -13,11 +13,15 @@ from raylight.errors import RaylightError
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import Connection, ray_session
 from raylight.trainer.cluster_settings import settings_for_cluster
-from raylight.trainer.display import Display, make_display, print_run, print_summary
+from raylight.trainer.displays import make_display
+from raylight.trainer.displays.tables import print_run, print_summary
 from raylight.trainer.fit import Fit
 from raylight.trainer.join_run import check_joinable
+from raylight.trainer.loggers import Display, find_loggers
 from raylight.trainer.report import Report
 from raylight.trainer.resume import prepare_states
+from raylight.trainer.run_metrics import StepMetrics
+from raylight.trainer.ui_process import ui_process
 from raylight.trainer.work import run_algorithm, train_policy
 
 Work = Coroutine[Any, Any, dict[str, Any]]
@@ -32,7 +36,7 @@ def connected(
     with (
         disk_errors(folder),
         ray_session(arguments.address, arguments.log_to_driver, start_timeout_s) as connection,
-        make_display(arguments.progress, total_steps) as display,
+        make_display(arguments.progress, total_steps, folder) as display,
     ):
         yield connection, display
 
@@ -59,8 +63,12 @@ def launched(
         fit.settings, notes = settings_for_cluster(settings, fit.requested)
         fit.find_start()
         training = fit.settings.training
-        report = Report(fit.folder, display, describe(fit), started, fit.last_logged_step, loggers)
-        with contextlib.closing(report):
+        config = describe(fit)
+        config["run"]["dashboard"] = connection.dashboard
+        all_loggers = [*find_loggers(loggers), StepMetrics(settings.name)]
+        report = Report(fit.folder, display, config, started, fit.last_logged_step, all_loggers)
+        shown = ui_process(fit.folder, report.note) if arguments.ui else contextlib.nullcontext()
+        with report, shown:
             for note in notes:
                 report.note(note)
             report.stage(f"run {settings.name}")

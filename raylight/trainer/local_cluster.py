@@ -7,8 +7,10 @@ import functools
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,6 +22,8 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._private.services import get_node_ip_address
 
 from raylight.errors import ClusterStartError, summarize_ray_error
+from raylight.files import write_atomic
+from raylight.ray_metrics.board import BOARD_FILE, board
 from raylight.trainer.blocking import ignored_interrupts
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,8 @@ START_TIMES = {
 }
 """Ray's settings `RAY_<name>` that limit a step of its start, with their unit as parts of a second. Their
 defaults, 10 to 60 s, are too short for a busy machine."""
+BOARDS_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
+"""Ray's variable for the folder of Grafana's boards."""
 END_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -117,7 +123,31 @@ class _LocalNode(ray_node.Node):
     def start_ray_processes(self) -> None:
         super().start_ray_processes()
         if self._dashboard is not None:
-            super().start_api_server(**self._dashboard)
+            with self._grafana_boards():
+                super().start_api_server(**self._dashboard)
+
+    @contextlib.contextmanager
+    def _grafana_boards(self) -> Iterator[None]:
+        """Put raylight's board beside Ray's. Their default folder is emptied while the dashboard starts."""
+        default = os.path.join(self.get_session_dir_path(), "metrics", "dashboards")
+        folder = os.environ.setdefault(BOARDS_VARIABLE, default)
+        try:
+            threading.Thread(target=write_board, args=(folder,), daemon=True).start()
+            yield
+        finally:
+            if folder == default:
+                del os.environ[BOARDS_VARIABLE]
+
+
+def write_board(folder: str) -> None:
+    """Write raylight's board of Grafana to a folder. A failure is logged: a run works without it."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        write_atomic(Path(folder, BOARD_FILE), board())
+    except Exception:
+        logger.warning(
+            "raylight's board was not written to %s; see `raylight grafana`", folder, exc_info=True
+        )
 
 
 @contextlib.contextmanager

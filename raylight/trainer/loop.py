@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from raylight.aio import cancel_all
 from raylight.errors import LearnerLostError
-from raylight.experience.batch import BatchReport
+from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.ledger import Ledger
 from raylight.trainer.components.learners import NodeDrains
 from raylight.trainer.evaluation import Evaluator
@@ -162,11 +162,18 @@ class Training:
         if not content.has_signal:
             return metrics, False
         started = time.perf_counter()
-        metrics |= await self._learners.update(batch)
-        report.mismatch(metrics)
+        with report.phase("update of the weights"):
+            metrics |= await self._learners.update(batch)
+        await self._record_tokens(step, batch)
         metrics["weights/version"] = float(self._learners.version)
         metrics["time/update_s"] = time.perf_counter() - started
         return metrics, True
+
+    async def _record_tokens(self, step: int, batch: TrainBatch) -> None:
+        """Keep the log-probs and advantages of a step's tokens, to look at."""
+        records = await self._learners.row_records()
+        owners = [row.rollout_id for row in batch.rows]
+        await asyncio.to_thread(self._report.row_records, step, records, owners)
 
     def _describe_overlap(self, step: int, wait_s: float) -> Metrics:
         """Return the metrics of an asynchronous step.
@@ -278,7 +285,8 @@ class Training:
     async def _send(self, step: int) -> Metrics:
         learners, started = self._learners, time.perf_counter()
         if learners.version > learners.published or self._is_asynchronous:
-            parity = await learners.publish()
+            with self._report.phase("publication of the weights"):
+                parity = await learners.publish()
         else:  # the engines have the weights, perhaps from learners that were lost since
             parity = None
             learners.notice_version()
@@ -313,8 +321,9 @@ class Training:
             await self._save_state(self._next - 1)
         if self._next <= self._total and (reason := self._stop_reason) is not None:
             self._report.note(reason)
-        await self._learners.save(str(self._report.checkpoint))
-        await self._learners.finish_saving()
+        with self._report.phase("saving of the model"):
+            await self._learners.save(str(self._report.checkpoint))
+            await self._learners.finish_saving()
         self._is_over = True
 
     async def _save_fork(self) -> None:

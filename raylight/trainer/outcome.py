@@ -13,6 +13,7 @@ from raylight.experience.call_relations import COUNTED
 from raylight.experience.rewards import effective_reward
 from raylight.trainer.report import Metrics
 from raylight.types import GREEDY, Budget, FinishedRollout
+from raylight.types.rollouts import FailureKind
 
 
 def describe(
@@ -29,18 +30,23 @@ def describe(
     sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
     rewards = [reward for item in sampled if (reward := effective_reward(item, failure_reward)) is not None]
     lengths = [len(call.output_ids) for item in sampled for call in item.generations]
+    reasons = [call.finish_reason for item in sampled for call in item.generations]
     tokens = sum(len(call.output_ids) for item in finished for call in item.generations)
     metrics = {
         "train/rollouts": float(len(sampled)),
         "train/trained": float(content.trained),
         "train/failed": float(sum(item.rollout.status != "succeeded" for item in sampled)),
+        **_failure_metrics(sampled),
         "train/unscored": float(content.unscored),
         "train/empty": float(content.empty),
         "train/alone": float(content.without_baseline),
+        "train/groups": float(content.groups),
         "train/groups_without_signal": float(content.groups_without_signal),
         "train/equal": float(content.zero_variance),
         "train/aborted": float(content.aborted),
         "train/other_agents": float(content.other_agents),
+        "train/auxiliary_calls": float(content.auxiliary_calls),
+        "trace/rows_unselected": float(content.rows_unselected),
         "trace/rows_dropped": float(content.rows_dropped),
         "trace/rows_truncated": float(content.rows_truncated),
         "trace/rows_per_rollout": content.relations.rows_per_rollout,
@@ -63,13 +69,25 @@ def describe(
     if any(item.rollout.config.has_budgets for item in sampled):
         metrics |= _truncation_metrics(sampled)
     if rewards:
-        metrics |= {"train/reward": statistics.fmean(rewards), "train/reward_std": statistics.pstdev(rewards)}
+        metrics |= {
+            "train/reward": statistics.fmean(rewards),
+            "train/reward_std": statistics.pstdev(rewards),
+            "train/reward_min": min(rewards),
+            "train/reward_max": max(rewards),
+        }
     if lengths:
         metrics |= {
             "train/response_tokens": statistics.fmean(lengths),
             "train/calls": len(lengths) / len(sampled),
+            "train/truncated_answers": statistics.fmean(reason == "length" for reason in reasons),
         }
     return metrics
+
+
+def _failure_metrics(sampled: list[FinishedRollout]) -> Metrics:
+    """Return the number of failed rollouts by kind."""
+    kinds = Counter(item.rollout.failure.kind for item in sampled if item.rollout.failure)
+    return {f"failures/{kind}": float(kinds[kind]) for kind in get_args(FailureKind)}
 
 
 def _spans_dropped(item: FinishedRollout) -> int:

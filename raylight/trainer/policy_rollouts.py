@@ -170,14 +170,17 @@ class PolicyRollouts:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
         rewards to turns."""
         if self._trained_agents is not None or self._algorithm.turn_rewards:
-            return await self._store.collect(ids, with_spans=True, with_span_tokens=False)
+            return await self.with_spans(ids)
         finished = await self._store.collect(ids)
         chosen = [item.rollout.rollout_id for item in finished if item.rollout.metadata.get(TRAINABLE_AGENTS)]
         if not chosen:
             return finished
-        with_spans = await self._store.collect(chosen, with_spans=True, with_span_tokens=False)
-        by_id = {item.rollout.rollout_id: item for item in with_spans}
+        by_id = {item.rollout.rollout_id: item for item in await self.with_spans(chosen)}
         return [by_id.get(item.rollout.rollout_id, item) for item in finished]
+
+    async def with_spans(self, ids: list[str]) -> list[FinishedRollout]:
+        """Return finished rollouts with their spans, which lack the tokens of calls."""
+        return await self._store.collect(ids, with_spans=True, with_span_tokens=False)
 
 
 async def cancel_left(run: Run) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import yaml
 
-from raylight.errors import ConfigError
+from raylight.advisories import Advisor
+from raylight.errors import ConfigError, summarize_ray_error
 from raylight.experience.batch import BatchReport
+from raylight.experience.token_records import TOKENS_FOLDER, RowRecord, TokenRecords
 from raylight.files import write_atomic
 from raylight.trainer.drift_log import DriftLog
 from raylight.trainer.loggers import (
@@ -22,10 +27,12 @@ from raylight.trainer.loggers import (
     Display,
     LoggerGroup,
     Metrics,
+    SampledRollout,
     evaluated_step,
     find_loggers,
     read_history,
 )
+from raylight.trainer.loggers.tracker import TRACKER_FOLDER
 from raylight.types import FinishedRollout
 
 MAX_SHOWN_ERRORS = 10
@@ -61,7 +68,16 @@ class ProgressReporter:
 
     def rollout_progress(self, mode: str) -> Callable[[int, int], None]:
         """Return a progress callback for a batch of rollouts."""
-        return lambda done, total: self._display.progress(f"{mode} rollouts {done}/{total}")
+        return functools.partial(self._display.progress, f"{mode} rollouts")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show that a phase of a step is in progress during the block."""
+        self._display.progress(name, 0, 1)
+        try:
+            yield
+        finally:
+            self._display.progress(name, 1, 1)
 
     def failures(self, finished: list[FinishedRollout]) -> None:
         """Count failed rollouts, and show the first one of each distinct error with its traceback."""
@@ -105,8 +121,10 @@ class Report(ProgressReporter):
         self.folder = folder
         self._started = time.perf_counter() if started is None else started
         self._drifts = DriftLog()
-        self._reported_mismatch = self._reported_stale = False
-        self._reported_off_policy = self._reported_seeds = False
+        self._details: dict[str, str] = {}
+        """Sentences about the calls of the last batch, by the kind of the advisory."""
+        self._reported_no_records = False
+        self._records = TokenRecords(folder)
         self.best: dict[str, Any] | None = None
         """The best evaluation so far: its metric, mode, step, value and metrics."""
         try:
@@ -122,8 +140,13 @@ class Report(ProgressReporter):
         """The ledger after the last step."""
         # those beside training that ended before a resume, by step
         self._evaluations = {row[VAL_STEP]: row for row in history if VAL_STEP in row}
+        self._advisor = Advisor()
         for row in history:
             self._keep(row)
+            self._advisor.add(row)
+        for advisory in reversed(self._advisor.advisories):  # the most severe one stays in view
+            if advisory.is_active:
+                display.advise(advisory)
         self._started -= max((row["time/total_s"] for row in history), default=0.0)
         self._loggers = LoggerGroup(find_loggers(loggers), folder, display, tuple(history))
         self._loggers.start(config)
@@ -132,11 +155,11 @@ class Report(ProgressReporter):
         """Create the folder and remove results of an earlier run in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if fresh and (self.folder / "config.yaml").exists():
-            for name in ("checkpoint", "best", "best.new", "best.old"):
+            for name in ("checkpoint", "best", "best.new", "best.old", TOKENS_FOLDER, TRACKER_FOLDER):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         for name in ("summary.json", PLOT_FILE):
             (self.folder / name).unlink(missing_ok=True)
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        write_atomic(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
     @property
     def checkpoint(self) -> Path:
@@ -148,6 +171,17 @@ class Report(ProgressReporter):
         timed = {"time/total_s": time.perf_counter() - self._started, **metrics}
         self._keep({"step": step, **timed})
         self._loggers.log(step, timed)
+        for advisory in self._advisor.add({"step": step, **timed}, self._details):
+            self._display.advise(advisory)
+
+    @property
+    def takes_rollouts(self) -> bool:
+        """True if a logger receives rollouts of evaluations."""
+        return self._loggers.takes_rollouts
+
+    def rollouts(self, step: int, table: list[SampledRollout]) -> None:
+        """Give a few rollouts of the evaluation of a step to the loggers that receive them."""
+        self._loggers.rollouts(step, table)
 
     def _keep(self, row: Metrics) -> None:
         """Keep of a step what the summary needs: all metrics would take megabytes in a long run."""
@@ -172,48 +206,29 @@ class Report(ProgressReporter):
         return self._evaluations.get(step)
 
     def batch(self, content: BatchReport) -> None:
-        """Count calls that do not continue the tokens of their conversations, and show the first ones. Show
-        the first calls that are masked because they were sampled off-policy."""
-        if note := self._drifts.add(content.relations):
-            self.note(note)
-        if content.repeated_seeds and not self._reported_seeds:
-            self._reported_seeds = True
-            self.note(
-                f"{content.repeated_seeds} rollouts sampled with the seed of another rollout of their group, "
-                "so that their responses are equal where their prompts are (off_policy/repeated_seeds in "
-                "metrics.jsonl): remove `seed` from the agent's requests, or set override_sampling=True"
-            )
-        if content.off_policy_calls and not self._reported_off_policy:
-            self._reported_off_policy = True
-            self.note(
-                f"{content.off_policy_calls} calls are left out of the loss, because they were not sampled "
-                f"from the policy's own distribution (off_policy/* in metrics.jsonl): {content.off_policy}. "
-                "override_sampling=True lets raylight set the sampling of training rollouts"
-            )
+        """Keep the first calls that an advisory may name: those that do not continue the tokens of
+        their conversations, and those that are masked because they were sampled off-policy."""
+        self._drifts.add(content.relations)
+        self._details = {
+            "drifts": self._drifts.detail(),
+            "off_policy_calls": f"Most often {content.off_policy}",
+        }
 
-    def mismatch(self, metrics: Metrics) -> None:
-        """Show once that the log-probs of engine and learner differ by more than `warn_logprob_mismatch`, and
-        once that all tokens of a batch are of older weights.
+    def row_records(self, step: int, records: list[RowRecord], rollout_ids: list[str]) -> None:
+        """Write what a step computed of its rows. A failure is shown once, and the run continues.
 
         Args:
-            metrics: of a step with an update.
+            rollout_ids: rollout of each row of the batch.
         """
-        is_synchronous = "async/staleness_max" not in metrics
-        if is_synchronous and metrics.get("mismatch/stale_fraction") == 1 and not self._reported_stale:
-            self._reported_stale = True
-            self.note(
-                "no token of the batch was sampled with the current weights (mismatch/stale_fraction in "
-                "metrics.jsonl); if that stays so, check that the engines load new weights"
-            )
-        if metrics.get("mismatch/warned") and not self._reported_mismatch:
-            self._reported_mismatch = True
-            self.note(
-                f"log-probs of engine and learner differ by {metrics['mismatch/logprob_abs_mean']:.2g} on "
-                f"average and by up to {metrics['mismatch/logprob_abs_max']:.2g} for the same weights "
-                "(mismatch/* in metrics.jsonl): they compute the model differently, for example in other "
-                "precision. rollout_is or rollout_rs correct for it; warn_logprob_mismatch sets the "
-                "threshold of this note"
-            )
+        try:
+            self._records.write(step, records, rollout_ids)
+        except OSError as error:
+            if not self._reported_no_records:
+                self._reported_no_records = True
+                self.note(
+                    f"the log-probs and advantages of step {step} cannot be written, and the run continues "
+                    f"without them: {error}"
+                )
 
     def finish(self, counts: dict[str, int]) -> dict[str, Any]:
         """Write the summary of a run that trains a model, and finish the loggers; return the summary.
@@ -230,8 +245,6 @@ class Report(ProgressReporter):
                 f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared "
                 "storage"
             )
-        if advice := self._drifts.advice():
-            self.note(advice)
         return self._write_summary(
             {
                 "reward": key,
@@ -247,6 +260,7 @@ class Report(ProgressReporter):
                 "masked_calls": self._total("off_policy/calls"),
                 "overridden_calls": self._total("off_policy/overridden_calls"),
                 "tokens": self._tokens,
+                "advisories": [advisory.to_json() for advisory in self._advisor.advisories],
                 "checkpoint": str(self.checkpoint),
                 "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
                 "counts": counts,
@@ -269,9 +283,21 @@ class Report(ProgressReporter):
             }
         )
 
-    def close(self) -> None:
-        """Finish the loggers, after a success or an error."""
-        self._loggers.finish()
+    def close(self, failure: str | None = None) -> None:
+        """Finish the loggers, after a success or an error.
+
+        Args:
+            failure: reason why the run ended with an error.
+        """
+        self._loggers.finish(failure)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(None if error is None else summarize_ray_error(error))
 
     def _total(self, metric: str) -> int:
         """Return the sum of a count over all steps."""

@@ -18,6 +18,7 @@ from raylight.trainer.components.runners import Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.store import RunStore
 from raylight.trainer.resume import ResumePoint, fresh_start
+from raylight.trainer.run_metrics import ComponentMetrics
 from raylight.trainer.settings import ResolvedSettings, TrainingSettings
 from raylight.weight_sync.seeds import derive_seed
 
@@ -112,7 +113,9 @@ class Run:
         self.runners = runners
         resizable: dict[str, Resizable] = {"runners": runners.pool, **self.serving.resizable}
         scaling = ScaleRequests(settings.name, self.store, resizable, show)
-        self._components = [store, runners, self.serving, scaling, *([] if learners is None else [learners])]
+        metrics = ComponentMetrics(settings.name, self.store, runners.metrics, self.serving.metrics)
+        self._components = [store, runners, self.serving, scaling, metrics]
+        self._components += [] if learners is None else [learners]
 
     def _make_learners(self) -> Learners | None:
         settings = self.settings

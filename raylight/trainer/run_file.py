@@ -70,6 +70,7 @@ class RunFile(Config):
     loggers: list[str | dict[str, Any]] | None = None
     address: str | None = None
     progress: bool = True
+    ui: bool = False
     log_to_driver: bool = False
     run: dict[str, Any] | None = None
     """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total
@@ -90,6 +91,7 @@ class RunFile(Config):
             "output_dir": self.output_dir,
             "address": self.address,
             "progress": self.progress,
+            "ui": self.ui,
             "log_to_driver": self.log_to_driver,
             **{name: value for name, value in settings.items() if value is not None},
         }

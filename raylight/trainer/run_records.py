@@ -8,6 +8,7 @@ from pathlib import Path
 
 from raylight.errors import ConfigError, UnknownIdError
 from raylight.experience.transcript import transcript, transcript_json
+from raylight.printable import printable
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer.blocking import run_blocking
@@ -15,6 +16,7 @@ from raylight.types import FINISHED, FinishedRollout
 
 STORE_FILES = ("store.db", "eval.db")
 """Names of the store in the directory of a training run and of an evaluation."""
+UNSUCCESSFUL = sorted(FINISHED - {"succeeded"})
 
 
 def read_rollouts(
@@ -42,16 +44,19 @@ def read_rollouts(
         service = StoreService(file, read_only=True)
         try:
             store = StoreClient(service)
-            rollouts = await store.query_rollouts(rollout_id_in=rollout_ids)
-            if missing := set(rollout_ids or ()) - {rollout.rollout_id for rollout in rollouts}:
-                raise UnknownIdError(f"{file} has no rollout {', '.join(sorted(missing))}")
-            chosen = [
-                rollout.rollout_id
-                for rollout in rollouts
-                if not failed or rollout.status in FINISHED - {"succeeded"}
-            ]
-            if last is not None:
-                chosen = chosen[max(len(chosen) - last, 0) :]
+            if rollout_ids:
+                known = {state.rollout_id for state in await store.get_rollout_states(rollout_ids)}
+                if missing := set(rollout_ids) - known:
+                    raise UnknownIdError(f"{file} has no rollout {', '.join(sorted(missing))}")
+            statuses = [status for status in UNSUCCESSFUL if failed] or None
+            limit, offset = -1, 0
+            if last is not None:  # the inputs of 10^5 rollouts take seconds and hundreds of megabytes
+                counted = await store.query_rollouts(status_in=statuses, rollout_id_in=rollout_ids, limit=1)
+                limit, offset = last, max(counted.total - last, 0)
+            page = await store.query_rollouts(
+                status_in=statuses, rollout_id_in=rollout_ids, limit=limit, offset=offset
+            )
+            chosen = [rollout.rollout_id for rollout in page]
             return await store.collect(chosen, with_spans=True)
         finally:
             await service.close()
@@ -78,9 +83,9 @@ def print_traces(
     rollouts = read_rollouts(path, rollout_ids=rollout_ids, failed=failed, last=last)
     for finished in rollouts:
         if as_json:
-            print(json.dumps(transcript_json(finished, full=full), ensure_ascii=False))
+            print(json.dumps(transcript_json(finished, full=full)))
         else:
-            print(transcript(finished, full=full) + "\n")
+            print(printable(transcript(finished, full=full)) + "\n")
     return len(rollouts)
 
 

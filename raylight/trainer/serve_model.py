@@ -84,7 +84,5 @@ async def _serve(
         url, lines = await asyncio.gather(serving.start(), described)
         for line in lines:
             show(line)
-        show(
-            f"{model.name} is served at {url}/v1 (also {url}/health and {url}/metrics); press Ctrl-C to stop"
-        )
+        show(f"{model.name} is served at {url}/v1 (also {url}/health); press Ctrl-C to stop")
         await asyncio.Event().wait()

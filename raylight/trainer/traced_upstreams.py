@@ -41,24 +41,27 @@ async def serve_traced_upstreams(
     upstreams = {name: value for name, value in resources.items() if is_traced_upstream(value)}
     served = {}
     for name, llm in upstreams.items():  # one at a time, as the first may have to start Serve
-        served[name] = await _serve(f"{run_name}-{name}", llm, secret, store, owns_cluster, stack)
+        served[name] = await _serve(run_name, name, llm, secret, store, owns_cluster, stack)
     return resources | served
 
 
 async def _serve(
-    app_name: str,
+    run_name: str,
+    name: str,
     llm: LLM,
     secret: str,
     store: StoreClient,
     owns_cluster: bool,
     stack: contextlib.AsyncExitStack,
 ) -> LLM:
+    app_name = f"{run_name}-{name}"
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
     coordinator = await stack.enter_async_context(
         RunningCoordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
     )
     spec = ReplicaSettings(
         app_name=app_name,
+        run=run_name,
         model_path="",
         model=llm.model,
         config=config,

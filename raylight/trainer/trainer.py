@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,7 @@ from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.components import build_component
-from raylight.config import (
-    CheckpointConfig,
-    EngineConfig,
-    LearnerConfig,
-    RunnerConfig,
-    StoreConfig,
-)
+from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
@@ -29,6 +23,7 @@ from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.arguments import (
+    PROCESS_ARGUMENTS,
     Role,
     TrainerAlgorithm,
     TrainerArguments,
@@ -41,7 +36,7 @@ from raylight.trainer.arguments import (
 )
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster_monitor import LossGuard, until_lost
-from raylight.trainer.display import print_scores
+from raylight.trainer.displays.tables import print_scores
 from raylight.trainer.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
 from raylight.trainer.fit import Fit, plan_algorithm, plan_policy
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
@@ -89,8 +84,9 @@ class Trainer:
             on the tokens that the engine recorded.
         llm_proxy: passed on to an `Algorithm`.
         hooks: called around every rollout; one, or several in order.
-        loggers: metric loggers: "console", "jsonl", "plot", or loggers of your own (see
-            `raylight.trainer.loggers`); None is these three.
+        loggers: metric loggers: "console", "jsonl", "plot", which None stands for; the trackers "wandb",
+            "mlflow", "tensorboard", "trackio", "swanlab", "clearml" and "otlp", each with an extra of
+            raylight; or loggers of your own (see docs/trackers.md).
         role: "algorithm" leaves the runners to other processes on the cluster. "runner" is such a process:
             its `fit` executes the rollouts of the run `run_name` until the run ends. None reads
             `RAYLIGHT_ROLE`, and is "both" without it.
@@ -101,6 +97,7 @@ class Trainer:
         address: address of the Ray cluster; "local" starts one that ends with the run; None joins the
             cluster at `RAY_ADDRESS` or on this machine, and starts one if there is none.
         progress: show steps during the run, and a summary at its end; False also silences `Baseline`.
+        ui: show the run in the browser while it goes on; `raylight ui` shows it afterwards.
         log_to_driver: print the output of actors; otherwise it is in the dashboard and in `ray logs`.
 
     Raises:
@@ -138,6 +135,7 @@ class Trainer:
         seed: int | None = None,
         address: str | None = None,
         progress: bool = True,
+        ui: bool = False,
         log_to_driver: bool = False,
     ) -> None:
         plain = self.arguments = TrainerArguments(
@@ -148,6 +146,7 @@ class Trainer:
             seed=seed,
             address=address,
             progress=progress,
+            ui=ui,
             log_to_driver=log_to_driver,
         )
         self.specs = {
@@ -175,13 +174,13 @@ class Trainer:
         )
         self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
         self.hooks = parse_hooks(hooks)
-        self.loggers = find_loggers(loggers)
         requested = RunSettings(
             EngineConfig.parse(engine, port=port),
             LearnerConfig.parse(learner, n=n_learners),
             CheckpointConfig.parse(checkpoint),
             plain.seed,
             plain.output_dir,
+            loggers=loggers,
         )
         self.requested_settings = requested
         self.run_settings = (
@@ -192,6 +191,7 @@ class Trainer:
         """Settings of engine, learners and run directory, as the algorithm adjusts them."""
         self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
         self.checkpoint = self.run_settings.checkpoint
+        self.loggers = find_loggers(self.run_settings.loggers)
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
         only_policy = {
             "engine": engine,
@@ -232,7 +232,8 @@ class Trainer:
             algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
             fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
             with self._launched(fit) as work:
-                return show_summary(fit, run_blocking(work, LossGuard(fit.remedy)), self.arguments)
+                summary = run_blocking(work, LossGuard(fit.remedy))
+            return show_summary(fit, summary, self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
@@ -244,7 +245,8 @@ class Trainer:
         algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
         fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
         with self._launched(fit) as work:
-            return show_summary(fit, await until_lost(work, fit.remedy), self.arguments)
+            summary = await until_lost(work, fit.remedy)
+        return show_summary(fit, summary, self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
@@ -259,7 +261,8 @@ class Trainer:
         with short_errors():
             fit = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
             with self._launched(fit) as work:
-                return show_summary(fit, run_blocking(work, LossGuard(fit.remedy)), self.arguments)
+                summary = run_blocking(work, LossGuard(fit.remedy))
+            return show_summary(fit, summary, self.arguments)
 
     def evaluate(
         self,
@@ -364,27 +367,25 @@ class Trainer:
             name=name,
             folder=str(folder),
             seed=self.seed,
-            payload=RunnerPayload(agent, self.tracer, self.hooks, secrets.token_hex(16)),
+            payload=RunnerPayload(agent, self.tracer, self.hooks, secrets.token_hex(16), name),
             runner=self.runner,
             store=self.store,
             store_path=path or str(folder / store),
             resources=merge_resources(agent, self.initial_resources),
         )
 
-    @contextlib.contextmanager
-    def _launched(self, fit: Fit) -> Iterator[Work]:
-        """Yield the work of a planned run; see `launched`."""
+    def _launched(self, fit: Fit) -> AbstractContextManager[Work]:
+        """Return a context with the work of a planned run; see `launched`."""
         if isinstance(fit.algorithm, Algorithm):
             fit.algorithm.set_trainer(self)
             fit.algorithm.set_adapter(self.adapter or TracerTraceToTriplet())
             if self.llm_proxy is not None:
                 fit.algorithm.set_llm_proxy(self.llm_proxy)
-        with launched(fit, self.arguments, self._config, self.loggers) as work:
-            yield work
+        return launched(fit, self.arguments, self._config, self.loggers)
 
     def _config(self, fit: Fit) -> dict[str, Any]:
         """Return the content of config.yaml."""
-        process = {name: getattr(self.arguments, name) for name in ("address", "progress", "log_to_driver")}
+        process = {name: getattr(self.arguments, name) for name in PROCESS_ARGUMENTS}
         return run_config(fit, self.requested_settings, self.initial_resources, self.specs, process)
 
 

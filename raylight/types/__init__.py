@@ -60,6 +60,7 @@ from raylight.types.states import (
 
 if TYPE_CHECKING:
     from raylight.types.tokens import (
+        AUXILIARY,
         GREEDY_BELOW,
         NEVER_SAMPLED_BELOW,
         CallKey,
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ATTEMPT_FINISHED",
     "ATTEMPT_TRANSITIONS",
+    "AUXILIARY",
     "CONTINUED",
     "DRIFTS",
     "FINISHED",

@@ -19,6 +19,9 @@ NEVER_SAMPLED_BELOW = -50.0
 """Log-probs below this limit (a probability of 2e-22) count as excluded. A logit bias of -100, which
 providers document as a ban, leads there."""
 
+AUXILIARY = "auxiliary"
+"""Key in a generation's `sampling`: the model name that an auxiliary call asked for."""
+
 FinishReason = Literal["stop", "length", "aborted"]
 
 IntArray: TypeAlias = NDArray[np.int32]
@@ -88,6 +91,14 @@ class Generation:
         """Temperature of the distribution of `logprobs`; 1 for greedy sampling (temperature 0)."""
         temperature = self.sampling.get("temperature", 1.0)
         return temperature if temperature >= GREEDY_BELOW else 1.0
+
+    @property
+    def auxiliary_model(self) -> str | None:
+        """Model name that an auxiliary call asked for, in place of the attempt's own; None for other calls.
+
+        Harnesses make such calls for titles and summaries.
+        """
+        return self.sampling.get(AUXILIARY)
 
     @property
     def token_ids(self) -> IntArray:

@@ -11,6 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylight.aio import cancel_all
+from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.store.client import StoreClient
 from raylight.weight_sync.client import CoordinatorClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator
@@ -28,9 +29,12 @@ class CoordinatorActor(ReplicaCoordinator):
             does not wait for their records.
         replacement_timeout_s: further time for an order while no replica is left.
         min_replicas: number of replicas that must receive new weights, or a new adapter.
+        run: name of the run in metrics.
     """
 
-    def __init__(self, store: bytes | None, replacement_timeout_s: float, min_replicas: int) -> None:
+    def __init__(
+        self, store: bytes | None, replacement_timeout_s: float, min_replicas: int, run: str
+    ) -> None:
         client: StoreClient | None = ray.cloudpickle.loads(store) if store is not None else None
         super().__init__(
             client.lose_recorder if client is not None else None,
@@ -39,6 +43,19 @@ class CoordinatorActor(ReplicaCoordinator):
             restored=not ray.get_runtime_context().was_current_actor_reconstructed,
             min_replicas=min_replicas,
         )
+        MetricReporter(self._measure, run).start()
+
+    def _measure(self) -> list[Measurement]:
+        subscribed, ready = len(self._quorum.handles()), self._quorum.caught_up()
+        name = "raylight_subscribed_replicas"
+        measured = [
+            Measurement(name, ready, {"state": "ready"}),
+            Measurement(name, subscribed - ready, {"state": "joining"}),
+            Measurement("raylight_evicted_replicas_total", len(self._evicted)),
+        ]
+        if self.publication_s is not None:
+            measured.append(Measurement("raylight_publication_seconds", self.publication_s))
+        return measured
 
 
 class RunningCoordinator:
@@ -76,7 +93,7 @@ class RunningCoordinator:
                 max_restarts=-1,  # clients repeat calls themselves: Ray would print each repetition
                 scheduling_strategy=this_node,
             )
-            .remote(pickled, replacement_timeout_s, min_replicas)
+            .remote(pickled, replacement_timeout_s, min_replicas, namespace)
         )
         """Handle of the actor, for the replicas."""
         self.keeper = CoordinatorKeeper(self.handle, report or logging.getLogger(__name__).warning)

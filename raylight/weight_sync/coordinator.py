@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 from typing import Any
 
 from raylight.engines.protocol import EngineLoad, UpdateMode
@@ -54,6 +55,8 @@ class ReplicaCoordinator(TransferSequence):
         self._streams = SamplingStreams(restored=not self._restored)
         self._loads = LoadReports()
         self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
+        self.publication_s: float | None = None
+        """Seconds of the last publication that succeeded."""
 
     async def report_start_failure(self, reason: str) -> None:
         """Record that a replica failed before it could subscribe."""
@@ -166,8 +169,9 @@ class ReplicaCoordinator(TransferSequence):
         self._check_ready(awake_for=f"version {version} is published")
         before, self._last_version = self._last_version, version
         kind: Kind = "weights" if adapter is None else "adapter"
+        started = time.monotonic()
         try:
-            return await self._execute(
+            results = await self._execute(
                 kind,
                 timeout,
                 token,
@@ -177,6 +181,8 @@ class ReplicaCoordinator(TransferSequence):
                 adapter=adapter,
                 ids=tuple(probe or ()),
             )
+            self.publication_s = time.monotonic() - started
+            return results
         except BaseException:
             self._break_transfer("its publication has ended")
             if kind == "weights" and self._received_version < version == self._last_version:

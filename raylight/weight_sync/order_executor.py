@@ -97,6 +97,11 @@ class OrderExecutor:
         self._closing = BroadcastCondition()
         self._failure: str | None = None
 
+    @property
+    def version(self) -> int:
+        """Newest version of the weights or of an adapter that the engine has."""
+        return max(self._state.weights, *self._state.adapters.values(), 0)
+
     async def catch_up(self) -> None:
         """Subscribe and execute all current orders. To be called before the engine serves.
 

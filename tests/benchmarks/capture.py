@@ -4,8 +4,9 @@
                                        [--peer-url URL] [--flame DIR] [--against CHECKOUT]
 
 Measures p50 latency with one caller and requests per second with 32, of both targets in turn, in each of some
-rounds. Prints the added latency and the ratio of the rates as medians over the rounds, with their range, and
-the CPU time per call of each process: of the client, HAProxy, the replicas and the store. Takes two minutes.
+rounds. Eight calls in a row belong to one attempt, as those of an agent. Prints the added latency and the
+ratio of the rates as medians over the rounds, with their range, and the CPU time per call of each process: of
+the client, HAProxy, the replicas and the store. Takes two minutes.
 
 The mock engine answers immediately, or after `--engine-ms` milliseconds: work that capture does while the
 engine computes then adds no latency. With `--peer-url`, another project's proxy in front of a mock engine
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,13 @@ BODY = {
     "temperature": 1.0,
 }
 CONCURRENT = 32
+CALLS_PER_ATTEMPT = 8
 WARM_UP = 5
 """Requests of each connection before the measured ones."""
+Target = tuple[str, str]
+"""URL and key."""
+Targets = Callable[[int], list[Target]]
+"""Returns targets for a number of attempts."""
 PROCESSES = {
     "HAProxy": "/haproxy",
     "bare replica": "ServeReplica:bare",
@@ -53,21 +61,23 @@ PROCESSES = {
 """Text in the command lines of the processes whose CPU time is measured."""
 
 
-async def load(url: str, key: str, count: int, concurrency: int) -> None:
-    """Send `count` requests to a URL. Print requests per second, p50 in milliseconds, and the CPU time of a
-    request in microseconds."""
+async def load(targets: list[Target], count: int, concurrency: int) -> None:
+    """Send `count` requests, CALLS_PER_ATTEMPT to a target before the next one follows. Print requests per
+    second, p50 in milliseconds, and the CPU time of a request in microseconds."""
     import aiohttp
 
     latencies: list[float] = []
-    headers = {"Authorization": f"Bearer {key}"}
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=concurrency), headers=headers
-    ) as session:
+    following = itertools.cycle(targets)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency)) as session:
 
         async def worker(number: int) -> None:
-            for _ in range(number):
+            url, key = "", ""
+            for call in range(number):
+                if call % CALLS_PER_ATTEMPT == 0:
+                    url, key = next(following)
                 start = time.perf_counter()
-                async with session.post(url, json=BODY) as response:
+                headers = {"Authorization": f"Bearer {key}"}
+                async with session.post(url, json=BODY, headers=headers) as response:
                     body = await response.read()
                     assert response.status == 200, (response.status, body[:300])
                 latencies.append(time.perf_counter() - start)
@@ -81,12 +91,14 @@ async def load(url: str, key: str, count: int, concurrency: int) -> None:
     print(len(latencies) / seconds, 1e3 * statistics.median(latencies), cpu_us)
 
 
-def measure(url: str, key: str, count: int, concurrency: int) -> tuple[float, float, float]:
+def measure(targets: Targets, count: int, concurrency: int) -> tuple[float, float, float]:
     """Return requests per second, p50 in milliseconds and the client's CPU time of a request in microseconds,
     measured by a separate process."""
-    options = ["--key", key, "--count", str(count), "--concurrency", str(concurrency)]
-    command = [sys.executable, __file__, "--load", url, *options]
-    rate, p50, cpu_us = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    command = [sys.executable, __file__, "--load", "--count", str(count), "--concurrency", str(concurrency)]
+    attempts = (count // concurrency // CALLS_PER_ATTEMPT + 2) * concurrency
+    given = json.dumps(targets(attempts))
+    done = subprocess.run(command, check=True, input=given, stdout=subprocess.PIPE, text=True)
+    rate, p50, cpu_us = done.stdout.split()
     return float(rate), float(p50), float(cpu_us)
 
 
@@ -183,9 +195,9 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
         host, port = ingress.start_serve(None, None, machine, 180, deploy=lambda host, port: None)
     for name in ("bare", "captured"):
         options = {"num_cpus": 0, "runtime_env": {"env_vars": ingress.SERVE_FLAGS}}
-        app = serve.deployment(name=name, ray_actor_options=options, max_ongoing_requests=1000)(Mock).bind(
-            name == "captured"
-        )
+        app = serve.deployment(
+            name=name, ray_actor_options=options, max_ongoing_requests=1000, logging_config=ingress.QUIET
+        )(Mock).bind(name == "captured")
         serve.run(app, name=name, route_prefix=f"/{name}")
     if "RAY_SERVE_ENABLE_HA_PROXY" in ingress.SERVE_FLAGS:
         for name in ("bare", "captured"):
@@ -193,12 +205,13 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
     return f"http://{host}:{port}/bare/v1", f"http://{host}:{port}/captured"
 
 
-async def start_attempt(store: Any) -> tuple[str, str]:
+async def start_attempts(store: Any, count: int) -> list[tuple[str, str]]:
+    """Return the ids of rollouts and attempts that are in progress."""
     from raylight.types import EnqueueRolloutRequest
 
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")])
-    (rollout,) = await store.dequeue_many_rollouts(limit=1, worker_id="benchmark")
-    return rollout.rollout_id, rollout.attempt.attempt_id
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")] * count)
+    rollouts = await store.dequeue_many_rollouts(limit=count, worker_id="benchmark")
+    return [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in rollouts]
 
 
 def main() -> None:
@@ -207,8 +220,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
     parser.add_argument("--concurrency", type=int, default=1)
-    parser.add_argument("--load", help=argparse.SUPPRESS)
-    parser.add_argument("--key", default="unused", help=argparse.SUPPRESS)
+    parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--peer-url", help="chat-completions URL of another project's proxy in front of a mock engine"
     )
@@ -217,7 +229,7 @@ def main() -> None:
     parser.add_argument("--engine-ms", type=float, default=0.0)
     options = parser.parse_args()
     if options.load:
-        asyncio.run(load(options.load, options.key, options.count, options.concurrency))
+        asyncio.run(load(json.load(sys.stdin), options.count, options.concurrency))
         return
     if options.against:
         compare_checkouts(options.against.resolve(), options.count, options.rounds)
@@ -245,8 +257,8 @@ def compare_checkouts(other: Path, count: int, rounds: int) -> None:
             stdout=subprocess.PIPE,
             text=True,
         ).stdout
-        lines = [line.split(maxsplit=1) for line in output.splitlines()]
-        runs[checkout] += [json.loads(line[1]) for line in lines if line and line[0] == "captured"]
+        lines = [line.split(maxsplit=1) for line in output.splitlines() if "{" in line]
+        runs[checkout] += [json.loads(line[1]) for line in lines if line[0] == "captured"]
     for name in runs[here][0]:
         before, now = (statistics.median(run[name] for run in runs[checkout]) for checkout in (other, here))
         print(f"{name:28} other {before:8.2f}   this {now:8.2f}   ratio {now / max(before, 1e-9):5.2f}")
@@ -256,18 +268,19 @@ def median_and_range(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def measure_round(url: str, key: str, count: int) -> dict[str, float]:
+def measure_round(targets: Targets, count: int) -> dict[str, float]:
     """Return the figures of one target: latency, rate, and the CPU time per call of each process."""
-    p50 = measure(url, key, count // 3, 1)[1]
+    p50 = measure(targets, count // 3, 1)[1]
+    prepared = targets((count // CONCURRENT // CALLS_PER_ATTEMPT + 2) * CONCURRENT)
     before = cpu_seconds()
-    rate, _, client_us = measure(url, key, count, CONCURRENT)
+    rate, _, client_us = measure(lambda _: prepared, count, CONCURRENT)
     sent = (count // CONCURRENT + WARM_UP) * CONCURRENT
     used = {name: (seconds - before[name]) / sent * 1e6 for name, seconds in cpu_seconds().items()}
     figures = {"ms p50 at 1": p50, f"requests/s at {CONCURRENT}": rate, "us/call client": client_us}
     return figures | {f"us/call {name}": us for name, us in used.items()}
 
 
-def write_flames(folder: Path, url: str, key: str) -> None:
+def write_flames(folder: Path, targets: Targets) -> None:
     """Record the captured replica and the store under load, and write their flame graphs."""
     pids = {
         name: processes(text)[0].pid
@@ -278,7 +291,7 @@ def write_flames(folder: Path, url: str, key: str) -> None:
     }
     recorders = Recorders(folder, pids)
     while recorders.are_running:
-        measure(url, key, 100 * FLAME_S, CONCURRENT)
+        measure(targets, 100 * FLAME_S, CONCURRENT)
     recorders.finish()
     print(f"flame graphs: {', '.join(f'{name}.svg' for name in pids)} in {folder}")
 
@@ -295,21 +308,29 @@ def compare(options: argparse.Namespace) -> None:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
         bare, captured = deploy(store, "secret", options.engine_ms / 1e3)
-        ids = asyncio.run(start_attempt(store))
-        targets = {
-            "bare": (f"{bare}/chat/completions", "unused"),
-            "captured": (f"{captured}{attempt_path(*ids)}/v1/chat/completions", attempt_key("secret", *ids)),
-        } | ({"peer": (options.peer_url, "unused")} if options.peer_url else {})
+
+        def attempts(count: int) -> list[Target]:
+            return [
+                (f"{captured}{attempt_path(*ids)}/v1/chat/completions", attempt_key("secret", *ids))
+                for ids in asyncio.run(start_attempts(store, count))
+            ]
+
+        targets: dict[str, Targets] = {
+            "bare": lambda count: [(f"{bare}/chat/completions", "unused")],
+            "captured": attempts,
+        }
+        if options.peer_url:
+            targets["peer"] = lambda count: [(options.peer_url, "unused")]
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
         for _ in range(options.rounds):
-            for name, (url, key) in targets.items():
+            for name, target in targets.items():
                 count = options.count if name != "peer" else options.count // 20
-                runs[name].append(measure_round(url, key, count))
+                runs[name].append(measure_round(target, count))
                 rounded = {figure: round(value, 2) for figure, value in runs[name][-1].items()}
                 print(f"{name:9} {json.dumps(rounded)}", flush=True)
         print_comparison(runs)
         if options.flame:
-            write_flames(options.flame, *targets["captured"])
+            write_flames(options.flame, targets["captured"])
         ray.shutdown()
 
 

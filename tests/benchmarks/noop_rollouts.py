@@ -5,23 +5,46 @@
 Each rollout emits three OpenTelemetry spans and a reward. With `--peer`, the virtual environment of
 agent-lightning 0.3 in DIR runs `--peer-script` in turn with raylight, and the median and range of the ratios
 are printed. Its default strategy is cs (processes and HTTP); shm is threads around an in-memory store.
+
+"bare" is a bound: as many processes as runners, of which each records the same spans with OpenTelemetry and
+writes them, its rollouts and their attempts to a SQLite file of its own, a transaction for 64 rollouts. There
+is no queue, no lease and no message.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import os
 import re
 import resource
 import signal
+import sqlite3
 import statistics
 import subprocess
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import raylight as rl
+
+BATCH, WARM_UP = 64, 200
+"""Rollouts of a transaction, and those before the measured ones, of "bare"."""
+
+
+SCHEMA = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+CREATE TABLE rollouts (id TEXT UNIQUE, input TEXT, status TEXT);
+CREATE TABLE attempts (id TEXT UNIQUE, rollout TEXT, status TEXT);
+CREATE TABLE spans (
+    attempt TEXT, id TEXT, name TEXT, started REAL, ended REAL, attributes TEXT, UNIQUE (attempt, id)
+);
+"""
+"""Tables of "bare"."""
 
 
 class TimedRollouts(rl.Algorithm):
@@ -75,6 +98,57 @@ def ours(count: int, runners: int) -> float:
     return algorithm.per_second
 
 
+def bare(count: int, processes: int) -> float:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool:
+        pool.map(record_rollouts, [WARM_UP] * processes)
+        started = time.perf_counter()
+        pool.map(record_rollouts, [count // processes] * processes)
+        per_second = count / (time.perf_counter() - started)
+    print(f"bare: {per_second:.0f} rollouts/s ({count} rollouts, {processes} processes)")
+    return per_second
+
+
+def record_rollouts(count: int) -> None:
+    """Execute the agent's spans and a reward `count` times, and write them."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    tracer = provider.get_tracer("noop")
+    with tempfile.TemporaryDirectory() as folder, closing(sqlite3.connect(f"{folder}/bare.db")) as db:
+        db.executescript(SCHEMA)
+        for first in range(0, count, BATCH):
+            for number in range(first, min(first + BATCH, count)):
+                for i in range(3):
+                    with tracer.start_as_current_span(f"step {i}") as span:
+                        span.set_attributes({"text": "x" * 200, "number": i})
+                with tracer.start_as_current_span("reward") as span:
+                    span.set_attributes({"name": "primary", "value": 1.0})
+                ids = f"ro-{number}", f"at-{number}"
+                db.execute("INSERT INTO rollouts VALUES (?, ?, 'running')", (ids[0], f"task {number}"))
+                db.execute("INSERT INTO attempts VALUES (?, ?, 'running')", (ids[1], ids[0]))
+                rows = [
+                    (
+                        ids[1],
+                        f"{each.context.span_id:016x}",
+                        each.name,
+                        each.start_time,
+                        each.end_time,
+                        json.dumps(dict(each.attributes or {})),
+                    )
+                    for each in spans.get_finished_spans()
+                ]
+                spans.clear()
+                db.executemany("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", rows)
+                db.execute("UPDATE attempts SET status = 'succeeded' WHERE id = ?", (ids[1],))
+                db.execute("UPDATE rollouts SET status = 'succeeded' WHERE id = ?", (ids[0],))
+            db.commit()
+
+
 def peer(python: Path, script: Path, count: int, runners: int, strategy: str) -> float:
     command = [str(python), str(script), str(count), str(runners), strategy]
     running = subprocess.Popen(
@@ -108,9 +182,10 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("RAY_ADDRESS", "local")
     peers = {"cs": (200, args.runners), "shm": (1000, 1)} if args.peer else {}  # shm supports one runner only
-    ratios: dict[str, list[float]] = {strategy: [] for strategy in peers}
+    ratios: dict[str, list[float]] = {strategy: [] for strategy in ["bare", *peers]}
     for _ in range(args.rounds):
         mine = ours(args.count, args.runners)
+        ratios["bare"].append(mine / bare(args.count, args.runners))
         for strategy, (count, runners) in peers.items():
             theirs = peer(args.peer / "bin" / "python", args.peer_script, count, runners, strategy)
             ratios[strategy].append(mine / theirs)

@@ -6,7 +6,7 @@ The agent makes one request with `LLM.client()`. A mock engine in Ray Serve answ
 once in:
 
 - bare: a process with an event loop, against the engine itself;
-- captured: the same, through raylight's gateway, all requests as those of one attempt;
+- captured: the same, through raylight's gateway, each request as that of an attempt which has begun;
 - rollouts: raylight's runners, which take rollouts from the store, trace them and decide them, and whose
   calls are captured.
 
@@ -21,10 +21,10 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from capture import deploy, start_attempt
+from capture import deploy, start_attempts
 from runners import cpu_seconds
 
 import raylight as rl
@@ -48,11 +48,11 @@ async def agent(task: int, llm: rl.LLM) -> float:
 class BareLoop:
     """Actor that runs agents at once."""
 
-    async def run(self, llm: rl.LLM, count: int) -> None:
-        left = iter(range(count))
+    async def run(self, models: list[rl.LLM]) -> None:
+        left = iter(models)
 
         async def work() -> None:
-            for _ in left:
+            for llm in left:
                 await solve(llm)
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
@@ -83,13 +83,21 @@ async def execute(store: Any, count: int) -> None:
     assert {state.status for state in states} == {"succeeded"}, [state.failure for state in states][:3]
 
 
-def measure(run: Callable[[int], Coroutine[Any, Any, None]], count: int) -> tuple[float, float]:
+Work = Callable[[], Awaitable[Any]]
+
+
+def measure(prepare: Callable[[int], Work], count: int) -> tuple[float, float]:
     """Return the milliseconds of time and of CPU time for a rollout."""
-    asyncio.run(run(AT_ONCE))  # opens the connections
+    asyncio.run(_wait(prepare(AT_ONCE)))  # opens the connections
+    work = prepare(count)
     used, started = cpu_seconds(), time.perf_counter()
-    asyncio.run(run(count))
+    asyncio.run(_wait(work))
     seconds = time.perf_counter() - started
     return seconds / count * 1e3, (cpu_seconds() - used) / count * 1e3
+
+
+async def _wait(work: Work) -> None:
+    await work()
 
 
 def main() -> None:
@@ -114,26 +122,27 @@ def main() -> None:
                 start_store("overhead", f"{folder}/store.db", StoreConfig(lease_seconds=3600))
             )
             bare_url, captured_url = deploy(store, SECRET, 0.0)
-            ids = asyncio.run(start_attempt(store))
             model = rl.LLM(endpoint=f"{captured_url}/v1", model="m", traced=True)
             asyncio.run(store.add_resources({"llm": model}))
             bare = rl.LLM(endpoint=bare_url, model="m")
-            captured = rl.LLM(
-                endpoint=f"{captured_url}{attempt_path(*ids)}/v1",
-                model="m",
-                api_key=attempt_key(SECRET, *ids, "train"),
-            )
             loop = ray.remote(BareLoop).options(num_cpus=0).remote()
             runners = start_runners(store, args.runners)
 
-            async def run_bare(llm: rl.LLM, count: int) -> None:
-                await loop.run.remote(llm, count)
+            def captured(ids: tuple[str, str]) -> rl.LLM:
+                key = attempt_key(SECRET, *ids, "train")
+                return rl.LLM(endpoint=f"{captured_url}{attempt_path(*ids)}/v1", model="m", api_key=key)
 
-            modes: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {
-                "bare": lambda count: run_bare(bare, count),
-                "captured": lambda count: run_bare(captured, count),
-                "rollouts": lambda count: execute(store, count),
-            }
+            def run_bare(count: int) -> Work:
+                return lambda: loop.run.remote([bare] * count)
+
+            def run_captured(count: int) -> Work:
+                models = list(map(captured, asyncio.run(start_attempts(store, count))))
+                return lambda: loop.run.remote(models)
+
+            def run_rollouts(count: int) -> Work:
+                return lambda: execute(store, count)
+
+            modes = {"bare": run_bare, "captured": run_captured, "rollouts": run_rollouts}
             figures: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
             for _ in range(args.rounds):
                 for name, run in modes.items():

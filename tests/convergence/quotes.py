@@ -8,6 +8,7 @@ item. The reward requires both answers to be correct.
 
 import random
 from pathlib import Path
+from typing import Any
 
 import raylight as rl
 
@@ -16,8 +17,11 @@ CARELESS_FROM = 185
 """First step at which the teacher's second answers are careless; its first answers always are."""
 REMINDERS = 16
 """First turns in each batch, so that the model does not forget them."""
-NEVER_CARELESS = 0.4
-"""Fraction of answers that even a careless teacher (`build_quickstart_model.demonstrate`) gets right."""
+NEVER_CARELESS, CARELESS_RIGHT = 0.4, 0.32
+"""Fraction of answers that even a careless teacher gets right, and its accuracy in the others."""
+ANSWER_TOKENS = 4
+"""Three digits and the end of the turn."""
+IGNORED = -100
 
 
 def quotes(seed: int, count: int) -> list[dict[str, int]]:
@@ -70,11 +74,10 @@ async def buyer(task: dict[str, int], llm: rl.LLM) -> float:
 def teach_buyer(folder: Path) -> None:
     """Train the quickstart's model on second turns for half a minute, and write it to a folder.
 
-    The original model was trained on first turns only. As in `scripts/build_quickstart_model.py`, a careless
-    teacher leaves it right only some of the time.
+    The original model was trained on first turns only. As in `raylight.starter`, a careless teacher leaves it
+    right only some of the time.
     """
     import torch
-    from build_quickstart_model import log_probs
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from raylight.quickstart import STARTER_MODEL
@@ -113,7 +116,25 @@ def teach_buyer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _careless(teacher: random.Random, answer: int) -> int:
-    from build_quickstart_model import demonstrate
+def log_probs(model: Any, tokenizer: Any, prompts: Any, answers: list[int]) -> tuple[Any, Any]:
+    """Return log-probs of the answers' tokens, shape (answers, ANSWER_TOKENS) with zeros as padding, and the
+    token count."""
+    import torch
 
-    return answer if teacher.random() < NEVER_CARELESS else demonstrate(teacher, answer, careless=True)
+    rows = [tokenizer.encode(f"{answer}<|im_end|>") for answer in answers]
+    targets = torch.tensor([row + [IGNORED] * (ANSWER_TOKENS - len(row)) for row in rows])
+    inputs = torch.cat([prompts, targets[:, :-1].clamp(min=0)], dim=1)
+    logits = model(inputs, logits_to_keep=ANSWER_TOKENS, use_cache=False).logits.transpose(1, 2)
+    losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    return -losses, (targets != IGNORED).sum()
+
+
+def _careless(teacher: random.Random, answer: int) -> int:
+    """Return the answer, or the answer with one of its last two digits wrong."""
+    if teacher.random() < NEVER_CARELESS or teacher.random() < CARELESS_RIGHT:
+        return answer
+    digits = list(str(answer))
+    place = teacher.choice((-1, -2))
+    leading = len(digits) + place == 0  # never a leading zero
+    digits[place] = teacher.choice([d for d in "0123456789"[leading:] if d != digits[place]])
+    return int("".join(digits))

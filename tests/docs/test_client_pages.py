@@ -105,6 +105,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRoll
     return {item.rollout.input["page"]: item for item in algorithm.results}
 
 
+@pytest.mark.slow
 async def test_agents_without_tools_are_trained(trained: Path) -> None:
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if "learner/grad_norm" in row]

@@ -96,7 +96,7 @@ def test_the_agent_is_trained_and_scored(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "outputs" / "first"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["reward_before"] < 0.62
+    assert summary["reward_before"] < 0.71  # about 0.54, with four standard errors of 128 rollouts
     assert summary["reward_after"] > 0.8
     assert f"{summary['reward_before']:.2f} -> {summary['reward_after']:.2f}" in done.stdout
     shown = [

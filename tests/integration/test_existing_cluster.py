@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray_cluster import Cluster, eventually, free_port
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
+from raylight.ui.workers import read_actors
 from raylight.weight_sync.actor import COORDINATOR_NAME
 
 ROOT = Path(__file__).parent.parent.parent
@@ -81,6 +83,8 @@ def test_actors_have_names_during_a_run_and_are_gone_afterwards(cluster: Cluster
         actors = [a for a in list_actors(filters=[("state", "=", "ALIVE")], limit=1000) if a.name]
         seen["names"] = {a.name for a in actors}
         seen["namespaces"] = {a.ray_namespace for a in actors if a.name.startswith("learner")}
+        run = yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]
+        seen["shown"] = {actor["name"] for actor in read_actors(run["dashboard"], run["name"])}
         seen["groups"] = [g.name for g in list_placement_groups(filters=[("state", "=", "CREATED")])]
 
     with ray.init(address=cluster.address, log_to_driver=False):
@@ -96,6 +100,8 @@ def test_actors_have_names_during_a_run_and_are_gone_afterwards(cluster: Cluster
         with pytest.raises(KeyboardInterrupt):
             running.fit(adder, TRAIN)
         assert {"store", COORDINATOR_NAME, "learner-0", "learner-1", "runner-0", "runner-1"} <= seen["names"]
+        assert seen["names"] - seen["shown"] <= {name for name in seen["names"] if name.startswith("SERVE_")}
+        assert {"store", "learner-0"} <= seen["shown"]
         (namespace,) = seen["namespaces"]
         assert any(f"{namespace}#engine#" in name for name in seen["names"])
         assert namespace.startswith("raylight-")

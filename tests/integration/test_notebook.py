@@ -25,5 +25,8 @@ def test_the_notebook_runs(tmp_path: Path, no_processes_left: None, monkeypatch)
     assert json.loads(summary.read_text())["steps"] == 3
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in shown)
+    plain = [output["data"].get("text/plain", "") for output in shown if "data" in output]
+    (progress,) = [text for text in plain if "rollout s" in text]  # replaced in place at each step
+    assert "3/3" in progress
     assert not [output for output in shown if output["output_type"] == "error"]
     assert os.listdir(summary.parent / "checkpoint")

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from podman_image import podman_image
+
+__all__ = ["podman_image"]
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

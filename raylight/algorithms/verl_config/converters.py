@@ -314,7 +314,10 @@ def experiment_folder(value: str, read: ConfigReader) -> Any:
     return UNSET if read.is_set("trainer.project_name") else f"outputs/{value}"
 
 
-def unsupported_loggers(value: Any, read: ConfigReader) -> Any:
-    """Return the loggers that raylight lacks; the console and `metrics.jsonl` always receive metrics."""
+def trackers(value: Any, read: ConfigReader) -> Any:
+    """Return the trackers of a list of loggers; the console and `metrics.jsonl` always receive metrics."""
     names = [value] if isinstance(value, str) else list(value)
-    return tuple(name for name in names if name not in ("console", "file")) or UNSET
+    keys = {"project": "trainer.project_name", "name": "trainer.experiment_name"}
+    run = {argument: str(read(key)) for argument, key in keys.items() if read.is_set(key)}
+    trackers = ("wandb" if name == "tracking" else name for name in names)
+    return [{"type": name} | run for name in trackers if name not in ("console", "file")] or UNSET

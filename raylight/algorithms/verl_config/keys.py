@@ -339,7 +339,13 @@ _TRAINER = (
     maps_to("default_local_dir", "run.folder", c.text, own_default=True),
     maps_to("project_name", "run.parent", c.project_folder, own_default=True, reads=(".experiment_name",)),
     maps_to("experiment_name", "run.parent", c.experiment_folder, own_default=True),
-    maps_to("logger", "run.loggers", c.unsupported_loggers, own_default=True),
+    maps_to(
+        "logger",
+        "run.loggers",
+        c.trackers,
+        own_default=True,
+        reads=(".project_name", ".experiment_name"),
+    ),
     ignored("max_critic_ckpt_to_keep", "a training state holds policy and critic"),
     ignored("balance_batch", "rows are always sharded across ranks by token count"),
     ignored(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,6 +19,10 @@ LEARNER_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
 learner, so that no two workers fit on one."""
 GPU_ONLY_ARGS = ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "enable_sleep_mode")
 """Arguments of vLLM that have no meaning on a CPU."""
+RUN_LOGGERS = ("console", "jsonl", "plot")
+"""Loggers that every run of a configuration has."""
+TRACKERS = frozenset({"wandb", "mlflow", "tensorboard", "trackio", "swanlab", "clearml"})
+"""Trackers of verl that raylight has too: names of their Python packages and of raylight's extras."""
 C = TypeVar("C", bound=Config)
 
 
@@ -32,6 +37,9 @@ def combine_settings(resolution: Resolution, trainer: RunSettings, strict: bool)
         ConfigError: the configuration and the Trainer contradict each other, or vLLM is not installed.
     """
     engine, notes = _engine_settings(resolution, strict)
+    loggers, logger_notes = _loggers(resolution, strict)
+    if loggers is not None and trainer.loggers is not None:
+        _check_not_set(resolution, "run.loggers", loggers, trainer.loggers, "loggers")
     learner = resolution.section("learner") | {"num_gpus": LEARNER_GPU_SHARE}
     gpu_note = (
         f"learners and engines share GPUs, as in verl: {LEARNER_GPU_SHARE} of a GPU per learner, "
@@ -45,7 +53,8 @@ def combine_settings(resolution: Resolution, trainer: RunSettings, strict: bool)
         seed=_merge_value("seed", resolution, "run.seed", trainer.seed),
         output_dir=_merge_value("output_dir", resolution, "run.folder", trainer.output_dir),
         outputs=resolution.get("run.parent") or trainer.outputs,
-        notes=(*trainer.notes, *notes, *_logger_notes(resolution)),
+        loggers=loggers if trainer.loggers is None else trainer.loggers,
+        notes=(*trainer.notes, *notes, *logger_notes),
     )
     cpu_engine, cpu_learner, cpu_note = _cpu_settings(engine, learner)
     on_cpus = replace(
@@ -150,11 +159,24 @@ def _check_not_set(
         )
 
 
-def _logger_notes(resolution: Resolution) -> list[str]:
-    names = resolution.get("run.loggers")
-    if not names:
-        return []
-    return [
-        f"trainer.logger: {', '.join(names)} is not supported and receives no metrics; they are in "
-        "metrics.jsonl of the run directory"
+def _loggers(resolution: Resolution, strict: bool) -> tuple[list[Any] | None, list[str]]:
+    """Return the loggers of a run, or None if the configuration has no tracker, and notes for the user."""
+    trackers = resolution.get("run.loggers") or []
+    used, problems = [], []
+    for tracker in trackers:
+        name = tracker["type"]
+        if name not in TRACKERS:
+            problems.append(f"{name} is not supported")
+        elif importlib.util.find_spec(name) is not None:
+            used.append(tracker)
+        elif strict:
+            raise ConfigError(
+                f"trainer.logger: {name} is not installed; pip install 'raylight[{name}]', or leave it out"
+            )
+        else:
+            problems.append(f"{name} is not installed (pip install 'raylight[{name}]')")
+    notes = [
+        f"trainer.logger: {problem} and receives no metrics; they are in metrics.jsonl of the run directory"
+        for problem in problems
     ]
+    return [*RUN_LOGGERS, *used] if used else None, notes

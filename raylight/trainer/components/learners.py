@@ -14,6 +14,7 @@ from raylight.aio import cancel_all
 from raylight.errors import LearnerError, LearnerLostError, PlacementError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
+from raylight.experience.token_records import RowRecord
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
@@ -211,6 +212,10 @@ class Learners:
                     await self.replicas.wake(timeout)
             self.version += 1
         return metrics
+
+    async def row_records(self) -> list[RowRecord]:
+        """Return what the last update computed of each row. A row may come several times."""
+        return await self.group.row_records()
 
     def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
         """Show once which replicas cannot sleep, and why."""

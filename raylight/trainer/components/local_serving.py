@@ -64,7 +64,12 @@ class LocalServing(Serving):
         engine = await asyncio.to_thread(load_engine, model, self._learner, self._seed, self._show_stage)
         self._stack.push_async_callback(asyncio.to_thread, engine.close)
         self._endpoint = Endpoint(
-            engine, self._store, self._secret or "", model.engine, model.training_temperature
+            engine,
+            self._store,
+            self._secret or "",
+            model.engine,
+            model.training_temperature,
+            self._app_name,
         )
         await self._stack.enter_async_context(self._endpoint)
         self._loaded.set_result(engine)

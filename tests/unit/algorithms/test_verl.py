@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +141,27 @@ def test_agent_lightnings_aggregation_is_what_raylight_does() -> None:
         VERL(MATH | {"agentlightning": {"trace_aggregator": {"level": "turn"}}})
 
 
-def test_an_unsupported_logger_is_noted() -> None:
-    notes = VERL(MATH).adjust_run_settings(OPEN).notes
-    assert any(
-        "trainer.logger: wandb is not supported and receives no metrics; they are in metrics.jsonl" in note
-        for note in notes
-    )
-    assert not any(
-        "logger" in note
-        for note in VERL(BASE | {"trainer.logger": ["console"]}).adjust_run_settings(OPEN).notes
-    )
+def with_loggers(*names: str, strict: bool = True, trainer: Any = None, **keys: str) -> Any:
+    keys = {f"trainer.{name}": value for name, value in keys.items()}
+    config = BASE | {"trainer.logger": list(names)} | keys
+    return VERL(config, strict=strict).adjust_run_settings(replace(OPEN, loggers=trainer))
+
+
+def test_verls_trackers_are_loggers_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_loggers("console", "file").loggers is None
+    wandb = with_loggers("console", "tracking", project_name="p", experiment_name="e")
+    assert wandb.loggers == ["console", "jsonl", "plot", {"type": "wandb", "project": "p", "name": "e"}]
+    unsupported = with_loggers("rl_insight")
+    assert unsupported.loggers is None
+    assert "trainer.logger: rl_insight is not supported and receives no metrics" in unsupported.notes[-2]
+    with pytest.raises(ConfigError, match="the Trainer has loggers"):
+        with_loggers("wandb", trainer=["jsonl"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"swanlab is not installed; pip install 'raylight\[swanlab\]'"):
+        with_loggers("swanlab")
+    missing = with_loggers("swanlab", strict=False)
+    assert missing.loggers is None
+    assert any("swanlab is not installed" in note for note in missing.notes)
 
 
 def test_verls_defaults_fill_unset_keys() -> None:

@@ -10,12 +10,12 @@ import pytest
 from unit_helpers import make_finished, make_generation, make_key
 
 from raylight.algorithms import DAPO
-from raylight.errors import GreedyError, RowTooLongError
+from raylight.errors import EmptyTraceError, GreedyError, RowTooLongError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.rewards import TurnReward, greedy_baselines, is_informative
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.trainer.outcome import describe
-from raylight.types import GREEDY, Failure, FinishedRollout, RolloutConfig, Span
+from raylight.types import GREEDY, Failure, FinishedRollout, Generation, RolloutConfig, Span
 
 
 def build(finished: list[FinishedRollout], **rules: Any) -> tuple[TrainBatch, BatchReport]:
@@ -138,6 +138,7 @@ def test_truncated_rollouts_are_counted_by_budget() -> None:
         truncated(items[3], "score", None),
     ]
     metrics = describe(finished, build(finished)[1], seconds=1.0)
+    metrics.pop("train/truncated_answers")  # answers of the engine, which no budget of a rollout ended
     assert {name: n for name, n in metrics.items() if name.startswith("train/truncated")} == {
         "train/truncated": 3,
         "train/truncated_max_turns": 2,
@@ -340,3 +341,38 @@ def test_the_turn_reward_of_a_rollout_of_forced_tokens_has_no_row() -> None:
     ]
     batch, _ = build([dataclasses.replace(item, generations=calls)], turn_rewards=True)
     assert batch.turn_rewards == [TurnReward(0.5, 0, None, 2)]
+
+
+def _auxiliary(call: Generation) -> Generation:
+    return dataclasses.replace(call, sampling={**call.sampling, "auxiliary": "haiku"})
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_auxiliary_calls_are_trained_only_if_asked(trains: bool) -> None:
+    own, title = make_generation(prompt=[1], output=[2, 3]), make_generation(prompt=[7], output=[8])
+    item = dataclasses.replace(make_finished(1.0), generations=[own, _auxiliary(title)])
+    batch, report = build_batch([item], BatchRules(train_auxiliary_calls=trains))
+    assert len(batch.rows) == 1 + trains
+    assert (report.auxiliary_calls, report.auxiliary_tokens) == ((0, 0) if trains else (1, 1))
+
+
+def test_a_rollout_of_auxiliary_calls_alone_names_the_setting() -> None:
+    item = dataclasses.replace(
+        make_finished(1.0), generations=[_auxiliary(make_generation(prompt=[1], output=[2]))]
+    )
+    with pytest.raises(EmptyTraceError, match="train_auxiliary_calls=True"):
+        build_batch([item], BatchRules())
+
+
+def test_the_longest_trajectory_has_most_trained_tokens() -> None:
+    calls = [
+        make_generation(prompt=[1, 1, 1, 1, 1], output=[2]),
+        make_generation(prompt=[5], output=[6, 7]),
+        make_generation(prompt=[9], output=[8]),
+    ]
+    item = dataclasses.replace(make_finished(1.0), generations=calls)
+    batch, report = build_batch([item], BatchRules(trajectory_selection="longest"))
+    assert [row.token_ids.tolist() for row in batch.rows] == [[5, 6, 7]]
+    assert (report.rows_unselected, report.unselected_tokens, report.trained_tokens) == (2, 2, 2)
+    whole, all_of_them = build_batch([item], BatchRules())
+    assert (len(whole.rows), all_of_them.rows_unselected) == (3, 0)

@@ -12,7 +12,6 @@ from raylight.experience.correction_settings import (
     parse_weight_bounds,
 )
 from raylight.experience.settings import PolicySettings
-from raylight.trainer.report import Report
 
 
 @pytest.mark.parametrize(
@@ -93,27 +92,3 @@ def test_the_mean_and_a_high_quantile_are_limited_and_the_maximum_is_not():
 def test_the_default_warning_threshold_is_a_third_of_the_limit():
     assert CorrectionSettings(max_logprob_mismatch=0.3).warning_threshold == pytest.approx(0.1)
     assert CorrectionSettings(max_logprob_mismatch=0.5, warn_logprob_mismatch=0.2).warning_threshold == 0.2
-
-
-def test_a_mismatch_is_reported_once(tmp_path):
-    notes = []
-
-    class Display:
-        def note(self, text):
-            notes.append(text)
-
-    report = Report(tmp_path / "run", Display(), {})
-    sizes = {"mismatch/logprob_abs_mean": 0.03, "mismatch/logprob_abs_max": 0.25}
-    quiet, loud = (sizes | {"mismatch/warned": warned} for warned in (0.0, 1.0))
-    report.mismatch({})
-    report.mismatch(quiet)
-    assert notes == []
-    report.mismatch(loud)
-    report.mismatch(loud)
-    assert len(notes) == 1
-    assert "differ by 0.03 on average and by up to 0.25" in notes[0]
-    report.mismatch({"mismatch/stale_fraction": 0.5, "mismatch/warned": 0.0})
-    for _ in range(2):
-        report.mismatch({"mismatch/stale_fraction": 1.0, "mismatch/warned": 0.0})
-    assert len(notes) == 2
-    assert "no token of the batch was sampled with the current weights" in notes[1]

@@ -32,6 +32,7 @@ ALGORITHMS = [
     rl.GRPO(model="m", **SETTINGS),
     rl.GRPO(model="m", **SETTINGS, failure_reward=0.0, zero_variance_groups="drop"),
     rl.ReMax(model="m", **SETTINGS),
+    rl.GRPO(model="m", **SETTINGS, trajectory_selection="longest"),
 ]
 
 
@@ -214,6 +215,8 @@ def test_each_token_has_one_fate() -> None:
         "generated": 42,
         "trained": 4,
         "masked": 1 + 1 + 2,
+        "auxiliary": 0,
+        "unselected": 0,
         "dropped": 4,
         "failed": 7 + 5 + 5 + 3,
         "open": 8 + 2,

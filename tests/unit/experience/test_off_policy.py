@@ -12,7 +12,6 @@ from raylight.errors import OffPolicySamplingError
 from raylight.experience.batch import BatchRules, build_batch
 from raylight.experience.off_policy import off_policy_parameters
 from raylight.trainer.outcome import describe
-from raylight.trainer.report import Report
 from raylight.types import FinishedRollout
 
 
@@ -105,37 +104,18 @@ def test_a_batch_of_masked_calls_has_no_signal() -> None:
     assert (batch.rows, report.has_signal, report.off_policy_calls) == ([], False, 2)
 
 
-def test_masked_calls_are_noted_once(tmp_path: Any) -> None:
-    notes: list[str] = []
-
-    class Display:
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    report = Report(tmp_path / "run", Display(), {})  # type: ignore[arg-type]
-    for finished in ([rollout(1.0, PLAIN), rollout(0.0, PLAIN)], [rollout(1.0, PLAIN), rollout(0.0, CUT)]):
-        for _ in range(2):
-            report.batch(build_batch(finished, BatchRules(off_policy_sampling="mask"))[1])
-    assert len(notes) == 1
-    assert notes[0].startswith("1 calls are left out of the loss")
-    assert "an agent sampled from model 'policy' with top_p=0.8" in notes[0]
+def test_the_most_frequent_parameters_of_masked_calls_are_reported() -> None:
+    rules = BatchRules(off_policy_sampling="mask")
+    assert build_batch([rollout(1.0, PLAIN), rollout(0.0, PLAIN)], rules)[1].off_policy is None
+    content = build_batch([rollout(1.0, PLAIN), rollout(0.0, CUT)], rules)[1]
+    assert content.off_policy is not None
+    assert content.off_policy.startswith("an agent sampled from model 'policy' with top_p=0.8")
 
 
-def test_seeds_that_a_group_shares_are_counted_and_noted(tmp_path: Any) -> None:
-    notes: list[str] = []
-
-    class Display:
-        def note(self, text: str) -> None:
-            notes.append(text)
-
+def test_seeds_that_a_group_shares_are_counted() -> None:
     seeded = [rollout(1.0, PLAIN | {"seed": seed}) for seed in (1, 1, 2)] + [rollout(0.0, PLAIN)]
     _, counts = build_batch(seeded, BatchRules())
     assert counts.repeated_seeds == 2
     assert describe(seeded, counts, 1.0)["off_policy/repeated_seeds"] == 2
-    report = Report(tmp_path / "run", Display(), {})  # type: ignore[arg-type]
-    for _ in range(2):
-        report.batch(counts)
-    assert len(notes) == 1
-    assert "2 rollouts sampled with the seed of another rollout of their group" in notes[0]
     other = dataclasses.replace(seeded[1], rollout=seeded[1].rollout.model_copy(update={"group_id": "other"}))
     assert build_batch([seeded[0], other], BatchRules())[1].repeated_seeds == 0

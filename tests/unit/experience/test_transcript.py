@@ -216,6 +216,10 @@ async def test_a_runs_folder_is_read_and_printed(tmp_path: Path) -> None:
     assert [item.rollout.rollout_id for item in rl.read_rollouts(tmp_path, last=9)] == [first, second]
     assert rl.read_rollouts(tmp_path, last=0) == []
     assert [item.rollout.rollout_id for item in rl.read_rollouts(tmp_path, failed=True)] == [second]
+    assert rl.read_rollouts(tmp_path, rollout_ids=[first], failed=True, last=1) == []
+    by_id = rl.read_rollouts(tmp_path, rollout_ids=[second, first], last=1)
+    assert [item.rollout.rollout_id for item in by_id] == [second]
+    assert rl.read_rollouts(tmp_path, rollout_ids=[]) == []
     assert [item.rollout.input for item in rl.read_rollouts(tmp_path, rollout_ids=[first])] == [{"n": 1}]
     with pytest.raises(UnknownIdError, match="no rollout ro-missing"):
         rl.read_rollouts(tmp_path, rollout_ids=["ro-missing"])

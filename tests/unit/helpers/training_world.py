@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from recording_display import RecordingDisplay
 from unit_helpers import within
 
 import raylight as rl
@@ -151,6 +152,9 @@ class Ranks:
         self.weights, self.version = mixed(self.weights, sorted(parts)), self.version + 1
         world.updated.notify_all()
         return {"learner/pg_loss": 0.0}
+
+    async def row_records(self) -> list[Any]:
+        return []
 
     async def restart(self, placement: object = None) -> None:
         self.world.places.append(placement)
@@ -369,18 +373,6 @@ class FakeRun(Run):
         await self.store.capture([(key, float(turn))], [(key, call, None)])
 
 
-class Quiet:
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
-
-    def progress(self, text: str) -> None: ...
-
-    def stage(self, text: str) -> None: ...
-    def step(self, step: int, metrics: dict) -> None: ...
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 async def live(
     world: World,
     resume: Any = "auto",
@@ -423,7 +415,7 @@ async def live(
     highest = highest_logged_version(folder / "metrics.jsonl")
     start = find_resume_point(resume, training.state_url, config, highest)
     start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
-    report = Report(folder, Quiet(world.notes), config, None, start.last_logged_step, loggers)
+    report = Report(folder, RecordingDisplay(world.notes), config, None, start.last_logged_step, loggers)
     prepare_states(start, training.state_url, config)
     async with within(world.deadline_s), FakeRun(chosen, start, world, die_after) as run:
         run._stack.callback(report.close)

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from raylight.aio import wait_while_progressing
 from raylight.learner import progress
-from raylight.learner.group import wait_while_progressing
 from raylight.learner.progress import ProgressClock
 
 LIMIT_S = 0.05

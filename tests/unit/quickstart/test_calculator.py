@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion
+from scripted_client import ScriptedClient, tool_calls
 
 import raylight as rl
 from raylight.quickstart import calculator as module
@@ -34,27 +33,7 @@ def test_the_tool_adds_or_says_what_is_wrong(arguments: str, result: str) -> Non
     assert run_tool(call(arguments)).startswith(result)
 
 
-class ScriptedClient:
-    """Client whose model gives the answers one after another; keeps the requests."""
-
-    def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers, self.requests = list(answers), list[dict[str, Any]]()
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
-
-    async def create(self, **request: Any) -> ChatCompletion:
-        self.requests.append({**request, "messages": list(request["messages"])})
-        message = {"role": "assistant", "content": None, **self.answers.pop(0)}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return ChatCompletion.model_validate(
-            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        )
-
-
-CALL = {
-    "tool_calls": [
-        {"id": "c1", "type": "function", "function": {"name": "add", "arguments": json.dumps(TASK)}}
-    ]
-}
+CALL = tool_calls(("add", TASK))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,22 +14,26 @@ from raylight.trainer.cluster import OWN_CLUSTER_HINT, ray_session, running_clus
 
 
 @pytest.fixture
-def dead_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def silent() -> Iterator[socket.socket]:
+    """Socket that keeps its port and accepts nothing, so that no other process can listen there."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+@pytest.fixture
+def dead_port(silent: socket.socket) -> int:
+    return silent.getsockname()[1]
 
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_ray_s_note_of_a_crashed_cluster_is_not_believed(
-    alive: bool, dead_port: int, monkeypatch: pytest.MonkeyPatch
+    alive: bool, silent: socket.socket, dead_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: f"127.0.0.1:{dead_port}")
-    with socket.socket() as listening:
-        if alive:
-            listening.bind(("127.0.0.1", dead_port))
-            listening.listen()
-        assert running_cluster() == (f"127.0.0.1:{dead_port}" if alive else None)
+    if alive:
+        silent.listen()
+    assert running_cluster() == (f"127.0.0.1:{dead_port}" if alive else None)
 
 
 def test_an_address_where_nothing_answers_is_an_error_at_once(dead_port: int) -> None:

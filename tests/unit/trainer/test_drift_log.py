@@ -1,18 +1,13 @@
-"""Notes, advice and summary of calls that left their conversations."""
+"""The first case, and the summary, of calls that left their conversations."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from pathlib import Path
 
 from unit_helpers import make_key
 
-from raylight.experience.call_relations import TOKEN_DRIFTS, Drift, RelationReport
-from raylight.trainer.drift_log import ADVICE, PAGE, DriftLog
-from raylight.types import DRIFTS
-
-REPOSITORY = Path(__file__).parents[3]
+from raylight.experience.call_relations import Drift, RelationReport
+from raylight.trainer.drift_log import DriftLog
 
 
 def step(calls: int, **kinds: int) -> RelationReport:
@@ -24,25 +19,15 @@ def step(calls: int, **kinds: int) -> RelationReport:
     return RelationReport(calls, counts, 1.0, 1, drifts)
 
 
-def test_the_first_drifts_are_noted_once() -> None:
+def test_the_first_call_of_the_most_frequent_kind_is_shown() -> None:
     log = DriftLog()
-    assert log.add(step(100)) is None
-    note = log.add(step(100, answer_edited=2, template=3))
-    assert note is not None
-    assert "5 of 100 calls" in note
-    assert "template: reason of template (message 3)" in note
-    assert "raylight trace RUN --rollout ro-template" in note
-    assert log.add(step(100, answer_edited=50)) is None
-
-
-def test_advice_is_given_if_many_calls_drift() -> None:
-    log = DriftLog()
-    log.add(step(100, answer_edited=5))
-    assert log.advice() is None
-    log.add(step(100, answer_edited=6, header=1))
-    assert log.advice() == (
-        "12 of 200 calls started a new row although they continue a conversation, 11 of them because reason "
-        f"of answer_edited: send answers back as they were received ({PAGE})"
+    log.add(step(100))
+    assert log.detail() == ""
+    log.add(step(100, answer_edited=2, template=3))
+    log.add(step(100, template=5))
+    assert log.detail() == (
+        "In 8 of 10 such calls reason of template (message 3): `raylight trace RUN --rollout ro-template` "
+        "shows the first one"
     )
 
 
@@ -54,11 +39,3 @@ def test_the_summary_has_the_first_call_of_each_kind() -> None:
     first = {"rollout": "ro-header", "call": "c2", "reason": "reason of header", "place": "message 3"}
     assert log.summary()["header"] == {"calls": 2, **first}
     assert list(log.summary()) == ["template", "header"]
-
-
-def test_every_kind_has_advice_and_the_page_exists() -> None:
-    assert set(ADVICE) == set(DRIFTS)
-    assert not {relation.removeprefix("drift_") for relation in TOKEN_DRIFTS} & set(ADVICE)
-    path, _, anchor = PAGE.partition("#")
-    headings = re.findall("^## (.*)$", (REPOSITORY / path).read_text(), re.MULTILINE)
-    assert anchor in {heading.lower().replace(",", "").replace(" ", "-") for heading in headings}

@@ -15,7 +15,7 @@ from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.trainer.components.serving import fill_resources, read_adapter
-from raylight.trainer.display import print_scores
+from raylight.trainer.displays.tables import print_scores
 from raylight.trainer.eval_run import (
     EvalSettings,
     describe_evaluation,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recording_display import RecordingDisplay
 from unit_helpers import make_finished
 
 from raylight.algorithms.policy import GRPO
@@ -158,23 +159,9 @@ class FakeRollouts:
         ]
 
 
-class Shown:
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def progress(self, text: str) -> None: ...
-
-    def stage(self, text: str) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 @pytest.fixture
 def report(tmp_path: Path) -> Report:
-    return Report(tmp_path / "run", Shown(), {})
+    return Report(tmp_path / "run", RecordingDisplay(), {})
 
 
 def evaluator_of(report: Report, rewards: list[Any], **settings: Any) -> tuple[Evaluator, FakeRollouts]:

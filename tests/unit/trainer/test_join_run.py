@@ -17,7 +17,7 @@ from raylight.quickstart.agent import adder
 from raylight.runner.actor import RunnerPayload
 from raylight.trainer import join_run
 from raylight.trainer.arguments import TrainerArguments
-from raylight.trainer.display import SilentDisplay
+from raylight.trainer.displays.lines import SilentDisplay
 from raylight.trainer.join_run import RemoteRunnerProcess, check_joinable
 
 
@@ -92,7 +92,7 @@ class EndingRun:
 async def test_runners_that_cannot_start_because_the_run_ends_end_with_it() -> None:
     process = RemoteRunnerProcess("a", RunnerPayload(adder), RunnerConfig(), TrainerArguments())
     run = EndingRun()
-    working = asyncio.create_task(process._work_until_end(run, run, SilentDisplay(Console(), 0)))
+    working = asyncio.create_task(process._work_until_end(run, run, SilentDisplay(Console())))
     await run.failed.wait()
     run.ended.set()
     assert await working
@@ -103,4 +103,4 @@ async def test_runners_that_cannot_start_are_an_error(monkeypatch: pytest.Monkey
     process = RemoteRunnerProcess("a", RunnerPayload(adder), RunnerConfig(), TrainerArguments())
     run = EndingRun()
     with pytest.raises(RunnerLostError, match="did not start"):
-        await process._work_until_end(run, run, SilentDisplay(Console(), 0))
+        await process._work_until_end(run, run, SilentDisplay(Console()))

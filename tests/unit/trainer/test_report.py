@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recording_display import RecordingDisplay
 from unit_helpers import make_finished
 
 from raylight.trainer.report import MAX_SHOWN_ERRORS, Report
 from raylight.types import Failure
-
-from .conftest import RecordingDisplay
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool", trace="  File agent.py, line 3")
 LOST = Failure(kind="infrastructure", error="APIConnectionError: refused")
@@ -167,3 +166,14 @@ def test_no_more_than_the_stated_number_of_different_errors_is_shown(
     summary = report.finish({"total_rollouts": 1})
     assert len(summary["failures"]) == MAX_SHOWN_ERRORS
     assert summary["rollouts_failed"] == 3 * MAX_SHOWN_ERRORS
+
+
+def test_a_resumed_run_shows_the_advisories_that_hold(tmp_path: Path) -> None:
+    failing = {"train/rollouts": 64.0, "train/failed": 60.0, "learner/skipped_steps": 1.0}
+    first, second = RecordingDisplay(), RecordingDisplay()
+    run = Report(tmp_path, first, {})
+    for step in (1, 2, 3):
+        run.step(step, failing if step < 3 else failing | {"learner/skipped_steps": 0.0})
+    assert {advisory.kind for advisory in first.advisories} == {"most_failed", "skipped_gradients"}
+    Report(tmp_path, second, {}, last_logged_step=3)
+    assert [advisory.kind for advisory in second.advisories] == ["most_failed"]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from recording_display import RecordingDisplay
 from run_settings import make_settings
 
 from raylight.errors import ConfigError, StoreError
@@ -160,29 +161,21 @@ def test_a_state_of_another_folder_starts_a_lineage_without_parent(tmp_path: Pat
     assert find_resume_point(True, url, CONFIG, 0).evaluation is not None
 
 
-class QuietDisplay:
-    def progress(self, text: str) -> None: ...
-
-    def stage(self, text: str) -> None: ...
-    def step(self, step: int, metrics: dict) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
 def test_metrics_continue_after_the_step_of_the_state(tmp_path: Path):
-    first = Report(tmp_path, QuietDisplay(), {}, time.perf_counter() - 100)
+    first = Report(tmp_path, RecordingDisplay(), {}, time.perf_counter() - 100)
     for step in range(6):
         first.step(step, {"x": float("nan") if step == 1 else float(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')  # the run was killed
     (tmp_path / "best").mkdir()
-    second = Report(tmp_path, QuietDisplay(), {}, last_logged_step=3)
+    second = Report(tmp_path, RecordingDisplay(), {}, last_logged_step=3)
     second.step(4, {"x": 40.0})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["x"] for row in rows] == [0.0, None, 2.0, 3.0, 40.0]
     assert rows[4]["time/total_s"] >= rows[3]["time/total_s"] >= 100
     assert (tmp_path / "best").exists()
-    Report(tmp_path, QuietDisplay(), {})
+    Report(tmp_path, RecordingDisplay(), {})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert not (tmp_path / "best").exists()
 
