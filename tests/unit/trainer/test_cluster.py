@@ -36,7 +36,12 @@ def test_ray_s_note_of_a_crashed_cluster_is_not_believed(
     assert running_cluster() == (f"127.0.0.1:{dead_port}" if alive else None)
 
 
-def test_an_address_where_nothing_answers_is_an_error_at_once(dead_port: int) -> None:
+def test_an_address_where_nothing_answers_is_an_error_at_once(
+    dead_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the tests of one process share a connection to Ray, which would be used instead of the address
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_disconnect", lambda: None)
     began = time.monotonic()
     with (
         pytest.raises(ConfigError, match="no Ray cluster is reachable"),
