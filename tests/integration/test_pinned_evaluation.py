@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 from ray.util.state import list_actors
 from ray_cluster import Cluster
 
@@ -50,7 +51,8 @@ class ReplicaKiller:
 
     def log(self, step: int, metrics: dict) -> None:
         if step == self.step and not self.killed:
-            alive = list_actors(filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
+            address = ray.get_runtime_context().gcs_address  # not that of the machine's newest cluster
+            alive = list_actors(address, filters=[("state", "=", "ALIVE")], detail=True, limit=1000)
             replicas = [actor.pid for actor in alive if "ServeReplica" in actor.class_name]
             self.killed = max(replicas)
             os.kill(self.killed, signal.SIGKILL)
