@@ -13,16 +13,10 @@ from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling, count_repeated_seeds
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
+from raylight.experience.row_rules import RowRules, is_masked
 from raylight.experience.staleness import StaleMask, TokenAges, describe_ages
 from raylight.experience.token_budgets import LongRows, RowLimit
-from raylight.experience.trajectory import (
-    TokenCounts,
-    Trajectories,
-    TrajectorySelection,
-    build_trajectories,
-    select_rows,
-)
-from raylight.traces.trained_agents import filter_generations, split_auxiliary
+from raylight.experience.trajectory import TokenCounts, Trajectories, build_trajectories, select_rows
 from raylight.types import FinishedRollout, Generation, Trajectory
 
 
@@ -46,36 +40,29 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class BatchRules:
-    """Rules that turn finished rollouts into a batch.
+class BatchRules(RowRules):
+    """Rules that turn finished rollouts into a batch, beside those that choose their rows.
 
     Args:
         failure_reward: reward of rollouts whose agent failed; None leaves them out.
         min_group: smallest group; a group with fewer remaining rollouts is left out.
-        trained_agents: regular expression for the agents whose calls are trained, in addition to those that a
-            rollout marked. None trains all calls of a rollout that marked no agent.
         zero_variance_groups: treatment of groups whose rewards are all equal.
         row_limit: tokens of the longest row; None for no limit.
         long_rows: treatment of longer rows.
         turn_rewards: train on rewards emitted before the final one too.
         baseline_kind: baseline of the advantage estimator.
         off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
-        train_auxiliary_calls: also train on calls that asked for another model name.
-        trajectory_selection: rows of a rollout that are trained.
         stale: mask of tokens that old weights sampled; None if all have the learners' version.
     """
 
     failure_reward: float | None = None
     min_group: int = 1
-    trained_agents: str | None = None
     zero_variance_groups: Literal["keep", "drop"] = "keep"
     row_limit: int | None = None
     long_rows: LongRows = "error"
     turn_rewards: bool = False
     baseline_kind: BaselineKind = "group"
     off_policy_sampling: OffPolicySampling = "error"
-    train_auxiliary_calls: bool = False
-    trajectory_selection: TrajectorySelection = "all"
     stale: StaleMask | None = None
 
 
@@ -216,12 +203,9 @@ def build_batch(
             unscored += item.rollout.status == "succeeded"
             excluded += tokens
             continue
-        generations = filter_generations(item, rules.trained_agents)
-        other_agents += len(item.generations) - len(generations)
-        others: list[Generation] = []
-        if not rules.train_auxiliary_calls:
-            generations, others = split_auxiliary(generations)
-            auxiliary += len(others)
+        generations, others = rules.split_calls(item)
+        other_agents += len(item.generations) - len(generations) - len(others)
+        auxiliary += len(others)
         aborted += sum(call.finish_reason == "aborted" for call in generations)
         masked = off_policy.judge(call for call in generations if call.finish_reason != "aborted")
         sampled = build_trajectories(generations, masked)
@@ -234,7 +218,7 @@ def build_batch(
         trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
         turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
         baseline = (baselines or {}).get(group)
-        if _is_masked(item):
+        if is_masked(item):
             sampled = trajectories = replace(sampled, rows=[])
         selected = select_rows(sampled.rows, rules.trajectory_selection)
         untrained = _count_sampled(others)
@@ -295,12 +279,6 @@ def _count_sampled(generations: list[Generation]) -> int:
 
 def _count_trained(rows: list[Trajectory]) -> int:
     return sum(row.trained_tokens for row in rows)
-
-
-def _is_masked(item: FinishedRollout) -> bool:
-    """True for a truncated rollout whose reward counts and whose tokens are not trained."""
-    attempt = item.rollout.attempt
-    return item.rollout.config.truncated == "mask" and attempt is not None and attempt.truncated is not None
 
 
 def _drop_without_baseline(

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from raylight.experience.call_relations import find_drift
-from raylight.experience.trajectory import Relation, build_trajectories, common_prefix
-from raylight.traces.trained_agents import filter_generations, split_auxiliary
+from raylight.experience.off_policy import off_policy_parameters
+from raylight.experience.row_rules import DEFAULT_RULES, RowRules, is_masked, trained_rows
+from raylight.experience.trajectory import Relation, common_prefix
+from raylight.traces.trained_agents import filter_generations
 from raylight.types import CONTINUED, FinishedRollout, Generation, IntArray
 
 Origin: TypeAlias = Literal["prompt", "output", "new"]
@@ -32,8 +34,11 @@ class CallLineage:
 
     number: int
     row: int | None
-    """Row of the rollout that the call is trained in, from 1 on; None if it is not trained: it sampled
-    nothing, was cut off, or is an auxiliary call or one of another agent."""
+    """Row of the rollout that the call is in, from 1 on; None if it is in none: it sampled nothing, was cut
+    off, or is an auxiliary call or one of another agent."""
+    trained: bool
+    """True if the run's settings train the call: it is in a row that they select, and was sampled from the
+    policy's own distribution."""
     kind: str
     """"start", "continued", "continued_KIND" (`CONTINUED`), "fork", "restart" or "drift_KIND"
     (`call_relations.Drift.kind`); "not_trained"."""
@@ -50,27 +55,25 @@ class CallLineage:
 
     def to_json(self) -> dict[str, Any]:
         """Return the lineage as JSON values."""
-        values = {name: getattr(self, name) for name in ("number", "row", "kind", "related", "shared")}
+        values = {
+            name: getattr(self, name) for name in ("number", "row", "trained", "kind", "related", "shared")
+        }
         explained = {"reason": self.reason or None, "place": self.place or None}
         return values | explained | {"segments": [segment._asdict() for segment in self.segments]}
 
 
-def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
-    """Return the lineage of each call of a rollout's latest attempt, in order."""
-    generations = finished.generations
-    selected = filter_generations(finished)
-    trajectories = build_trajectories(split_auxiliary(selected)[0])
-    of_trained_agents = set(map(id, selected))
-    trained = {
-        id(call): (relation, position.row)
-        for call, relation, position in zip(
-            trajectories.calls, trajectories.relations, trajectories.positions, strict=True
-        )
-    }
+def trace_lineage(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> list[CallLineage]:
+    """Return the lineage of each call of a rollout's latest attempt, in order.
+
+    Args:
+        finished: the rollout, with its spans.
+        rules: the run's choice of calls and rows.
+    """
+    placed = _place_calls(finished, rules)
     sequences: list[IntArray] = []
     origins: list[list[PromptSegment]] = []
     lineages: list[CallLineage] = []
-    for number, call in enumerate(generations, 1):
+    for number, call in enumerate(finished.generations, 1):
         prompt = call.prompt_ids
         shared = [common_prefix(prompt, sequence) for sequence in sequences]
         best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
@@ -79,27 +82,70 @@ def trace_lineage(finished: FinishedRollout) -> list[CallLineage]:
         related = best + 1 if best is not None and length else None
         new = len(prompt) - length
         segments = [*known, PromptSegment("new", None, new)] if new else known
-        relation, row = trained.get(id(call), (None, None))
-        kind, reason, place = _explain(call, relation)
-        if id(call) not in of_trained_agents:
-            reason = "its agent is not trained"
-        elif call.auxiliary_model is not None:
-            reason = (
-                f"it asked for the model {call.auxiliary_model!r:.200}: an auxiliary call, trained only with "
-                "train_auxiliary_calls=True"
-            )
-        row_number = None if row is None else row + 1
-        lineages.append(CallLineage(number, row_number, kind, related, length, reason, place, segments))
+        call_place = placed[id(call)]
+        kind, reason, place = _explain(call, call_place.relation)
+        reason = "; ".join(filter(None, (reason, call_place.untrained)))
+        trained = not call_place.untrained
+        row = call_place.row
+        lineages.append(CallLineage(number, row, trained, kind, related, length, reason, place, segments))
         sequences.append(call.token_ids)
         own = [PromptSegment("prompt", number, new), PromptSegment("output", number, len(call.output_ids))]
         origins.append(known + [segment for segment in own if segment.tokens])
     return lineages
 
 
+class _CallPlace(NamedTuple):
+    """Row of a call, and the reason why it is not trained."""
+
+    relation: Relation | None
+    row: int | None
+    """Number of the row, from 1 on."""
+    untrained: str
+    """Empty if the call is trained."""
+
+
+def _place_calls(finished: FinishedRollout, rules: RowRules) -> dict[int, _CallPlace]:
+    """Return the place of each call, by its identity."""
+    trajectories, chosen = trained_rows(finished, rules)
+    positions = {
+        id(call): (relation, position.row)
+        for call, relation, position in zip(
+            trajectories.calls, trajectories.relations, trajectories.positions, strict=True
+        )
+    }
+    of_trained_agents = set(map(id, filter_generations(finished, rules.trained_agents)))
+    unselected = (
+        "the rollout was truncated, and its rule leaves its tokens out of the loss"
+        if is_masked(finished)
+        else f"its row is not trained: trajectory_selection={rules.trajectory_selection!r} trains row "
+        f"{chosen.start + 1}"
+    )
+    places = {}
+    for call in finished.generations:
+        relation, row = positions.get(id(call), (None, None))
+        if id(call) not in of_trained_agents:
+            reason = "its agent is not trained"
+        elif call.auxiliary_model is not None and not rules.train_auxiliary_calls:
+            reason = (
+                f"it asked for the model {call.auxiliary_model!r:.200}: an auxiliary call, trained only with "
+                "train_auxiliary_calls=True"
+            )
+        elif row is None:
+            reason = "its response was cut off" if len(call.output_ids) else "it sampled nothing"
+        elif row not in chosen:
+            reason = unselected
+        elif parameters := off_policy_parameters(call.sampling):
+            reason = f"it was not sampled from the policy's own distribution: {', '.join(parameters)}"
+        else:
+            reason = ""
+        places[id(call)] = _CallPlace(relation, None if row is None else row + 1, reason)
+    return places
+
+
 def _explain(call: Generation, relation: Relation | None) -> tuple[str, str, str]:
     """Return the kind of a call's relation, its reason and its place."""
     if relation is None:
-        return "not_trained", "its response was cut off" if len(call.output_ids) else "it sampled nothing", ""
+        return "not_trained", "", ""
     if drift := find_drift(call.key, relation, call.history):
         return f"drift_{drift.kind}", drift.reason, drift.place
     if relation != "extension":

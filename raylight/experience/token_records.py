@@ -82,14 +82,18 @@ class TokenRecords:
             found = _NAME.fullmatch(file.name)
             if found and int(found[1]) > step:
                 file.unlink(missing_ok=True)
-        write_atomic(self._folder / f"step-{step}.safetensors", save(tensors, {"rollouts": owners}))
+        write_atomic(self._file(step), save(tensors, {"rollouts": owners}))
+
+    def has(self, step: int) -> bool:
+        """Return True if there is a file of the step."""
+        return self._file(step).is_file()
 
     def read(self, step: int, rollout_ids: Iterable[str]) -> dict[str, list[RecordedRow]]:
         """Return the rows of some rollouts in the order of the batch; a rollout that was not trained, or is
         not recorded, has none."""
         from safetensors import safe_open
 
-        file = self._folder / f"step-{step}.safetensors"
+        file = self._file(step)
         found: dict[str, list[RecordedRow]] = {name: [] for name in rollout_ids}
         if not file.is_file():
             return found
@@ -104,3 +108,6 @@ class TokenRecords:
                     part = slice(int(end - length), int(end))
                     found[owner].append(RecordedRow(int(start), logprobs[part], advantages[part]))
         return found
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"step-{step}.safetensors"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raylight.experience.call_lineage import CallLineage, PromptSegment, trace_lineage
+from raylight.experience.row_rules import DEFAULT_RULES, RowRules
 from raylight.semconv import (
     CALL_ID,
     DIALECT,
@@ -28,7 +29,7 @@ MAX_VALUE_CHARS = 400
 """Characters of an attribute that a short transcript shows."""
 
 
-def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
+def transcript(finished: FinishedRollout, *, full: bool = False, rules: RowRules = DEFAULT_RULES) -> str:
     """Return a transcript of all recorded spans of a rollout's latest attempt, in order.
 
     A call of the model shows its relation to earlier calls, the origins of its prompt's tokens, the messages
@@ -38,21 +39,25 @@ def transcript(finished: FinishedRollout, *, full: bool = False) -> str:
     Args:
         finished: the rollout, with its spans.
         full: True for attributes in full length, and for the attributes of calls, with their tokens.
+        rules: the run's choice of calls and rows to train.
     """
-    return "\n".join(_Transcript(finished, full).lines())
+    return "\n".join(_Transcript(finished, full, rules).lines())
 
 
-def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[str, Any]:
+def transcript_json(
+    finished: FinishedRollout, *, full: bool = False, rules: RowRules = DEFAULT_RULES
+) -> dict[str, Any]:
     """Return the calls of a rollout's latest attempt as JSON values, with its rewards and its failure.
 
     Args:
         finished: the rollout, with its spans.
         full: True adds the token ids and log-probs of each call.
+        rules: the run's choice of calls and rows to train.
     """
     rollout = finished.rollout
     spans = {span.attributes.get(CALL_ID): span.attributes for span in finished.spans}
     calls = []
-    for call, lineage in zip(finished.generations, trace_lineage(finished), strict=True):
+    for call, lineage in zip(finished.generations, trace_lineage(finished, rules), strict=True):
         attributes = spans.get(call.key.call_id, {})
         values = lineage.to_json() | {
             "call": call.key.call_id,
@@ -87,14 +92,15 @@ def transcript_json(finished: FinishedRollout, *, full: bool = False) -> dict[st
 class _Transcript:
     """Writer of one transcript; it tracks the last messages of each agent."""
 
-    def __init__(self, finished: FinishedRollout, full: bool) -> None:
+    def __init__(self, finished: FinishedRollout, full: bool, rules: RowRules) -> None:
         self._finished, self._full = finished, full
         self._calls: dict[Any, Generation] = {call.key.call_id: call for call in finished.generations}
         tree = SpanTree.from_spans(finished.spans)
         tree.repair_hierarchy()
         self._agents = tree.agents_of_responses()
-        self._trained = AgentFilter(marked=finished.rollout.metadata.get(TRAINABLE_AGENTS, ()))
-        lineages = trace_lineage(finished)
+        marked = finished.rollout.metadata.get(TRAINABLE_AGENTS, ())
+        self._trained = AgentFilter(rules.trained_agents, marked)
+        lineages = trace_lineage(finished, rules)
         self._lineages = {
             call.key.call_id: lineage for call, lineage in zip(finished.generations, lineages, strict=True)
         }
@@ -157,9 +163,9 @@ class _Transcript:
             )
 
     def _call_summary(self, call: Generation | None, agent: str | None) -> str:
-        trained = "" if self._trained.keeps(agent) else ", not trained"
         if call is None:
-            return f", tokens unknown{trained}"
+            return f", tokens unknown{'' if self._trained.keeps(agent) else ', not trained'}"
+        trained = "" if self._lineages[call.key.call_id].trained else ", not trained"
         return f", {len(call.prompt_ids)} + {len(call.output_ids)} tokens, {call.finish_reason}{trained}"
 
     def _messages(self, attributes: Mapping[str, Any], agent: str | None) -> Iterator[str]:
@@ -196,6 +202,8 @@ def _lineage(lineage: CallLineage, source: Any) -> Iterator[str]:
     """Yield a call's relation to earlier calls, and the origins of its prompt; nothing for a first call."""
     if lineage.kind == "start":
         yield f"    call {lineage.number}, row {lineage.row}"
+        if lineage.reason:
+            yield f"      {lineage.reason}"
         return
     row = f"row {lineage.row}" if lineage.row is not None else "no row"
     related = "no tokens shared" if lineage.related is None else f"after call {lineage.related}"

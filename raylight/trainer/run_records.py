@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from raylight.errors import ConfigError, UnknownIdError
+from raylight.experience.row_rules import RowRules
 from raylight.experience.transcript import transcript, transcript_json
 from raylight.printable import printable
 from raylight.store.client import StoreClient
@@ -81,12 +85,23 @@ def print_traces(
         as_json: print one JSON object per line and rollout.
     """
     rollouts = read_rollouts(path, rollout_ids=rollout_ids, failed=failed, last=last)
+    rules = RowRules.from_config(read_config(_store_file(Path(path)).parent) or {})
     for finished in rollouts:
         if as_json:
-            print(json.dumps(transcript_json(finished, full=full)))
+            print(json.dumps(transcript_json(finished, full=full, rules=rules)))
         else:
-            print(printable(transcript(finished, full=full)) + "\n")
+            print(printable(transcript(finished, full=full, rules=rules)) + "\n")
     return len(rollouts)
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a run's `config.yaml`; None if it cannot be read, or is none."""
+    try:
+        text = (folder / "config.yaml").read_text()
+        content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _store_file(path: Path) -> Path:

@@ -178,7 +178,9 @@ class Ui:
     async def rollout(self, request: Request) -> Any:
         """Return a rollout, with the sizes of its rows of tokens."""
         run, name = self.run(request), request.path_params["rollout"]
-        shown = await rollout_view.show_rollout(await run.store(), await run.index(), run.records, name)
+        shown = await rollout_view.show_rollout(
+            await run.store(), await run.index(), run.records, run.rules, name
+        )
         rows = await self._rows(run, name, shown["step"])
         sizes = [
             {"row": number, "tokens": len(row.ids), "trained": int(row.trained.sum())}
@@ -224,14 +226,15 @@ class Ui:
         return rows, number, rows[number]
 
     async def _rows(self, run: ShownRun, name: str, step: int | None) -> list[token_view.TokenRow]:
-        key = (run.folder.name, run.store_identity(), name)
+        has_records = step is not None and run.records.has(step)
+        key = (run.folder.name, run.store_identity(), name, step, has_records)
         if key in self._tokens:
             return self._tokens[key]
         finished = await rollout_view.read_rollout(await run.store(), name)
 
         def build() -> list[token_view.TokenRow]:
-            recorded = run.records.read(step, [name])[name] if step else []
-            return token_view.token_rows(finished, recorded)
+            recorded = run.records.read(step, [name])[name] if step and has_records else []
+            return token_view.token_rows(finished, recorded, run.rules, run.stale_mask(step))
 
         rows = await asyncio.to_thread(build)
         if finished.rollout.status == "succeeded":

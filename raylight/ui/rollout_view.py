@@ -12,6 +12,7 @@ import numpy as np
 
 from raylight.errors import UnknownIdError
 from raylight.experience.call_lineage import CallLineage, trace_lineage
+from raylight.experience.row_rules import RowRules
 from raylight.experience.token_records import TokenRecords
 from raylight.semconv import (
     CALL_ID,
@@ -44,9 +45,12 @@ async def read_rollout(store: StoreClient, rollout_id: str) -> FinishedRollout:
 
 
 async def show_rollout(
-    store: StoreClient, index: RolloutIndex, records: TokenRecords, rollout_id: str
+    store: StoreClient, index: RolloutIndex, records: TokenRecords, rules: RowRules, rollout_id: str
 ) -> dict[str, Any]:
     """Return a rollout's page.
+
+    Args:
+        rules: the run's choice of calls and rows to train.
 
     Raises:
         UnknownIdError: the store does not have it.
@@ -57,7 +61,7 @@ async def show_rollout(
     rollout, failure = finished.rollout, finished.rollout.failure
     previous, following = index.neighbours(card["position"])
     advantage = advantages_of(records, card["step"], [rollout_id])[rollout_id]
-    lineages = trace_lineage(finished)
+    lineages = trace_lineage(finished, rules)
     spans = {span.attributes[CALL_ID]: span for span in finished.spans if DIALECT in span.attributes}
     return card | {
         "id": rollout_id,
@@ -228,6 +232,7 @@ def _calls(
                 "relation": lineage.kind,
                 "relation_reason": lineage.reason or None,
                 "row": None if lineage.row is None else lineage.row - 1,
+                "trained": lineage.trained,
                 "versions": [int(versions.min()), int(versions.max())] if len(versions) else None,
                 "temperature": call.sampling.get("temperature"),
                 "shared_messages": shared,

@@ -13,12 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError
 from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
-from raylight.trainer.run_records import STORE_FILES
+from raylight.trainer.run_records import STORE_FILES, read_config
 
 MAX_RUNS = 500
 """Run directories that are looked for in a folder."""
@@ -124,14 +122,10 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """Return the content of `config.yaml`; the former one while it is being written."""
-        file = self.path / "config.yaml"
-        modified = _modified(file)
+        modified = _modified(self.path / "config.yaml")
         if modified != self._config[0]:
-            try:
-                content = yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            except (OSError, UnicodeDecodeError, yaml.YAMLError):
-                content = self._config[1]
-            self._config = (modified, content if isinstance(content, dict) else {})
+            content = read_config(self.path)
+            self._config = (modified, self._config[1] if content is None else content)
         return self._config[1]
 
     def section(self, name: str) -> dict[str, Any]:

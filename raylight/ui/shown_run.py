@@ -8,6 +8,8 @@ from typing import Any
 
 from raylight.aio import pause
 from raylight.errors import StoreError
+from raylight.experience.row_rules import RowRules
+from raylight.experience.staleness import StaleMask
 from raylight.experience.token_records import TokenRecords
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -36,6 +38,17 @@ class ShownRun:
         self._index: RolloutIndex | None = None
         self._indexing: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
+
+    @property
+    def rules(self) -> RowRules:
+        """The run's choice of calls and rows to train."""
+        return RowRules.from_config(self.folder.config())
+
+    def stale_mask(self, step: int | None) -> StaleMask | None:
+        """Return the mask of the tokens that were too old for a step; None for no such limit."""
+        limit = self.folder.section("algorithm").get("max_staleness")
+        version = None if step is None else self.folder.metrics.versions().get(step)
+        return StaleMask(version, limit) if version is not None and isinstance(limit, int) and limit else None
 
     async def store(self) -> StoreClient:
         """Return a client of the run's store.

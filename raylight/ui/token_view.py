@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raylight.errors import QueryError
-from raylight.experience.off_policy import off_policy_parameters
+from raylight.experience.row_rules import DEFAULT_RULES, RowRules, trained_rows
+from raylight.experience.staleness import StaleMask
 from raylight.experience.token_records import RecordedRow
-from raylight.experience.trajectory import build_trajectories
-from raylight.traces.trained_agents import filter_generations, split_auxiliary
 from raylight.types import FinishedRollout, Generation, IntArray
 
 logger = logging.getLogger(__name__)
@@ -63,21 +62,28 @@ class TokenTexts(Protocol):
     def id_to_token(self, id: int) -> str | None: ...
 
 
-def token_rows(finished: FinishedRollout, recorded: Sequence[RecordedRow] = ()) -> list[TokenRow]:
-    """Return the rows of a rollout that can be trained, then each call that is in none of them.
+def token_rows(
+    finished: FinishedRollout,
+    recorded: Sequence[RecordedRow] = (),
+    rules: RowRules = DEFAULT_RULES,
+    stale: StaleMask | None = None,
+) -> list[TokenRow]:
+    """Return the rows of a rollout, then each call that is in none of them.
 
     Args:
         finished: the rollout, with its spans.
         recorded: what the learners computed of its rows.
+        rules: the run's choice of calls and rows to train.
+        stale: mask of the tokens that were too old for their step; None for no such limit.
     """
     numbers = {id(call): number for number, call in enumerate(finished.generations, 1)}
-    selected, _ = split_auxiliary(filter_generations(finished))
-    masked = {call.key.call_id for call in selected if off_policy_parameters(call.sampling)}
-    trajectories = build_trajectories(selected, masked)
+    trajectories, chosen = trained_rows(finished, rules)
+    masked = stale.apply(trajectories) if stale else trajectories
     rows: list[TokenRow] = []
-    for trajectory in trajectories.rows:
+    for index, trajectory in enumerate(masked.rows):
         rows.append(_empty_row(trajectory.token_ids))
-        rows[-1].trained = trajectory.mask
+        if index in chosen and finished.rollout.mode != "val":
+            rows[-1].trained = trajectory.mask.astype(np.int8)
     in_rows = set()
     for call, position in zip(trajectories.calls, trajectories.positions, strict=True):
         in_rows.add(id(call))

@@ -1,10 +1,14 @@
 """Tokens of a rollout: rows, kinds, records of the learners, pages and summaries."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from unit_helpers import make_generation, make_key
 
 from raylight.errors import QueryError
+from raylight.experience.row_rules import RowRules
+from raylight.experience.staleness import StaleMask
 from raylight.experience.token_records import RecordedRow
 from raylight.types import FinishedRollout, Rollout, RolloutConfig
 from raylight.ui import token_view
@@ -70,6 +74,25 @@ def test_calls_that_are_not_trained_have_rows_of_their_own() -> None:
     assert [row.ids.tolist() for row in rows] == [[1, 2, 3, 4, 9, 7], [1, 2]]
     assert rows[1].trained.tolist() == [0, 0]
     assert rows[1].kind.tolist() == [PROMPT, SAMPLED]
+
+
+def test_the_rules_of_the_run_choose_the_trained_rows() -> None:
+    short = make_generation([9], [8], key=make_key(call_id="c"), start=3.0)
+    title = make_generation([5], [6, 6, 6, 6, 6], key=make_key(call_id="d"), start=4.0)
+    title = replace(title, sampling={**title.sampling, "auxiliary": "haiku"})
+    item = finished(*conversation().generations, short, title)
+    assert [int(row.trained.sum()) for row in token_rows(item)] == [3, 1, 0]
+    rules = RowRules(train_auxiliary_calls=True, trajectory_selection="longest")
+    assert [int(row.trained.sum()) for row in token_rows(item, (), rules)] == [0, 0, 5]
+    validation = replace(item, rollout=item.rollout.model_copy(update={"mode": "val"}))
+    assert not any(row.trained.any() for row in token_rows(validation))
+
+
+def test_tokens_that_were_too_old_are_not_trained() -> None:
+    record = RecordedRow(3, np.array([-2.5, 9, -3.5], np.float32), np.array([1, 0, 1], np.float32))
+    (row,) = token_rows(conversation(), [record], stale=StaleMask(version=7, limit=1))
+    assert row.trained.tolist() == [0, 0, 0, 1, 0, 1]
+    assert row.advantage[[3, 5]].tolist() == [1.0, 1.0]
 
 
 def test_forced_tokens_are_not_trained() -> None:

@@ -1,0 +1,79 @@
+"""Rules that choose the calls and the rows of a rollout that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from raylight.experience.off_policy import off_policy_parameters
+from raylight.experience.trajectory import (
+    Trajectories,
+    TrajectorySelection,
+    build_trajectories,
+    select_rows,
+)
+from raylight.traces.trained_agents import filter_generations, split_auxiliary
+from raylight.types import FinishedRollout, Generation
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """Rules that choose the calls and the rows of a rollout that are trained.
+
+    Args:
+        trained_agents: regular expression for the agents whose calls are trained, in addition to those that a
+            rollout marked. None trains all calls of a rollout that marked no agent.
+        train_auxiliary_calls: also train on calls that asked for another model name.
+        trajectory_selection: rows of a rollout that are trained.
+    """
+
+    trained_agents: str | None = None
+    train_auxiliary_calls: bool = False
+    trajectory_selection: TrajectorySelection = "all"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> RowRules:
+        """Return the rules in the content of a run's `config.yaml`; the defaults where it has none."""
+        section = config.get("algorithm")
+        algorithm = section if isinstance(section, Mapping) else {}
+        agents = config.get("trained_agents")
+        return RowRules(
+            agents if isinstance(agents, str) else None,
+            algorithm.get("train_auxiliary_calls") is True,
+            "longest" if algorithm.get("trajectory_selection") == "longest" else "all",
+        )
+
+    def split_calls(self, finished: FinishedRollout) -> tuple[list[Generation], list[Generation]]:
+        """Return the calls of a rollout that are trained, unless they were cut off, and the auxiliary calls
+        of the same agents that are not."""
+        calls = filter_generations(finished, self.trained_agents)
+        return (calls, []) if self.train_auxiliary_calls else split_auxiliary(calls)
+
+
+DEFAULT_RULES = RowRules()
+"""The rules of a run that sets none."""
+
+
+class TrainedRows(NamedTuple):
+    """Rows of a rollout, and the indices of those that are trained."""
+
+    trajectories: Trajectories
+    trained: range
+
+
+def trained_rows(finished: FinishedRollout, rules: RowRules) -> TrainedRows:
+    """Return the rows of a rollout, as a batch would have them."""
+    calls, _ = rules.split_calls(finished)
+    off_policy = {call.key.call_id for call in calls if off_policy_parameters(call.sampling)}
+    trajectories = build_trajectories(calls, off_policy)
+    trained = select_rows(trajectories.rows, rules.trajectory_selection)
+    return TrainedRows(trajectories, range(0) if is_masked(finished) else trained)
+
+
+def is_masked(finished: FinishedRollout) -> bool:
+    """Return True for a truncated rollout whose reward counts and whose tokens are not trained."""
+    attempt = finished.rollout.attempt
+    return (
+        finished.rollout.config.truncated == "mask" and attempt is not None and attempt.truncated is not None
+    )
