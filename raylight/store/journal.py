@@ -95,9 +95,9 @@ class Journal:
             self.close()
             if find_disk_error(error, self.path.parent) or _is_about_the_disk(error):
                 raise disk_error(self.path, error) from None
-            raise StoreError(
-                f"the store's file {self.path} cannot be used: {error}; put it on a local disk"
-            ) from None
+            is_locked = "locked" in str(error)
+            remedy = "close the program that has locked it" if is_locked else "put it on a local disk"
+            raise StoreError(f"the store's file {self.path} cannot be used: {error}; {remedy}") from None
         except BaseException:
             self.close()
             raise

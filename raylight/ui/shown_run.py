@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from typing import Any
 
@@ -59,7 +60,8 @@ class ShownRun:
         async with self._opening:
             await self._leave_old_store()
             if self._service is None:
-                self._service = StoreService(self._store_file(), read_only=True)
+                open_store = functools.partial(StoreService, self._store_file(), read_only=True)
+                self._service = await asyncio.to_thread(open_store)  # a locked file waits 10 s
         return StoreClient(self._service)
 
     def store_identity(self) -> tuple[int, int]:
@@ -85,6 +87,8 @@ class ShownRun:
 
     def _store_file(self) -> Any:
         file = self.folder.store
+        if file is None and not self.folder.path.is_dir():
+            raise StoreError(f"the folder {self.folder.path} is gone; what it contained cannot be shown")
         if file is None:
             raise StoreError(
                 f"the run {self.folder.name} has no store in {self.folder.path} yet; wait until it begins"

@@ -94,7 +94,7 @@ async def test_a_rollout(http: httpx.AsyncClient) -> None:
     assert (second["shared_messages"], [m["role"] for m in second["messages"]]) == (2, ["user"])
     assert (second["relation"], second["row"], second["versions"]) == ("continued", 0, [0, 0])
     assert [span["kind"] for span in shown["spans"]] == ["call", "call", "other", "reward"]
-    assert shown["rows"] == [{"row": 0, "tokens": 9, "trained": 4}]
+    assert shown["rows"] == [{"row": 0, "tokens": 9, "trained": 4, "calls": {"1": 3, "2": 7}}]
     assert (shown["previous"], shown["next"]) == (None, f"{LINEAGE}-train-0-1")
 
 
@@ -126,8 +126,14 @@ async def test_a_group_and_the_groups_of_an_equal_task(http: httpx.AsyncClient) 
         "It is zebra0 of turn 1.",
         "It is zebra1 of turn 0.",
     ]
+    assert group["rollouts"][0]["said"] == "It is zebra0 of turn 0.\n\nIt is zebra0 of turn 1."
     assert [item["advantage"] for item in group["rollouts"]] == [1.5, None]
     assert [item["group"] for item in group["same_task"]] == ["train-0", "val-1-0"]
+
+
+async def test_failures(http: httpx.AsyncClient, recorded: Recorded) -> None:
+    failure = {"kind": "agent", "error": "ValueError: no zebra", "rollouts": 1, "last": recorded.failed}
+    assert await get(http, "/api/runs/run/failures") == {"items": [failure]}
 
 
 async def test_a_request_can_be_repeated(http: httpx.AsyncClient) -> None:
@@ -217,6 +223,7 @@ async def test_a_folder_that_is_removed_does_not_hide_the_others(tmp_path: Path)
     app = build_app([tmp_path / "a", tmp_path / "b"])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
         shutil.rmtree(tmp_path / "a")
+        assert "is gone" in (await get(http, "/api/runs/a/rollouts", 503))["error"]
         assert [run["id"] for run in (await get(http, "/api/runs"))["runs"]] == ["b"]
     with pytest.raises(ConfigError, match="there is no folder"):
         build_app([tmp_path / "a"])
