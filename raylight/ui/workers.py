@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from typing import Any
 
 from raylight.store.client import StoreClient
@@ -45,18 +46,25 @@ async def show_workers(store: StoreClient, folder: RunFolder) -> dict[str, Any]:
 
 
 def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:
-    """Return the actors of a run.
+    """Return the actors of a run, each with the numbers of its methods that run now.
 
     Raises:
         DashboardError: the dashboard did not answer, or refused to.
     """
     # loads Ray, which only this page needs
     from ray.exceptions import AuthenticationError
-    from ray.util.state import list_actors
+    from ray.util.state import list_actors, list_tasks
     from ray.util.state.exception import RayStateApiException, ServerUnavailable
 
     try:
         listed = list_actors(address=dashboard, limit=MAX_ACTORS, timeout=DASHBOARD_TIMEOUT_S, detail=True)
+        calls = list_tasks(
+            address=dashboard,
+            filters=[("state", "=", "RUNNING"), ("type", "=", "ACTOR_TASK")],
+            limit=MAX_ACTORS,
+            timeout=DASHBOARD_TIMEOUT_S,
+            raise_on_missing_output=False,
+        )
     except AuthenticationError:
         raise DashboardError(
             "the cluster has a token; start `raylight ui` with RAY_AUTH_MODE=token in its environment"
@@ -65,6 +73,9 @@ def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:
         raise DashboardError("it does not answer") from None
     except (RayStateApiException, OSError, RuntimeError, ValueError) as error:
         raise DashboardError(str(error)) from error
+    tasks: defaultdict[str | None, Counter[str]] = defaultdict(Counter)
+    for call in calls:
+        tasks[call.actor_id][call.name.rpartition(".")[2]] += 1
     return [
         {
             "id": actor.actor_id,
@@ -73,6 +84,7 @@ def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:
             "state": actor.state,
             "node": actor.node_id,
             "pid": actor.pid,
+            "tasks": dict(tasks[actor.actor_id].most_common()),
             "link": f"{dashboard}/#/actors/{actor.actor_id}",
         }
         for actor in listed

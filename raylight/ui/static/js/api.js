@@ -19,6 +19,22 @@ export async function get(path, signal, query = {}) {
 /** Return the address of a run's API, or of a part of it. */
 export const runPath = (run, ...parts) => ["/runs", run, ...parts].map((part, i) => (i ? encodeURIComponent(part) : part)).join("/");
 
+/** Call a function every few milliseconds while the page is seen, until the signal aborts; errors wait for the next time. */
+export function every(milliseconds, refresh, signal) {
+  const timer = setInterval(() => { if (!document.hidden) refresh().catch(() => {}); }, milliseconds);
+  signal.addEventListener("abort", () => clearInterval(timer));
+}
+
+/** Set a value of the current address, without a new entry in the history, so that the address can be shared. */
+export function setQuery(values) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, value] of Object.entries(values)) {
+    if (value === null || value === undefined || value === "") query.delete(name);
+    else query.set(name, value);
+  }
+  history.replaceState(null, "", location.pathname + (query.size ? `?${query}` : "") + location.hash);
+}
+
 /**
  * Follow a run until it ends or the signal aborts. A hidden page is not connected, because browsers open only
  * six connections to a server; it is refreshed when it is seen again, and after a failed connection.

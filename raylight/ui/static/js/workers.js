@@ -1,6 +1,6 @@
 // The runners, replicas and learners of a run.
 
-import { get, runPath } from "./api.js";
+import { every, get, runPath } from "./api.js";
 import { badge, empty, h, recorded, table } from "./dom.js";
 import { ago, number } from "./format.js";
 
@@ -11,8 +11,7 @@ export async function showWorkers({ args: [run], signal }) {
   const body = h("div");
   const refresh = async () => body.replaceChildren(...parts(run, await get(runPath(run, "workers"), signal)));
   await refresh();
-  const timer = setInterval(() => { if (!document.hidden) refresh().catch(() => {}); }, REFRESH_MS);
-  signal.addEventListener("abort", () => clearInterval(timer));
+  every(REFRESH_MS, refresh, signal);
   return [h("h1", {}, "Workers"), body];
 }
 
@@ -31,6 +30,7 @@ function parts(run, shown) {
     { title: "actor", cell: (actor) => { const link = safe(actor.link), name = recorded(actor.name || actor.class); return link ? h("a", { href: link, target: "_blank", rel: "noopener noreferrer" }, name) : name; } },
     { title: "class", cell: (actor) => recorded(actor.class) },
     { title: "state", cell: (actor) => badge(actor.state.toLowerCase()) },
+    { title: "doing now", class: "wide", cell: (actor) => Object.entries(actor.tasks).map(([task, n]) => recorded(n > 1 ? `${task} × ${n}` : task)).flatMap((nodes, i) => (i ? [", ", ...nodes] : nodes)) },
     { title: "node", cell: (actor) => h("code", {}, recorded((actor.node ?? "–").slice(0, 8))) },
     { title: "process", number: true, cell: (actor) => actor.pid ?? "–" },
   ];
