@@ -168,6 +168,11 @@ class Ui:
         total, columns = await asyncio.to_thread(index.points, _filters(query), limit)
         return {"total": total, "columns": columns}
 
+    async def failures(self, request: Request) -> Any:
+        """Return the errors of the rollouts."""
+        index = await self.run(request).index()
+        return {"items": await asyncio.to_thread(index.failures)}
+
     async def group(self, request: Request) -> Any:
         """Return a group of rollouts."""
         run = self.run(request)
@@ -183,7 +188,12 @@ class Ui:
         )
         rows = await self._rows(run, name, shown["step"])
         sizes = [
-            {"row": number, "tokens": len(row.ids), "trained": int(row.trained.sum())}
+            {
+                "row": number,
+                "tokens": len(row.ids),
+                "trained": int(row.trained.sum()),
+                "calls": row.call_starts(),
+            }
             for number, row in enumerate(rows)
         ]
         return shown | {"rows": sizes}
@@ -325,6 +335,7 @@ def build_app(paths: Iterable[Path], key: str | None = None, hosts: Iterable[str
         _json_route(f"{run}/workers", ui.workers),
         _json_route(f"{run}/rollouts", ui.rollouts),
         _json_route(f"{run}/points", ui.points),
+        _json_route(f"{run}/failures", ui.failures),
         _json_route(f"{run}/groups/{{group}}", ui.group),
         _json_route(rollout, ui.rollout),
         _json_route(f"{rollout}/tokens", ui.tokens),

@@ -153,6 +153,19 @@ class RolloutIndex:
         columns = zip(*rows, strict=True) if rows else ([] for _ in names)
         return total, {name: list(column) for name, column in zip(names, columns, strict=True)}
 
+    def failures(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Return the errors of the rollouts, the most frequent first, each with the last rollout that had
+        it."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT kind, error, COUNT(*), id, MAX(position) FROM rollouts WHERE kind IS NOT NULL "
+                "GROUP BY kind, error ORDER BY COUNT(*) DESC, MAX(position) DESC LIMIT ?",
+                (limit,),
+            ).fetchall()
+        return [
+            {"kind": kind, "error": error, "rollouts": n, "last": last} for kind, error, n, last, _ in rows
+        ]
+
     def card(self, rollout_id: str) -> dict[str, Any] | None:
         """Return the card of a rollout; None if the index does not have it."""
         with self._lock:

@@ -117,6 +117,7 @@ async def show_group(
                 "rewards": finished[card["id"]].rewards,
                 "advantage": advantages[card["id"]],
                 "final": _final_answer(finished[card["id"]].spans),
+                "said": _answers(finished[card["id"]].spans),
             }
             for card in cards
         ],
@@ -295,6 +296,18 @@ def _final_answer(spans: Sequence[Span]) -> str | None:
         if DIALECT in span.attributes and (answers := _json(span.attributes.get(OUTPUT_MESSAGES), [])):
             return message_text(answers[-1])
     return None
+
+
+def _answers(spans: Sequence[Span]) -> str:
+    """Return the texts and the tool calls of all answers, a paragraph each."""
+    said: list[str] = []
+    for span in spans:
+        if DIALECT not in span.attributes:
+            continue
+        for message in _json(span.attributes.get(OUTPUT_MESSAGES), []):
+            if text := message_text(message):
+                said.append(text)
+    return "\n\n".join(said)
 
 
 def _json(value: Any, default: Any) -> Any:

@@ -205,7 +205,6 @@ class RunFolder:
                 for name, value in ledger.items()
                 if name.startswith("ledger/") and math.isfinite(value)
             },
-            "failures": (summary or {}).get("failures", {}),
             "metric_names": self.metrics.names(),
             "summary": summary,
         }

@@ -48,6 +48,11 @@ class TokenRow:
         self.learner_logprob = np.full(len(self.ids), np.nan)
         self.advantage = np.full(len(self.ids), np.nan)
 
+    def call_starts(self) -> dict[int, int]:
+        """Return the position of the first sampled token of each call of the row."""
+        numbers, positions = np.unique(self.call, return_index=True)
+        return {n: first for n, first in zip(numbers.tolist(), positions.tolist(), strict=True) if n}
+
     @property
     def start(self) -> int:
         """Number of tokens before the first trained one."""

@@ -79,7 +79,7 @@ def test_search_filters_and_order(pages: Pages) -> None:
 
 
 def test_keys(pages: Pages) -> None:
-    pages.open("/runs/run/rollouts", "main tbody tr")
+    pages.open("/runs/run/rollouts?order=asc", "main tbody tr")
     pages.press("j", "j", "\ue007")
     pages.wait_until(f"location.pathname.endsWith('{LINEAGE}-train-0-1')")
     pages.wait_for("a[rel=prev]")
@@ -103,6 +103,55 @@ def test_tokens_show_what_is_known(pages: Pages) -> None:
     assert "-0.5" in facts
     assert "1.5" in facts
     assert pages.run_script("return document.querySelectorAll('.token.trained').length") == 4
+
+
+def test_an_address_has_the_place_among_the_tokens(pages: Pages) -> None:
+    pages.open(f"{ROLLOUT}?tab=tokens&call=2&by=logprob", ".token-facts dd:nth-of-type(1)")
+    pages.wait_until("location.search.includes('token=')")
+    focused = "document.activeElement.dataset.position"
+    assert pages.wait_until(focused) == "7"  # the first token of the second call
+    assert pages.run_script("return document.querySelector('.controls select:nth-of-type(1)').value")
+    pages.driver.refresh()
+    assert pages.wait_until(focused) == "7"
+    assert "by=logprob" in pages.driver.current_url
+
+
+def test_an_address_has_the_rollouts_of_a_difference(pages: Pages) -> None:
+    path = f"/runs/run/groups/train-0/diff/val-1-0?first={LINEAGE}-train-0-1"
+    pages.open(path, ".difference")
+    assert pages.run_script("return document.querySelector('.bar select').selectedIndex") == 1
+    assert "zebra1" in pages.text
+
+
+def test_failures_have_their_kind_and_their_rollout(pages: Pages) -> None:
+    css = "section[aria-label=Failures] td"
+    pages.open("/runs/run", css)
+    texts = pages.run_script(f"return [...document.querySelectorAll('{css}')].map((cell) => cell.innerText)")
+    assert texts == ["agent", "ValueError: no zebra", "1", f"{LINEAGE}-train-1-1"]
+
+
+def test_a_click_on_a_curve_opens_the_rollouts_of_its_step(pages: Pages) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    pages.open("/runs/run", "main .u-over")
+    over = pages.run_script("return document.querySelector('.u-over')")
+    ActionChains(pages.driver).move_to_element_with_offset(
+        over, over.size["width"] // 2 - 2, 0
+    ).click().perform()
+    pages.wait_until("location.pathname.endsWith('/rollouts') && location.search.startsWith('?step=')")
+    pages.wait_for("main tbody tr")
+
+
+def test_a_text_is_copied_without_a_secure_context(pages: Pages) -> None:
+    pages.open(ROLLOUT, ".message")
+    pages.run_script(
+        "Object.defineProperty(navigator, 'clipboard', {value: undefined}); "
+        "window.copied = []; document.execCommand = () => copied.push(document.activeElement.value)"
+    )
+    pages.run_script(
+        "[...document.querySelectorAll('button')].find((b) => b.textContent === 'copy as curl').click()"
+    )
+    assert pages.wait_until("window.copied[0]").startswith("curl ")
 
 
 def test_a_run_is_live(pages: Pages) -> None:

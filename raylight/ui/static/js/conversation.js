@@ -6,6 +6,8 @@ import { count, number, seconds, text } from "./format.js";
 
 /** Characters after which a message is folded. */
 const LONG = 4000;
+/** Roles that have a colour of their own. */
+const ROLES = ["system", "developer", "user", "tool", "assistant"];
 
 /** Return the calls of a rollout. */
 export function conversation(run, rollout) {
@@ -20,11 +22,13 @@ function callCard(run, rollout, call) {
     call.temperature !== null && call.temperature !== undefined ? `temperature ${number(call.temperature)}` : null].filter(Boolean);
   return h("article", { class: "call-card", id: `call-${call.number}` },
     h("div", { class: "bar" },
-      h("h3", {}, `Call ${call.number}`, call.agent ? [" of ", recorded(call.agent)] : null),
+      h("h3", {}, h("a", { href: `#call-${call.number}` }, `Call ${call.number}`), call.agent ? [" of ", recorded(call.agent)] : null),
       badge(call.relation.replaceAll("_", " "), call.relation.startsWith("drift") ? "warning" : "relation"),
+      call.trained || rollout.mode !== "train" || call.relation === "not_trained" ? null : badge("not trained", "warning"),
       h("span", { class: "spacer" }),
+      call.output_tokens ? h("a", { class: "button", href: `${runPath(run, "rollouts", rollout.id)}?tab=tokens&call=${call.number}` }, "tokens") : null,
       copyButton("copy as curl", async () => (await request()).curl),
-      copyButton("copy messages", async () => JSON.stringify((await request()).messages, null, 2))),
+      copyButton("copy as OpenAI messages", async () => JSON.stringify((await request()).messages, null, 2))),
     h("p", { class: "aside" }, recorded(facts.join(" · "))),
     call.relation_reason ? h("p", { class: "aside" }, recorded(call.relation_reason)) : null,
     call.tools?.length ? h("details", {}, h("summary", {}, count(call.tools.length, "tool")), h("pre", { class: "answer" }, recorded(text(call.tools)))) : null,
@@ -36,7 +40,7 @@ function callCard(run, rollout, call) {
 function messageCard(message, isAnswer) {
   const role = isAnswer ? "answer" : String(message.role ?? "?");
   const parts = Array.isArray(message.content) ? message.content : message.content === null || message.content === undefined ? [] : [message.content];
-  return h("div", { class: `message ${isAnswer ? "answered" : ""}` },
+  return h("div", { class: `message ${isAnswer ? "answered" : ROLES.includes(role) ? role : ""}` },
     h("div", { class: "role" }, recorded(role), message.name ? [" ", recorded(message.name)] : null, message.tool_call_id ? h("span", { class: "aside" }, " for ", recorded(message.tool_call_id)) : null),
     message.reasoning_content ? h("details", { class: "thought" }, h("summary", {}, "thinking"), body(String(message.reasoning_content))) : null,
     parts.map((part) => (typeof part === "string" ? thoughts(part) : part?.type === "text" || part?.text ? thoughts(String(part.text)) : h("pre", {}, recorded(text(part))))),

@@ -1,6 +1,6 @@
 // A group of rollouts side by side, and the same task at two steps as a difference.
 
-import { get, runPath } from "./api.js";
+import { get, runPath, setQuery } from "./api.js";
 import { badge, empty, h, recorded, table } from "./dom.js";
 import { number, seconds, text } from "./format.js";
 
@@ -10,9 +10,11 @@ const MAX_WORDS = 1200;
 /** The page of a group. */
 export async function showGroup({ args: [run, group], signal }) {
   const shown = await get(runPath(run, "groups", group), signal);
-  const best = Math.max(...shown.rollouts.map((rollout) => rollout.reward ?? -Infinity));
+  const rewards = shown.rollouts.map((rollout) => rollout.reward).filter((reward) => reward !== null);
+  const best = Math.max(...rewards), worst = Math.min(...rewards);
+  const rank = ({ reward }) => (best === worst || reward === null ? "" : reward === best ? "best" : reward === worst ? "worst" : "");
   const cards = shown.rollouts.map((rollout) =>
-    h("article", { class: rollout.reward !== null && rollout.reward === best ? "side best" : "side" },
+    h("article", { class: `side ${rank(rollout)}` },
       h("h3", {}, h("a", { class: "main", href: runPath(run, "rollouts", rollout.id) }, recorded(rollout.id.split("-").slice(-1)[0])), " ", badge(rollout.status)),
       h("dl", { class: "facts" },
         fact("reward", number(rollout.reward, 3)), fact("advantage", number(rollout.advantage, 3)),
@@ -25,7 +27,7 @@ export async function showGroup({ args: [run, group], signal }) {
     h("h1", {}, `Group ${group}`),
     h("dl", { class: "facts" }, fact("mode", shown.mode ?? "–"), fact("step", shown.step ?? "–"), fact("reward", `${number(shown.reward_mean, 3)} ± ${number(shown.reward_std, 3)}`), fact("rollouts", shown.total)),
     h("h2", {}, "Task"), h("pre", { class: "answer" }, recorded(text(shown.task))),
-    h("h2", {}, "Rollouts"), h("div", { class: "sides", tabindex: "0", role: "region", "aria-label": "Rollouts side by side" }, cards),
+    h("h2", {}, "Rollouts"), h("div", { class: "sides" }, cards),
     h("h2", {}, "The same task at other steps"),
     others.length ? table("Groups of an equal task", [
       { title: "group", cell: (other) => h("a", { href: runPath(run, "groups", other.group) }, other.group) },
@@ -39,27 +41,32 @@ export async function showGroup({ args: [run, group], signal }) {
 
 const fact = (name, value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
 
-/** The page that compares the answers of two groups. */
-export async function showDiff({ args: [run, group, other], signal }) {
+/** The page that compares what rollouts of two groups answered; the address has the rollouts. */
+export async function showDiff({ args: [run, group, other], query, signal }) {
   const groups = await Promise.all([group, other].map((name) => get(runPath(run, "groups", name), signal)));
   groups.sort((a, b) => (a.step ?? 0) - (b.step ?? 0));
-  const chosen = [0, 0];
+  const chosen = ["first", "second"].map((name, i) => Math.max(groups[i].rollouts.findIndex((rollout) => rollout.id === query.get(name)), 0));
   const result = h("pre", { class: "answer difference", tabindex: "0" });
   const heads = groups.map(() => h("span"));
   const compare = () => {
     const pair = groups.map((one, i) => one.rollouts[chosen[i]]);
-    result.replaceChildren(...difference(pair[0].final ?? "", pair[1].final ?? ""));
+    result.replaceChildren(...difference(pair[0].said, pair[1].said));
     pair.forEach((rollout, i) => heads[i].replaceChildren(h("a", { href: runPath(run, "rollouts", rollout.id) }, "open"), ` reward ${number(rollout.reward, 3)}`));
   };
-  const choose = groups.map((one, i) =>
+  const choose = (i, index) => {
+    chosen[i] = index;
+    setQuery({ [["first", "second"][i]]: groups[i].rollouts[index].id });
+    compare();
+  };
+  const choices = groups.map((one, i) =>
     h("label", {}, `step ${one.step ?? "–"}, ${one.group}: rollout `,
-      h("select", { onchange: (event) => { chosen[i] = event.target.selectedIndex; compare(); } },
-        one.rollouts.map((rollout, n) => h("option", {}, `${n} (reward ${number(rollout.reward, 3)})`))), " ", heads[i]));
+      h("select", { onchange: (event) => choose(i, event.target.selectedIndex) },
+        one.rollouts.map((rollout, n) => h("option", { selected: n === chosen[i] }, `${n} (reward ${number(rollout.reward, 3)})`))), " ", heads[i]));
   compare();
   return [
     h("h1", {}, `${groups[0].group} and ${groups[1].group}`),
     h("h2", {}, "Task"), h("pre", { class: "answer" }, recorded(text(groups[0].task))),
-    h("h2", {}, "Last answers"), h("div", { class: "bar" }, choose),
+    h("h2", {}, "Answers"), h("div", { class: "bar" }, choices),
     h("p", { class: "aside" }, h("del", {}, "only in the first"), " ", h("ins", {}, "only in the second")),
     result,
   ];

@@ -16,10 +16,10 @@ export async function showRollout({ args: [run, id], query, signal }) {
   const address = runPath(run, "rollouts", id);
   const tabs = Object.entries(TABS).map(([name, title]) =>
     h("a", { href: name === "conversation" ? address : `${address}?tab=${name}`, "aria-current": name === chosen ? "page" : null }, title));
-  const content = { conversation: () => conversation(run, rollout), tokens: () => tokenView(run, rollout, signal), spans: () => waterfall(rollout), raw: () => record(run, rollout, signal) };
+  const content = { conversation: () => conversation(run, rollout), tokens: () => tokenView(run, rollout, query, signal), spans: () => waterfall(rollout), raw: () => record(run, rollout, signal) };
   return [
     h("div", { class: "bar" }, h("h1", {}, recorded(id)), badge(rollout.status), h("span", { class: "spacer" }),
-      neighbour(run, rollout.previous, "prev", "← before"), neighbour(run, rollout.next, "next", "after →")),
+      neighbour(run, rollout.previous, "prev", chosen, "← before"), neighbour(run, rollout.next, "next", chosen, "after →")),
     facts(run, rollout),
     failure(rollout),
     h("nav", { class: "tabs", "aria-label": "Views of the rollout" }, tabs),
@@ -27,7 +27,8 @@ export async function showRollout({ args: [run, id], query, signal }) {
   ];
 }
 
-const neighbour = (run, id, rel, title) => (id ? h("a", { href: runPath(run, "rollouts", id) + location.search, rel }, title) : null);
+const neighbour = (run, id, rel, tab, title) =>
+  (id ? h("a", { class: "button", href: runPath(run, "rollouts", id) + (tab === "conversation" ? "" : `?tab=${tab}`), rel }, title) : null);
 
 function facts(run, rollout) {
   const rewards = Object.entries(rollout.rewards);
@@ -43,7 +44,7 @@ function facts(run, rollout) {
     time: seconds(rollout.seconds),
     began: time(rollout.started),
     runner: recorded(rollout.attempts.at(-1)?.worker_id?.split("/").pop() ?? "–"),
-    trained: rollout.trained ? "yes" : "no record",
+    trained: rollout.mode === "val" ? "no, validation" : rollout.trained ? "yes" : "no record",
   };
   return [
     h("dl", { class: "facts" }, Object.entries(values).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
@@ -70,5 +71,5 @@ async function record(run, rollout, signal) {
     { title: "began", cell: (attempt) => time(attempt.started) },
     { title: "time", number: true, cell: (attempt) => seconds(attempt.ended && attempt.ended - attempt.started) },
   ], rollout.attempts);
-  return [attempts, copyButton("copy", () => json), h("pre", { class: "answer", tabindex: "0" }, recorded(shown))];
+  return [attempts, h("div", { class: "bar" }, copyButton("copy", () => json)), h("pre", { class: "answer", tabindex: "0" }, recorded(shown))];
 }

@@ -1,22 +1,26 @@
 // The tokens of a rollout, coloured by what is known of each. Only the blocks in view are in the document.
 
-import { get, runPath } from "./api.js";
+import { get, runPath, setQuery } from "./api.js";
 import { color } from "./chart.js";
 import { empty, h, recorded } from "./dom.js";
-import { number } from "./format.js";
+import { count, number } from "./format.js";
 
 const BLOCK = 512;
 const PAGE = 4096;
 const BINS = 512;
 const KEPT_PAGES = 16;
-const NAMES = { logprob: "log-prob of the engine", learner_logprob: "log-prob of the learner", difference: "difference of both", version: "weight version", advantage: "advantage", trained: "trained or not" };
+const NAMES = { logprob: "log-prob of the engine", learner_logprob: "log-prob of the learner", difference: "difference of both", version: "weight version", advantage: "advantage", trained: "trained" };
 const KINDS = ["prompt", "sampled", "observation"];
 
-/** Return the token view of a rollout. */
-export async function tokenView(run, rollout, signal) {
+/** Return the token view of a rollout, at the row, colour and token that the address names. */
+export async function tokenView(run, rollout, query, signal) {
   if (!rollout.rows.length) return empty("No call of this rollout has tokens.");
   const view = new TokenView(run, rollout, signal);
-  await view.choose(0);
+  const call = rollout.rows.findIndex(({ calls }) => query.get("call") in calls);
+  if (query.get("by") in NAMES) view.by = query.get("by");
+  await view.choose(call >= 0 ? call : Math.min(Math.max(Number(query.get("row")) || 0, 0), rollout.rows.length - 1));
+  const token = call >= 0 ? rollout.rows[call].calls[query.get("call")] : query.get("token");
+  if (token !== null) requestAnimationFrame(() => view.goTo(Number(token) || 0));
   return view.elements();
 }
 
@@ -39,9 +43,9 @@ class TokenView {
   }
 
   elements() {
-    const rows = h("label", {}, "row ", h("select", { onchange: (event) => this.choose(event.target.selectedIndex) },
-      this.rollout.rows.map((row) => h("option", {}, `${row.row}: ${number(row.tokens)} tokens, ${number(row.trained)} trained`))));
-    const by = h("label", {}, "colour ", h("select", { onchange: (event) => { this.by = event.target.value; this.recolor(); } },
+    const rows = h("label", {}, "row ", h("select", { onchange: (event) => { this.choose(event.target.selectedIndex); setQuery({ row: this.row, call: null, token: null }); } },
+      this.rollout.rows.map((row) => h("option", { selected: row.row === this.row }, rowTitle(row)))));
+    const by = h("label", {}, "colour ", h("select", { onchange: (event) => { this.by = event.target.value; setQuery({ by: this.by }); this.recolor(); } },
       Object.entries(NAMES).map(([name, title]) => h("option", { value: name, selected: name === this.by }, title))));
     const place = h("input", { type: "number", min: "0", placeholder: "0", onchange: (event) => this.goTo(Number(event.target.value)) });
     return [h("div", { class: "bar controls" }, rows, by, h("label", {}, "go to token ", place), this.legend), this.strip, this.details, this.body];
@@ -49,7 +53,7 @@ class TokenView {
 
   path(...parts) { return runPath(this.run, "rollouts", this.rollout.id, ...parts); }
 
-  /** Show another row. */
+  /** Show a row. */
   async choose(row) {
     this.row = row;
     this.pages.clear();
@@ -126,7 +130,7 @@ class TokenView {
     for (const span of this.body.querySelectorAll(".token")) this.paint(span);
     const limit = this.limits[this.by];
     const has = (this.summary[this.by] ?? []).some((value) => value !== null);
-    this.legend.textContent = has ? (this.by === "trained" ? "coloured: trained" : `up to ±${number(limit, 3)}`) : "not recorded for this rollout";
+    this.legend.replaceChildren(...(has ? scale(this.by, limit) : ["not recorded for this rollout"]));
     this.drawStrip();
   }
 
@@ -152,7 +156,10 @@ class TokenView {
     const block = this.body.children[Math.floor(place / BLOCK)];
     block.scrollIntoView({ block: "center" });
     await this.fill(block);
-    block.querySelector(`[data-position="${place}"]`)?.focus();
+    const token = block.querySelector(`[data-position="${place}"]`);
+    token?.scrollIntoView({ block: "center" });
+    token?.focus({ preventScroll: true });
+    setQuery({ token: place, row: this.row, call: null });
   }
 
   drawStrip() {
@@ -173,6 +180,23 @@ class TokenView {
       pen.fillRect(left, 0, wide, height - 7);
     }
   }
+}
+
+const rowTitle = ({ row, tokens, trained, calls }) =>
+  `${row}: ${number(tokens)} tokens, ${trained ? `${number(trained)} trained` : "not trained"}, ${count(Object.keys(calls).length, "call")}`;
+
+/** Return the legend of a colour. */
+function scale(by, limit) {
+  if (by === "version") return ["a colour for each version"];
+  if (by === "trained") return [swatch(by, 1, 1), "trained"];
+  const marks = by === "logprob" || by === "learner_logprob" ? [0, -limit / 2, -limit] : [-limit, -limit / 2, 0, limit / 2, limit];
+  return marks.map((value) => [swatch(by, value, limit), number(value, 3), " "]).flat();
+}
+
+function swatch(by, value, limit) {
+  const box = h("span", { class: "swatch colour" });
+  box.style.backgroundColor = shade(by, value, limit) ?? "";
+  return box;
 }
 
 /** Return the largest size of some values, which the strongest colour stands for. */
