@@ -10,17 +10,20 @@ import { showRollout } from "./rollout.js";
 import { showEvaluations } from "./evaluations.js";
 import { showWorkers } from "./workers.js";
 
+/** Pages: the pattern of the address, the function that shows it, and the part of the run that it belongs to. */
 const PAGES = [
-  [/^\/$/, showRuns, () => []],
-  [/^\/compare$/, showCompare, () => [["compare", null]]],
-  [/^\/runs\/([^/]+)$/, showRun, () => []],
-  [/^\/runs\/([^/]+)\/rollouts$/, showRollouts, () => [["rollouts", null]]],
-  [/^\/runs\/([^/]+)\/rollouts\/([^/]+)$/, showRollout, (run, id) => [["rollouts", `${runPath(run)}/rollouts`], [id, null]]],
-  [/^\/runs\/([^/]+)\/groups\/([^/]+)$/, showGroup, (run, id) => [["rollouts", `${runPath(run)}/rollouts`], [id, null]]],
-  [/^\/runs\/([^/]+)\/groups\/([^/]+)\/diff\/([^/]+)$/, showDiff, (run, id, other) => [[id, runPath(run, "groups", id)], [`and ${other}`, null]]],
-  [/^\/runs\/([^/]+)\/evaluations$/, showEvaluations, () => [["evaluations", null]]],
-  [/^\/runs\/([^/]+)\/workers$/, showWorkers, () => [["workers", null]]],
+  [/^\/$/, showRuns],
+  [/^\/compare$/, showCompare],
+  [/^\/runs\/([^/]+)$/, showRun, "overview"],
+  [/^\/runs\/([^/]+)\/rollouts$/, showRollouts, "rollouts"],
+  [/^\/runs\/([^/]+)\/rollouts\/([^/]+)$/, showRollout, "rollouts"],
+  [/^\/runs\/([^/]+)\/groups\/([^/]+)$/, showGroup, "rollouts"],
+  [/^\/runs\/([^/]+)\/groups\/([^/]+)\/diff\/([^/]+)$/, showDiff, "rollouts"],
+  [/^\/runs\/([^/]+)\/evaluations$/, showEvaluations, "evaluations"],
+  [/^\/runs\/([^/]+)\/workers$/, showWorkers, "workers"],
 ];
+/** Parts of a run: its page's name in addresses, by its title. */
+const RUN_PARTS = { overview: "", rollouts: "rollouts", evaluations: "evaluations", workers: "workers" };
 const KEYS = [
   ["g r", "the list of runs"],
   ["g h", "this run"],
@@ -54,10 +57,10 @@ async function show() {
   leaving = new AbortController();
   const { signal } = leaving;
   const path = location.pathname;
-  const found = PAGES.map(([pattern, render, trail]) => [pattern.exec(path), render, trail]).find(([match]) => match);
+  const found = PAGES.map(([pattern, render, part]) => [pattern.exec(path), render, part]).find(([match]) => match);
   const args = found ? found[0].slice(1).map(decoded) : [];
   currentRun = path.startsWith("/runs/") ? args[0] : null;
-  showTrail(found ? found[2](...args) : []);
+  showTrail(found?.[2]);
   page.setAttribute("aria-busy", "true");
   const waiting = setTimeout(() => page.replaceChildren(h("p", { class: "empty" }, "loading …")), 150);
   try {
@@ -66,6 +69,7 @@ async function show() {
     if (signal.aborted) return;
     clearTimeout(waiting);
     page.replaceChildren(...[content].flat(Infinity).filter(Boolean));
+    if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
   } catch (error) {
     clearTimeout(waiting);
     if (error.name === "AbortError" || signal.aborted) return;
@@ -85,17 +89,14 @@ function decoded(part) {
   }
 }
 
-function showTrail(parts) {
-  const items = [["runs", "/"]];
-  if (currentRun) items.push([currentRun, runPath(currentRun)]);
-  const links = [...items, ...parts].map(([text, address], i, all) =>
-    i === all.length - 1 && !address ? h("span", { "aria-current": "page" }, text) : h("a", { href: address }, text));
+/** Show the way to the page: the runs, the run, and the parts of the run with the current one marked. */
+function showTrail(part) {
   const trail = document.getElementById("trail");
-  trail.replaceChildren(...links);
-  if (currentRun) {
-    const pages = ["rollouts", "evaluations", "workers"].map((name) => h("a", { href: runPath(currentRun, name), class: "aside" }, name));
-    append(trail, [h("span", { class: "spacer" }), pages]);
-  }
+  trail.replaceChildren(h("a", { href: "/" }, "runs"));
+  if (!currentRun) return;
+  const link = (title, name) => h("a", { href: runPath(currentRun, ...(name ? [name] : [])), "aria-current": title === part ? "page" : null }, title);
+  append(trail, [h("a", { href: runPath(currentRun), class: "run" }, currentRun),
+    h("span", { class: "parts" }, Object.entries(RUN_PARTS).map(([title, name]) => link(title, name)))]);
 }
 
 document.addEventListener("click", (event) => {

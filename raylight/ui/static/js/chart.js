@@ -31,7 +31,8 @@ function rangeOf(_, low, high) {
  * A chart of curves over steps.
  * @param {string} title
  * @param {{label: string, values: number[], low?: number[], high?: number[], points?: boolean}[]} curves
- * @param {{sync?: string, log?: boolean, stacked?: boolean, height?: number}} options
+ * @param {{sync?: string, log?: boolean, stacked?: boolean, height?: number, wide?: boolean,
+ *   open?: function(number)}} options `open` is called with the step of a click.
  */
 export class Chart {
   constructor(title, options = {}) {
@@ -39,7 +40,7 @@ export class Chart {
     this.options = options;
     this.plot = null;
     this.box = h("div", { class: "plot" });
-    this.element = h("figure", { class: "chart" }, h("figcaption", {}, title), this.box);
+    this.element = h("figure", { class: options.wide ? "chart wide" : "chart" }, h("figcaption", {}, title), this.box);
     this.resize = new ResizeObserver(() => {
       const width = this.box.clientWidth;
       if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
@@ -79,6 +80,20 @@ export class Chart {
       legend: { live: true },
       cursor: { sync: this.options.sync ? { key: this.options.sync } : undefined, drag: { x: true, y: false } },
     }, data, this.box);
+    const { open } = this.options;
+    if (open) this.listenForClicks(open);
+  }
+
+  /** Call `open` with the step under the pointer at a click that is not the end of a drag. */
+  listenForClicks(open) {
+    const { over } = this.plot;
+    let pressed = 0;
+    over.classList.add("clickable");
+    over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
+    over.addEventListener("click", (event) => {
+      const { idx } = this.plot.cursor;
+      if (Math.abs(event.clientX - pressed) < 4 && idx !== null && idx !== undefined) open(this.plot.data[0][idx]);
+    });
   }
 
   /** Describe the curves in words, for those who cannot see them. */
@@ -99,31 +114,37 @@ export class Chart {
 
 /** Return uPlot's data and series of curves, each with its interval. */
 function lay(x, curves, isLog) {
-  const data = [x], series = [{ label: "step" }], bands = [];
+  const data = [x], series = [stepSeries(x)], bands = [];
   const positive = (values) => (isLog ? values.map((value) => (value > 0 ? value : null)) : values);
   curves.forEach((curve, index) => {
     const stroke = curve.color ?? seriesColor(index);
     data.push(positive(curve.values));
-    series.push({ label: curve.label, stroke, width: 2, spanGaps: true, points: { show: curve.points || undefined, size: 5 }, value: (_, value) => number(value) });
+    series.push({ label: curve.label, stroke, width: 2, spanGaps: true, points: { show: curve.points || undefined, size: 5 }, value: shownValue(curve.values) });
     if (!curve.low) return;
     const at = data.length;
     data.push(positive(curve.high), positive(curve.low));
-    const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false }, class: "interval", value: (_, value) => number(value) };
+    const hidden = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false }, class: "interval" };
     series.push({ ...hidden, label: `${curve.label} high` }, { ...hidden, label: `${curve.label} low` });
     bands.push({ series: [at, at + 1], fill: `color-mix(in srgb, ${stroke} 18%, transparent)` });
   });
   return { data, series, bands };
 }
 
+/** Return the legend's text of a curve: its value at the pointer, or the last one. */
+function shownValue(values) {
+  return (_, __, ___, i) => number(i === null || i === undefined ? values.findLast((value) => value !== null && value !== undefined) : values[i]);
+}
+
+const stepSeries = (x) => ({ label: "step", value: (_, value) => number(value ?? x.at(-1)) });
+
 /** Return uPlot's data and series of areas on top of one another. */
 function stack(x, curves) {
   const sums = x.map(() => 0);
   const layers = curves.map((curve) => x.map((_, i) => (sums[i] += curve.values[i] ?? 0)));
-  const series = [{ label: "step" }], bands = [];
+  const series = [stepSeries(x)], bands = [];
   curves.forEach((curve, index) => {
     const stroke = seriesColor(index);
-    const own = (plot, _, __, i) => (i === null || i === undefined ? "–" : number(curve.values[i]));
-    series.push({ label: curve.label, stroke, width: 1, fill: index ? undefined : `color-mix(in srgb, ${stroke} 45%, transparent)`, points: { show: false }, value: own });
+    series.push({ label: curve.label, stroke, width: 1, fill: index ? undefined : `color-mix(in srgb, ${stroke} 45%, transparent)`, points: { show: false }, value: shownValue(curve.values) });
     if (index) bands.push({ series: [index + 1, index], fill: `color-mix(in srgb, ${stroke} 45%, transparent)` });
   });
   return { data: [x, ...layers], series, bands };
@@ -146,49 +167,89 @@ export function spark(values) {
   return svg;
 }
 
-/** Return a scatter plot whose points call `open` with their index at a click. */
-export function scatter(title, x, y, kinds, open) {
-  const canvas = h("canvas", { role: "img", "aria-label": `${title}, ${x.length} rollouts` });
-  const place = { left: 44, right: 8, top: 8, bottom: 24 };
+const PLACE = { left: 44, right: 8, top: 8, bottom: 24 };
+/** Distance in pixels from which a point is chosen. */
+const NEAR = 14;
+/** Values up to which the points of an equal value are spread by so many pixels, so that they can be told apart. */
+const FEW = 12, SPREAD = 9;
+
+/**
+ * Return a scatter plot.
+ * @param {string} title
+ * @param {{x: number[], y: number[], isGood: boolean[]}} points
+ * @param {function(number): string} describe returns the text of a point at the pointer.
+ * @param {function(number)} open is called with the point of a click.
+ */
+export function scatter(title, points, describe, open) {
+  const canvas = h("canvas", { role: "img", "aria-label": `${title}, ${points.x.length} rollouts` });
+  const tip = h("div", { class: "tip", hidden: true });
   let shown = [];
-  const draw = () => {
-    const width = canvas.clientWidth, height = canvas.clientHeight, ratio = devicePixelRatio || 1;
-    if (!width) return;
-    canvas.width = width * ratio;
-    canvas.height = height * ratio;
-    const pen = canvas.getContext("2d");
-    pen.scale(ratio, ratio);
-    const known = x.map((_, i) => i).filter((i) => x[i] !== null && y[i] !== null);
-    const range = (values) => [Math.min(...values), Math.max(...values)].map((v, i, all) => (all[0] === all[1] ? v + (i ? 1 : -1) : v));
-    if (!known.length) { pen.fillStyle = color("--text-soft"); pen.fillText("no rollout has both", 50, 30); return; }
-    const [lowX, highX] = range(known.map((i) => x[i])), [lowY, highY] = range(known.map((i) => y[i]));
-    const toX = (value) => place.left + ((value - lowX) / (highX - lowX)) * (width - place.left - place.right);
-    const toY = (value) => height - place.bottom - ((value - lowY) / (highY - lowY)) * (height - place.top - place.bottom);
-    pen.font = "11px system-ui";
-    pen.fillStyle = color("--text-soft");
-    pen.strokeStyle = color("--line");
-    for (const part of [0, 0.5, 1]) {
-      const tickX = lowX + part * (highX - lowX), tickY = lowY + part * (highY - lowY);
-      pen.textAlign = part === 1 ? "right" : part ? "center" : "left";
-      pen.fillText(number(tickX, 3), toX(tickX), height - 8);
-      pen.textAlign = "right";
-      pen.fillText(number(tickY, 3), place.left - 6, toY(tickY) + 4);
-      pen.beginPath(); pen.moveTo(place.left, toY(tickY)); pen.lineTo(width - place.right, toY(tickY)); pen.stroke();
-    }
-    pen.globalAlpha = known.length > 1000 ? 0.35 : 0.7;
-    shown = known.map((i) => ({ i, x: toX(x[i]), y: toY(y[i]) }));
-    for (const point of shown) {
-      pen.fillStyle = kinds[point.i] === "succeeded" ? seriesColor(0) : color("--alarm");
-      pen.beginPath(); pen.arc(point.x, point.y, 3, 0, 7); pen.fill();
-    }
-  };
-  canvas.addEventListener("click", (event) => {
-    const near = shown.reduce((best, point) => {
-      const distance = Math.hypot(point.x - event.offsetX, point.y - event.offsetY);
-      return distance < best.distance ? { distance, i: point.i } : best;
-    }, { distance: 14, i: null });
-    if (near.i !== null) open(near.i);
+  const draw = () => { shown = drawPoints(canvas, points); };
+  const nearest = (event) => shown.reduce((best, point) => {
+    const distance = Math.hypot(point.x - event.offsetX, point.y - event.offsetY);
+    return distance < best.distance ? { distance, point } : best;
+  }, { distance: NEAR, point: null }).point;
+  canvas.addEventListener("mousemove", (event) => {
+    const point = nearest(event);
+    tip.hidden = !point;
+    canvas.classList.toggle("clickable", Boolean(point));
+    if (!point) return;
+    tip.textContent = describe(point.i);
+    tip.style.left = `${Math.min(point.x, canvas.clientWidth - tip.offsetWidth - 4)}px`;
+    tip.style.top = `${point.y + canvas.offsetTop + 10}px`;
   });
+  canvas.addEventListener("mouseleave", () => { tip.hidden = true; });
+  canvas.addEventListener("click", (event) => { const point = nearest(event); if (point) open(point.i); });
   new ResizeObserver(draw).observe(canvas);
-  return h("figure", { class: "chart scatter" }, h("figcaption", {}, title), canvas);
+  const key = h("span", { class: "legend" }, h("span", {}, h("span", { class: "swatch good" }), "succeeded"), h("span", {}, h("span", { class: "swatch bad" }), "others"));
+  return h("figure", { class: "chart scatter" }, h("figcaption", { class: "bar" }, title, h("span", { class: "spacer" }), key), canvas, tip);
+}
+
+/** Draw points and axes; return the places of the points. */
+function drawPoints(canvas, { x, y, isGood }) {
+  const width = canvas.clientWidth, height = canvas.clientHeight, ratio = devicePixelRatio || 1;
+  if (!width) return [];
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.font = "11px system-ui";
+  pen.fillStyle = color("--text-soft");
+  const known = x.map((_, i) => i).filter((i) => x[i] !== null && y[i] !== null);
+  if (!known.length) {
+    pen.fillText("no rollout has both", PLACE.left, 30);
+    return [];
+  }
+  const rangeX = spread(known.map((i) => x[i])), rangeY = spread(known.map((i) => y[i]));
+  const toX = (value) => PLACE.left + rangeX.part(value) * (width - PLACE.left - PLACE.right);
+  const toY = (value) => height - PLACE.bottom - rangeY.part(value) * (height - PLACE.top - PLACE.bottom);
+  pen.strokeStyle = color("--line");
+  pen.textAlign = "center";
+  for (const tick of rangeX.ticks) pen.fillText(number(tick, 3), toX(tick), height - 8);
+  pen.textAlign = "right";
+  for (const tick of rangeY.ticks) {
+    pen.fillText(number(tick, 3), PLACE.left - 6, toY(tick) + 4);
+    pen.beginPath(); pen.moveTo(PLACE.left, toY(tick)); pen.lineTo(width - PLACE.right, toY(tick)); pen.stroke();
+  }
+  pen.globalAlpha = known.length > 1000 ? 0.35 : 0.7;
+  const good = seriesColor(0), bad = color("--alarm");
+  const [spreadX, spreadY] = [x, y].map((values) => (new Set(known.map((i) => values[i])).size <= FEW ? SPREAD : 0));
+  return known.map((i) => {
+    const place = { i, x: toX(x[i]) + spreadX * offset(i, 0.618), y: toY(y[i]) + spreadY * offset(i, 0.755) };
+    pen.fillStyle = isGood[i] ? good : bad;
+    pen.beginPath(); pen.arc(place.x, place.y, 3, 0, 7); pen.fill();
+    return place;
+  });
+}
+
+/** Return a number from -1 to 1 that differs between neighbours and is always the same for an index. */
+const offset = (i, factor) => 2 * ((i * factor) % 1) - 1;
+
+/** Return the ticks of an axis with some values, and the function from a value to its place between 0 and 1. */
+function spread(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
+  const margin = low === high ? 1 : (high - low) / 12;
+  const part = (value) => (value - low + margin) / (high - low + 2 * margin);
+  return { part, ticks: low === high ? [low] : [low, (low + high) / 2, high] };
 }

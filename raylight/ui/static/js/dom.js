@@ -62,7 +62,7 @@ export function table(caption, columns, rows, attributes = {}) {
     h(
       "table",
       attributes,
-      h("caption", { class: "aside" }, caption),
+      h("caption", {}, h("span", { class: "unseen" }, caption)),
       h(
         "thead",
         {},
@@ -73,13 +73,25 @@ export function table(caption, columns, rows, attributes = {}) {
   );
 }
 
+/** Copy a text, also from a page of another machine without TLS, which lacks the clipboard's own interface. */
+async function copy(value) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(value);
+  const field = h("textarea", { class: "unseen" });
+  field.value = value;
+  document.body.append(field);
+  field.select();
+  const isCopied = document.execCommand("copy");
+  field.remove();
+  if (!isCopied) throw new Error("the browser refused");
+}
+
 /** Return a button that copies what `read` returns (or a promise of it). */
 export function copyButton(title, read) {
   const button = h("button", {
     type: "button",
     onclick: async () => {
       try {
-        await navigator.clipboard.writeText(await read());
+        await copy(await read());
         button.textContent = "copied";
       } catch (error) {
         button.textContent = `not copied: ${error.message}`;

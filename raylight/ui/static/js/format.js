@@ -34,5 +34,9 @@ export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFix
 /** Return a number of things: "1 tool", "2 tools". */
 export const count = (n, one, many = `${one}s`) => `${number(n)} ${n === 1 ? one : many}`;
 
-/** Return any value as text: strings as they are, others as JSON. */
-export const text = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+/** Return any value as text: strings as they are, others as JSON, in one line if it is short. */
+export function text(value) {
+  if (typeof value === "string") return value;
+  const lines = String(JSON.stringify(value, null, 2)), line = lines.replace(/\n\s*/g, " ");
+  return line.length <= 100 ? line : lines;
+}

@@ -6,10 +6,12 @@ import { badge, empty, h, recorded, table } from "./dom.js";
 import { count, number, percent, seconds, text } from "./format.js";
 
 const INTERVAL = 1.96;
-/** Charts at the top: title, and metrics with their labels. */
+const LEDGER = ["trained", "masked", "auxiliary", "unselected", "dropped", "failed", "open", "unaccounted"];
+const FAILURES = ["agent", "reward", "hook", "truncated", "timeout", "unresponsive", "cancelled", "infrastructure"];
+/** Charts at the top: title, and metrics with their labels. In an asynchronous run the rollouts take the whole step. */
 const CHARTS = [
-  ["reward", { "train/reward": "training", "val/reward": "validation" }, { interval: true, height: 260 }],
-  ["seconds of a step", { "time/rollout_s": "rollouts", "time/update_s": "update", "time/sync_s": "publication", "time/val_s": "evaluation" }, { stacked: true, height: 260 }],
+  ["reward", { "train/reward": "training", "val/reward": "validation" }, { interval: true, height: 260, wide: true }],
+  ["seconds of a step", { "time/rollout_s": "rollouts", "async/trainer_idle_s": "waiting for rollouts", "time/update_s": "update", "time/sync_s": "publication", "time/val_s": "evaluation" }, { stacked: true, height: 260 }],
   ["loss", { "learner/pg_loss": "policy", "critic/vf_loss": "critic" }],
   ["KL", { "learner/kl": "to the reference", "learner/ppo_kl": "of the update" }],
   ["entropy", { "learner/entropy": "entropy" }],
@@ -19,13 +21,13 @@ const CHARTS = [
   ["tokens of an answer", { "train/response_tokens": "training", "val/response_tokens": "validation" }],
   ["groups without signal", { "train/groups_without_signal": "groups" }],
   ["tokens a second", { "train/tokens_per_s": "sampled" }],
-  ["failed rollouts", { "train/failed": "training", "val/failed": "validation" }],
+  ["failed rollouts by kind", Object.fromEntries(FAILURES.map((kind) => [`failures/${kind}`, kind])), { stacked: true, onlyAboveZero: true }],
 ];
 
 /** The page of one run. */
-export async function showRun({ args: [run], signal }) {
+export async function showRun({ args: [run], signal, go }) {
   const [details, { columns }] = await Promise.all([get(runPath(run), signal), get(runPath(run, "metrics"), signal)]);
-  const view = new RunView(run, details, columns);
+  const view = new RunView(run, details, columns, go);
   signal.addEventListener("abort", () => view.close());
   follow(run, {
     metrics: ({ columns: added }) => view.add(added),
@@ -36,11 +38,12 @@ export async function showRun({ args: [run], signal }) {
 }
 
 class RunView {
-  constructor(run, details, columns) {
-    Object.assign(this, { run, details, columns, charts: [], smoothing: 0, isLog: false });
+  constructor(run, details, columns, go) {
+    Object.assign(this, { run, details, columns, go, charts: [], smoothing: 0, isLog: false });
     this.facts = h("dl", { class: "facts" });
     this.status = h("span");
     this.advisories = h("section", { "aria-label": "Advisories" });
+    this.failures = h("section", { class: "part", "aria-label": "Failures" });
     this.counts = null;
   }
 
@@ -50,6 +53,7 @@ class RunView {
     this.show();
     this.update(details);
     this.showAdvisories(details.advisories);
+    this.showFailures();
     const hasCurves = this.columns.step.length > 0;
     return [
       h("div", { class: "bar" }, h("h1", {}, run), this.status, h("span", { class: "spacer" }), this.controls()),
@@ -57,9 +61,9 @@ class RunView {
       this.facts,
       this.advisories,
       hasCurves || details.status === "running" ? grid : empty("This run has logged no step."),
-      this.allMetrics(),
       this.ledger(),
-      this.failures(),
+      this.failures,
+      this.allMetrics(),
       h("details", { class: "part" }, h("summary", {}, h("h2", {}, "Settings")),
         table("Settings", [{ title: "setting", cell: ([name]) => h("code", {}, name) }, { title: "value", cell: ([, value]) => recorded(text(value)) }], Object.entries(details.settings))),
     ];
@@ -72,7 +76,8 @@ class RunView {
   }
 
   chart(title, metrics, options) {
-    const chart = new Chart(title, { sync: this.run, ...options });
+    const open = (step) => this.go(`${runPath(this.run, "rollouts")}?step=${step}`);
+    const chart = new Chart(title, { sync: this.run, open, ...options });
     this.charts.push({ chart, metrics, interval: options.interval });
     return chart.element;
   }
@@ -85,12 +90,13 @@ class RunView {
   showChart({ chart, metrics, interval }) {
     const { columns } = this;
     const rows = columns.step.map((step, i) => [columns["val/step"]?.[i] ?? step, i]);
-    const names = Object.keys(metrics);
+    const names = Object.keys(metrics).filter((name) => name !== (columns["async/trainer_idle_s"] ? "time/rollout_s" : "async/trainer_idle_s"));
     const used = rows.filter(([, i]) => names.some((name) => columns[name]?.[i] !== null && columns[name]?.[i] !== undefined)).sort((a, b) => a[0] - b[0]);
     const pick = (name) => used.map(([, i]) => columns[name]?.[i] ?? null);
-    const curves = Object.entries(metrics).map(([name, label]) => {
+    const curves = names.map((name) => {
       const values = pick(name);
-      const curve = { label, values: chart.options.stacked ? values : smoothed(values, this.smoothing), points: name.startsWith("val/") };
+      if (chart.options.onlyAboveZero && !values.some((value) => value > 0)) return { values: [] };
+      const curve = { label: metrics[name], values: chart.options.stacked ? values : smoothed(values, this.smoothing), points: name.startsWith("val/") };
       if (!interval || this.smoothing) return curve;
       const errors = name.startsWith("val/") ? pick("val/reward_error") : standardErrors(pick("train/reward_std"), pick("train/rollouts"));
       curve.low = values.map((value, i) => (value === null || errors[i] === null ? null : value - INTERVAL * errors[i]));
@@ -108,7 +114,7 @@ class RunView {
       this.columns[name] = known.concat(added[name] ?? Array(count).fill(null));
     }
     this.show();
-    get(runPath(this.run)).then((details) => this.showAdvisories(details.advisories)).catch(() => {});
+    get(runPath(this.run)).then((details) => this.showAdvisories(details.advisories)).catch(() => {}); // the next row asks again
   }
 
   update(card) {
@@ -120,6 +126,7 @@ class RunView {
   count(counts) {
     this.counts = counts;
     this.showFacts();
+    this.showFailures();
   }
 
   showFacts() {
@@ -129,7 +136,7 @@ class RunView {
       reward: card.reward_before === null ? "–" : `${number(card.reward_before, 3)} → ${number(card.reward_after, 3)}`,
       best: number(card.best, 3),
       time: seconds(card.seconds),
-      rollouts: counts ? `${counts.decided} of ${counts.known} decided` : (card.rollouts ?? "–"),
+      rollouts: counts ? (card.status === "running" && counts.lines === counts.known ? `${counts.decided} of ${counts.known} decided` : number(counts.known)) : (card.rollouts ?? "–"),
       failed: card.rollouts_failed ?? "–",
       agent: recorded(card.agent ?? "–"),
       algorithm: card.algorithm ?? "–",
@@ -152,7 +159,7 @@ class RunView {
 
   /** All metrics by their category; the charts of one are drawn when it is opened. */
   allMetrics() {
-    const categories = Map.groupBy ? Map.groupBy(this.details.metric_names, (name) => name.split("/")[0]) : groupBy(this.details.metric_names);
+    const categories = groupBy(this.details.metric_names);
     const parts = [...categories].map(([category, names]) => {
       const grid = h("div", { class: "charts" });
       return h("details", { ontoggle: (event) => {
@@ -168,7 +175,7 @@ class RunView {
 
   ledger() {
     const tokens = this.details.tokens;
-    const kinds = ["trained", "masked", "dropped", "failed", "open", "unaccounted"].filter((kind) => tokens[kind]);
+    const kinds = LEDGER.filter((kind) => tokens[kind]);
     if (!kinds.length) return null;
     const bar = h("div", { class: "ledger", role: "img", "aria-label": kinds.map((kind) => `${kind} ${percent(tokens[kind], tokens.generated)}`).join(", ") });
     for (const kind of kinds) {
@@ -180,12 +187,17 @@ class RunView {
     return h("section", { class: "part" }, h("h2", {}, `Tokens: ${number(tokens.generated)} sampled`), bar, h("ul", { class: "legend" }, list));
   }
 
-  failures() {
-    const failures = Object.entries(this.details.failures);
-    if (!failures.length) return null;
-    const link = h("a", { href: `${runPath(this.run, "rollouts")}?status=failed` }, "all failed rollouts");
-    return h("section", { class: "part" }, h("h2", {}, "Failures"),
-      table("Failures", [{ title: "error", cell: ([error]) => recorded(error) }, { title: "rollouts", number: true, cell: ([, count]) => count }], failures), link);
+  /** Show the errors of the rollouts by kind, each with the rollout that had it last. */
+  async showFailures() {
+    const { items } = await get(runPath(this.run, "failures")).catch(() => ({ items: [] })); // a run without a store has none
+    if (!items.length) return;
+    const list = runPath(this.run, "rollouts");
+    this.failures.replaceChildren(h("h2", {}, "Failures"), table("Failures", [
+      { title: "kind", cell: (item) => h("a", { href: `${list}?failure=${item.kind}` }, item.kind) },
+      { title: "error", class: "wide", cell: (item) => recorded(item.error) },
+      { title: "rollouts", number: true, cell: (item) => number(item.rollouts) },
+      { title: "last one", cell: (item) => h("a", { href: runPath(this.run, "rollouts", item.last) }, recorded(item.last)) },
+    ], items));
   }
 
   close() {

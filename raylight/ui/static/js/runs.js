@@ -1,21 +1,23 @@
 // The list of runs, and the comparison of several.
 
-import { get, runPath } from "./api.js";
+import { every, get, runPath } from "./api.js";
 import { Chart, spark } from "./chart.js";
 import { badge, empty, h, recorded, table } from "./dom.js";
 import { count, number, seconds, text, time } from "./format.js";
 
-/** The page of all runs. */
+const REFRESH_MS = 3000;
+
+/** The page of all runs; it looks again every few seconds. */
 export async function showRuns({ signal, go }) {
-  const { runs } = await get("/runs", signal);
+  let { runs } = await get("/runs", signal);
   const title = h("h1", {}, "Runs");
-  if (!runs.length) return [title, empty("There is no run here yet. Start one with `raylight quickstart`, then reload this page.")];
   const chosen = new Set();
   const compare = h("button", { type: "button", disabled: true, onclick: () => go(`/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`) }, "compare");
   const choose = (run) =>
     h("input", {
       type: "checkbox",
       "aria-label": `compare ${run.id}`,
+      checked: chosen.has(run.id),
       onchange: (event) => {
         event.target.checked ? chosen.add(run.id) : chosen.delete(run.id);
         compare.disabled = chosen.size < 2;
@@ -23,18 +25,35 @@ export async function showRuns({ signal, go }) {
       },
     });
   const columns = [
-    { title: "", head: h("span", { class: "aside-only" }, "choose"), cell: choose },
-    { title: "run", cell: (run) => h("a", { class: "main", href: runPath(run.id) }, run.id) },
+    { title: "", head: h("span", { class: "unseen" }, "choose"), cell: choose },
+    { title: "run", cell: (run) => h("a", { class: "main", href: runPath(run.id), "data-run": run.id }, run.id) },
     { title: "status", cell: (run) => [badge(run.status), run.advisories ? badge(count(run.advisories, "advisory", "advisories"), "warning") : null] },
     { title: "agent", cell: (run) => recorded(run.agent ?? "–") },
     { title: "algorithm", cell: (run) => run.algorithm ?? run.kind },
     { title: "step", number: true, cell: (run) => (run.step === null ? "–" : `${run.step}${run.total_steps ? `/${run.total_steps}` : ""}`) },
     { title: "reward", number: true, cell: (run) => (run.reward_before === null ? "–" : `${number(run.reward_before, 3)} → ${number(run.reward_after, 3)}`) },
     { title: "training reward", cell: (run) => spark(run.spark) },
+    { title: "rollouts failed", number: true, cell: (run) => number(run.rollouts_failed) },
     { title: "time", number: true, cell: (run) => seconds(run.seconds) },
     { title: "began", cell: (run) => time(run.started) },
   ];
-  return [h("div", { class: "bar" }, title, compare), table("All runs", columns, runs)];
+  const search = h("input", { type: "search", placeholder: "name, agent, algorithm, model", "aria-label": "Search runs", oninput: () => show() });
+  const list = h("div");
+  const show = () => {
+    const words = search.value.toLowerCase().split(/\s+/);
+    const found = runs.filter((run) => words.every((word) => `${run.id} ${run.agent} ${run.algorithm} ${run.model} ${run.status}`.toLowerCase().includes(word)));
+    const focused = list.contains(document.activeElement) ? document.activeElement.dataset.run : null;
+    list.replaceChildren(found.length ? table("All runs", columns, found)
+      : empty(runs.length ? "No run matches." : "There is no run here yet. Start one with `raylight quickstart`; it appears here by itself."));
+    if (focused) list.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
+  };
+  show();
+  every(REFRESH_MS, async () => {
+    const before = JSON.stringify(runs);
+    ({ runs } = await get("/runs", signal));
+    if (JSON.stringify(runs) !== before) show();
+  }, signal);
+  return [h("div", { class: "bar" }, title, search, h("span", { class: "spacer" }), compare), list];
 }
 
 const COMPARED = ["train/reward", "val/reward", "learner/kl", "learner/entropy", "train/response_tokens", "learner/grad_norm", "time/rollout_s", "time/update_s"];
@@ -49,11 +68,12 @@ export async function showCompare({ query, signal }) {
     columns: (await get(runPath(name, "metrics"), signal)).columns,
   })));
   const metrics = [...new Set(runs.flatMap((run) => run.details.metric_names))].sort();
-  const charts = [];
+  const charts = [], shown = [];
   const grid = h("div", { class: "charts" });
   const add = (metric) => {
     const chart = new Chart(metric, { sync: "compare" });
     charts.push(chart);
+    shown.push(metric);
     grid.append(chart.element);
     requestAnimationFrame(() => showTogether(chart, metric, runs));
   };
@@ -61,7 +81,13 @@ export async function showCompare({ query, signal }) {
   const more = h("select", { "aria-label": "add a metric", onchange: (event) => { add(event.target.value); event.target.selectedIndex = 0; } },
     h("option", { value: "" }, "add a metric …"), metrics.map((metric) => h("option", {}, metric)));
   signal.addEventListener("abort", () => charts.forEach((chart) => chart.close()));
-  return [h("div", { class: "bar" }, h("h1", {}, "Compare"), more), grid, h("h2", {}, "Settings"), settingsTable(runs)];
+  every(REFRESH_MS, async () => {
+    for (const run of runs.filter((one) => one.details.status === "running")) {
+      [run.details, run.columns] = [await get(runPath(run.name), signal), (await get(runPath(run.name, "metrics"), signal)).columns];
+      charts.forEach((chart, i) => showTogether(chart, shown[i], runs));
+    }
+  }, signal);
+  return [h("div", { class: "bar" }, h("h1", {}, "Compare"), h("span", { class: "spacer" }), more), grid, h("h2", {}, "Settings"), settingsTable(runs)];
 }
 
 /** Show a metric of several runs over the steps of all. */
@@ -84,7 +110,7 @@ function settingsTable(runs) {
   });
   const columns = [
     { title: "setting", cell: (row) => h("code", {}, row.name) },
-    ...runs.map((run, i) => ({ title: run.name, cell: (row) => (row.values[i] === undefined ? "–" : row.differs ? h("mark", {}, recorded(text(row.values[i]))) : recorded(text(row.values[i]))) })),
+    ...runs.map((run, i) => ({ title: run.name, head: h("a", { href: runPath(run.name) }, run.name), class: "wide", cell: (row) => (row.values[i] === undefined ? "–" : row.differs ? h("mark", {}, recorded(text(row.values[i]))) : recorded(text(row.values[i]))) })),
   ];
   const differing = rows.filter((row) => row.differs), equal = rows.filter((row) => !row.differs);
   return [
