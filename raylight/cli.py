@@ -18,15 +18,16 @@ from raylight.cli_options import (
     Address,
     AgentName,
     Assignments,
-    Dtype,
     Engine,
     ModelName,
     Port,
     Runners,
     Ui,
+    apply_assignments,
     import_from_here,
 )
 from raylight.cli_runs import export, grafana, scale, trace, ui_command
+from raylight.cli_serve import serve
 from raylight.cli_starter import starter
 from raylight.errors import RaylightError
 
@@ -221,7 +222,7 @@ def evaluate(
         "store": {},
         "rollout": {},
     }
-    _apply(assignments, settings)
+    apply_assignments(assignments, settings)
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     rollout = {"rollout": {"timeout_seconds": 600.0} | settings["rollout"]} if settings["rollout"] else {}
     import_from_here()
@@ -246,66 +247,7 @@ def evaluate(
     )
 
 
-@app.command()
-def serve(
-    model: ModelName,
-    engine: Engine = "auto",
-    name: Annotated[
-        str | None, typer.Option(help="Model name that clients send; the folder's by default.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; any but loopback requires an API key.")
-    ] = "127.0.0.1",
-    port: Port = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="RAYLIGHT_API_KEY", help="API key that clients must send.")
-    ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Number of engine replicas.")] = 1,
-    max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="Scale up to this number of replicas under load.")
-    ] = None,
-    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of a replica.")] = 1.0,
-    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of a replica.")] = 0.0,
-    dtype: Annotated[Dtype, typer.Option(help="Precision of the model.")] = Dtype.float32,
-    max_model_len: Annotated[
-        int, typer.Option(min=8, help="Maximum length of prompt and response together, in tokens.")
-    ] = 2048,
-    url: Annotated[
-        str | None, typer.Option(help="Base URL of an upstream model to which requests are forwarded.")
-    ] = None,
-    upstream_key: Annotated[
-        str | None, typer.Option(envvar="RAYLIGHT_UPSTREAM_KEY", help="API key of the upstream model.")
-    ] = None,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")] = 600.0,
-    address: Address = None,
-    assignments: Assignments = None,
-) -> None:
-    """Serve a model over the OpenAI and Anthropic APIs, until Ctrl-C.
-
-    --set takes engine.NAME, and engine.args.NAME for an argument of the engine itself.
-    """
-    from raylight.config import EngineConfig
-    from raylight.trainer.serve_model import serve_model
-
-    import_from_here()
-    settings: dict[str, Any] = {
-        "engine": {
-            "kind": engine,
-            "host": host,
-            "port": port,
-            "replicas": replicas,
-            "max_replicas": max_replicas,
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
-            "dtype": dtype.value,
-            "max_model_len": max_model_len,
-            "url": url,
-            "api_key": upstream_key,
-            "start_timeout_s": start_timeout,
-        }
-    }
-    _apply(assignments, settings)
-    serve_model(model, EngineConfig(**settings["engine"]), name=name, api_key=api_key, address=address)
+app.command()(serve)
 
 
 @app.command()
@@ -354,14 +296,6 @@ def doctor(
     if clean:
         doctor_report.clean(as_json, {"--model": model, "--address": address})
     doctor_report.examine(model, address, as_json)
-
-
-def _apply(assignments: list[str] | None, settings: dict[str, Any]) -> None:
-    """Apply `--set` options to settings whose top-level keys are the sections that the command has."""
-    from raylight.trainer.run_file import apply_assignment
-
-    for text in assignments or ():
-        apply_assignment(settings, text, sections=list(settings))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,3 +50,11 @@ Ui = Annotated[bool, typer.Option("--ui", help="Show the run in the browser whil
 def import_from_here() -> None:
     """Make agents importable that are files of the current directory."""
     sys.path.insert(0, "")
+
+
+def apply_assignments(assignments: list[str] | None, settings: dict[str, Any]) -> None:
+    """Apply `--set` options to settings whose top-level keys are the sections that the command has."""
+    from raylight.trainer.run_file import apply_assignment
+
+    for text in assignments or ():
+        apply_assignment(settings, text, sections=list(settings))

@@ -188,6 +188,13 @@ class StoreConfig(Config):
     """File of the store, on a local disk of the driver's machine. None: `store.db` in the run directory."""
 
 
+class SessionConfig(Config):
+    """Sessions of agents outside the run, which `raylight serve --learn` opens."""
+
+    max_open: int = Field(default=64, ge=1, le=MAX_CONCURRENT)
+    """Sessions that may be open at a time, and expired ones that wait for a late reward."""
+
+
 class LoraConfig(Config):
     """A LoRA adapter (https://arxiv.org/abs/2106.09685)."""
 

@@ -41,6 +41,7 @@ FLOORS = [
         "cli",
         "cli_options",
         "cli_runs",
+        "cli_serve",
         "cli_starter",
         "doctor",
         "doctor_report",

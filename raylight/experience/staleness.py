@@ -3,7 +3,7 @@ it updates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -81,8 +81,17 @@ def describe_ages(version: int, trained: Iterable[Trajectory], sampled: Iterable
 def oldest_version(calls: Iterable[Generation]) -> int | None:
     """Return the oldest version that sampled a token of these calls, forced tokens left out; None if there is
     no token."""
-    versions = [
-        call.weight_versions[call.allowed != 1] if len(call.allowed) else call.weight_versions
-        for call in calls
-    ]
-    return min((int(part.min()) for part in versions if len(part)), default=None)
+    return min((int(part.min()) for part in _versions(calls)), default=None)
+
+
+def newest_version(calls: Iterable[Generation]) -> int | None:
+    """Return the newest version that sampled a token of these calls, as `oldest_version` does."""
+    return max((int(part.max()) for part in _versions(calls)), default=None)
+
+
+def _versions(calls: Iterable[Generation]) -> Iterator[np.ndarray]:
+    """Yield the versions of the tokens of each call that has any, forced tokens left out."""
+    for call in calls:
+        versions = call.weight_versions[call.allowed != 1] if len(call.allowed) else call.weight_versions
+        if len(versions):
+            yield versions

@@ -29,6 +29,7 @@ from raylight.store.rows import (
     step_groups_from_json,
     worker_from_row,
 )
+from raylight.store.session_client import SessionClient
 from raylight.types import (
     TRUNCATED,
     Attempt,
@@ -63,7 +64,7 @@ UNSET: Any = _Unset()
 """Default of the parameters of `update_*` methods: leave the value unchanged. None is a value."""
 
 
-class StoreClient(StoreReader, RecordWriter):
+class StoreClient(StoreReader, RecordWriter, SessionClient):
     """Client of a store.
 
     All methods are asynchronous and raise typed errors: UnknownIdError, InvalidTransitionError,

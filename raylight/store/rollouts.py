@@ -233,22 +233,31 @@ class Rollouts:
             raise UnknownIdError(f"no rollout {rollout_id!r} in the store")
         return row[0]
 
-    def undecided(self, rollout_ids: list[str]) -> list[str]:
+    def undecided(self, rollout_ids: list[str], final: bool = False) -> list[str]:
         """Filter the rollouts that are not finished.
+
+        Args:
+            final: keep those too that failed because their attempt is unresponsive, and may still succeed.
 
         Raises:
             UnknownIdError: a rollout does not exist.
         """
+        is_silent = "a.status = 'unresponsive'" if final else "0"
         rows = self._journal.execute(
-            "SELECT j.key, r.rollout_id, r.status FROM json_each(?) j LEFT JOIN rollouts r ON r.rollout_id = "
-            "j.value",
+            f"SELECT j.key, r.rollout_id, r.status, {is_silent} FROM json_each(?) j LEFT JOIN rollouts r ON "
+            "r.rollout_id = j.value LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.sequence_id = "
+            "r.n_attempts",
             (json.dumps(rollout_ids),),
         ).fetchall()
-        for index, rollout_id, _ in rows:
+        for index, rollout_id, *_ in rows:
             # unknown, or another rollout, because SQLite cut the id off at a zero character
             if rollout_id is None or rollout_id != rollout_ids[index]:
                 raise UnknownIdError(f"no rollout {rollout_ids[index]!r} in the store")
-        return [rollout_id for _, rollout_id, status in rows if status not in FINISHED]
+        return [
+            rollout_id
+            for _, rollout_id, status, is_silent in rows
+            if status not in FINISHED or (status == "failed" and is_silent)
+        ]
 
     # changes by its attempts
 

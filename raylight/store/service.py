@@ -39,6 +39,7 @@ from raylight.store.records import Records
 from raylight.store.resources import Resources
 from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
+from raylight.store.sessions import Sessions
 from raylight.store.steps import Steps
 from raylight.store.workers import Workers
 
@@ -89,6 +90,7 @@ class StoreService(Mailbox):
         self._budgets = Budgets(*tables, clock)
         self._resources = Resources(self._journal, clock)
         self._steps = Steps(self._journal)
+        self._sessions = Sessions(self._journal, self._rollouts, self._attempts)
         self._queries = Queries(self._journal.reader, clock)
         self._answered = AnsweredMessages(self._journal)
         self._methods = self._callable_methods()
@@ -124,6 +126,9 @@ class StoreService(Mailbox):
             "add_resources": self._resources.add_resources,
             "update_resources": self._resources.update_resources,
             "record_step": self._steps.record,
+            "begin_session": self._sessions.begin,
+            "session_state": self._sessions.state,
+            "renew_session": self._sessions.renew,
             "update_worker": self._leases.record_heartbeat,
             "report_outage": self._outages.report,
         }
@@ -291,17 +296,21 @@ class StoreService(Mailbox):
         return await condition.wait_for(check, timeout)
 
     async def wait_for_rollouts(
-        self, rollout_ids: list[str], at_least: int | None, timeout: float | None
+        self, rollout_ids: list[str], at_least: int | None, timeout: float | None, final: bool = False
     ) -> list[str]:
         """Wait until `at_least` rollouts are decided (default: all), or for `timeout` seconds; returns the
-        ids of the decided ones."""
+        ids of the decided ones.
+
+        Args:
+            final: a rollout that failed because its attempt is unresponsive counts as undecided.
+        """
         unique = list(dict.fromkeys(rollout_ids))
         wanted = len(unique) if at_least is None else min(at_least, len(unique))
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + timeout
         while True:
             self._ensure_timer()
-            undecided = self._rollouts.undecided(unique)
+            undecided = self._rollouts.undecided(unique, final)
             needed = wanted - (len(unique) - len(undecided))
             remaining = None if deadline is None else deadline - loop.time()
             if needed <= 0 or (remaining is not None and remaining <= 0):

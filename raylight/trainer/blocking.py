@@ -1,7 +1,8 @@
 """Run a coroutine from synchronous code: a script, a job, or a notebook cell with a running event loop.
 
 The coroutine runs on an event loop in its own thread. The first Ctrl-C or SIGTERM cancels it and waits for
-its clean-up; further ones only log a warning, so that none of them leaves processes behind.
+its clean-up; further ones only log a warning, so that none of them leaves processes behind. Work that can end
+by itself is asked to do so at the first one, and cancelled at a later one.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ class Guard:
         return error
 
 
-def run_blocking(work: Coroutine[Any, Any, T], guard: Guard | None = None) -> T:
+def run_blocking(
+    work: Coroutine[Any, Any, T], guard: Guard | None = None, stop: Callable[[], None] | None = None
+) -> T:
     """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up,
-    then raise."""
+    then raise.
+
+    Args:
+        stop: asks the work to end by itself, in its event loop; called at the first interrupt instead.
+    """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = (
         concurrent.futures.Future()
@@ -83,7 +90,13 @@ def run_blocking(work: Coroutine[Any, Any, T], guard: Guard | None = None) -> T:
             thread.start()
             if guard is not None:
                 guard.watch(cancel, fail)
-            value = result.result()
+            try:
+                value = result.result()
+            except (KeyboardInterrupt, SystemExit):
+                if stop is None or result.done():
+                    raise
+                started.result()[0].call_soon_threadsafe(stop)
+                value = result.result()
             thread.join(LOOP_CLOSE_TIMEOUT_S)
             return value
         except (KeyboardInterrupt, SystemExit):

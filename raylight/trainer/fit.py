@@ -35,6 +35,7 @@ from raylight.trainer.resume import (
 )
 from raylight.trainer.run_resources import must_have_endpoints, with_policy
 from raylight.trainer.settings import MODEL_NAME, ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.stop_request import StopRequest
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
 """Arguments of a Trainer that an algorithm with its own loop and a served model reads."""
@@ -59,6 +60,8 @@ class Fit:
     """Result file from which an algorithm with its own loop continues."""
     start: ResumePoint = field(default_factory=fresh_start)
     """Position at which training starts; see `find_start`."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Ends a training early."""
 
     @property
     def folder(self) -> Path:
@@ -70,6 +73,8 @@ class Fit:
         """Advice on how to continue after the cluster was lost."""
         if self.settings.training is None:
             return f"Start the run again; its records are in {self.folder}"
+        if self.settings.sessions is not None:
+            return f"Go on with `raylight serve --learn --resume --output-dir {self.folder}`"
         return (
             f"Continue after the last training state with output_dir={str(self.folder)!r} and "
             "fit(resume='auto'), or `raylight train FILE --resume`"

@@ -26,12 +26,14 @@ from raylight.experience.ledger import Ledger
 from raylight.trainer.components.learners import NodeDrains
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.load_watch import LoadWatch
-from raylight.trainer.outcome import describe, raise_if_hopeless
+from raylight.trainer.outcome import describe, explain_no_signal, raise_if_hopeless
 from raylight.trainer.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.resume import state_metadata
 from raylight.trainer.run import Run
+from raylight.trainer.session_groups import SessionGroups
+from raylight.trainer.stop_request import StopRequest, TrainingStopped
 from raylight.trainer.training_groups import TrainingGroups
 from raylight.types import FinishedRollout
 
@@ -43,14 +45,21 @@ class Training:
 
     Args:
         config: the run's resolved configuration, which is stored with every training state.
+        stop: asks for an early end.
     """
 
     def __init__(
-        self, run: Run, train_tasks: list[Any], val_tasks: list[Any], report: Report, config: dict[str, Any]
+        self,
+        run: Run,
+        train_tasks: list[Any],
+        val_tasks: list[Any],
+        report: Report,
+        config: dict[str, Any],
+        stop: StopRequest | None = None,
     ) -> None:
         start = run.start
         self._run, self._algorithm, self._learners = run, run.training.algorithm, run.learners
-        self._report, self._config = report, config
+        self._report, self._config, self._stop = report, config, stop or StopRequest()
         self._total = run.training.total_steps
         self._next = start.step + 1 if start.step else 0
         """The next step; 0 is the evaluation before training."""
@@ -59,9 +68,9 @@ class Training:
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run)
-        self._groups = TrainingGroups(
-            run, self._rollouts, train_tasks, self._check, report.rollout_progress("train")
-        )
+        groups = TrainingGroups if run.settings.sessions is None else SessionGroups
+        progress = report.rollout_progress("train")
+        self._groups = groups(run, self._rollouts, train_tasks, self._check, progress)
         self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)
         self._loads = LoadWatch(run.learners.replicas, self._groups, run.runners.most_rollouts)
         self._ledger = Ledger()
@@ -106,7 +115,7 @@ class Training:
                     await self._resume_evaluation()
                     if self._learners.drain_noticed.is_set():
                         await self._leave_draining_nodes()
-                    with contextlib.suppress(NodeDrains):  # the step is taken again
+                    with contextlib.suppress(NodeDrains, TrainingStopped):  # the step is taken again
                         await self._take_step(self._next)
                 except LearnerLostError as error:
                     self._report.note(f"the learners were lost and are restarted: {error}")
@@ -143,7 +152,8 @@ class Training:
         if step <= self._reported:
             report.stage(f"replaying step {step}")
         started = time.perf_counter()
-        rollouts = await self._until_failure(self._groups.take(step), self._learners.wait_for_drain())
+        interruptions = self._learners.wait_for_drain(), self._stop.wait()
+        rollouts = await self._until_failure(self._groups.take(step), *interruptions)
         ended = time.perf_counter()
         wait_s, cycle_s, self._taken_at = ended - started, ended - self._taken_at, ended
         batch, content = await asyncio.to_thread(  # long rollouts do not block the event loop
@@ -176,11 +186,7 @@ class Training:
         await asyncio.to_thread(self._report.row_records, step, records, owners)
 
     def _describe_overlap(self, step: int, wait_s: float) -> Metrics:
-        """Return the metrics of an asynchronous step.
-
-        Args:
-            wait_s: time for which the learners waited for rollouts.
-        """
+        """Return the metrics of an asynchronous step, whose rollouts the learners waited for."""
         return {
             "async/trainer_idle_s": wait_s,
             "async/publish_lag": float(self._learners.version - self._learners.published),
@@ -206,7 +212,7 @@ class Training:
     async def _log(self, step: int, metrics: Metrics) -> None:
         """Report a step."""
         counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
-        counters |= self._run.runners.metrics()
+        counters |= self._run.runners.metrics() | await self._groups.metrics()
         counters |= self._ledger.row(await self._groups.sampled_tokens(step)).metrics()
         if self._is_asynchronous:
             counters |= self._loads.metrics()
@@ -302,14 +308,11 @@ class Training:
     @property
     def _stop_reason(self) -> str | None:
         """Reason to end training early; None to continue."""
+        if self._stop.is_made:
+            return f"training was stopped before step {self._next}"
         if self._steps_without_signal < self._algorithm.max_steps_without_signal:
             return self._evaluator.stop_reason
-        return (
-            f"training ends early: in the last {self._steps_without_signal} steps no group had rewards that "
-            "differ. Either the task is learned, or its reward does not separate good rollouts from bad "
-            "ones, or no token could be trained: a schema left the model no choice "
-            "(constrained/forced_fraction in metrics.jsonl), or calls are masked (off_policy/fraction)"
-        )
+        return explain_no_signal(self._steps_without_signal)
 
     async def _finish(self) -> None:
         """Write the model to `checkpoint/`, when the engines have its weights too."""

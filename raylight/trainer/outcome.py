@@ -176,3 +176,13 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
     raise RolloutsFailedError(
         f"all {len(finished)} rollouts failed, {count} of them with {error}{advice}\n{example.trace}".rstrip()
     )
+
+
+def explain_no_signal(steps: int) -> str:
+    """Return the reason to end training after so many steps without signal."""
+    return (
+        f"training ends early: in the last {steps} steps no group had rewards that differ. Either the task "
+        "is learned, or its reward does not separate good rollouts from bad ones, or no token could be "
+        "trained: a schema left the model no choice (constrained/forced_fraction in metrics.jsonl), or calls are "
+        "masked (off_policy/fraction)"
+    )

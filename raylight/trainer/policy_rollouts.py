@@ -190,11 +190,15 @@ async def cancel_left(run: Run) -> None:
             await asyncio.wait_for(cancel_undecided(run.store, run.start), CANCEL_TIMEOUT_S)
 
 
-async def cancel_undecided(store: StoreClient, start: ResumePoint) -> None:
+async def cancel_undecided(store: StoreClient, start: ResumePoint, keeps: bool = False) -> None:
     """Cancel the rollouts that an earlier process of the run left undecided, before a runner can take them:
-    the engines may not have the weights for them."""
+    the engines may not have the weights for them.
+
+    Args:
+        keeps: keep those of the lineage that goes on: agents outside the run may execute them.
+    """
     undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
-    for lineage in filter(None, (start.lineage, start.parent_lineage)):
+    for lineage in filter(None, (None if keeps else start.lineage, start.parent_lineage)):
         left = await store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
         await store.cancel_rollouts([rollout.rollout_id for rollout in left])
 

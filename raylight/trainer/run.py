@@ -16,6 +16,7 @@ from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.local_serving import LocalServing
 from raylight.trainer.components.runners import Runners
 from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.sessions import OutsideAgents
 from raylight.trainer.components.store import RunStore
 from raylight.trainer.resume import ResumePoint, fresh_start
 from raylight.trainer.run_metrics import ComponentMetrics
@@ -50,7 +51,7 @@ class Run:
 
     store: StoreClient
     serving: Serving
-    runners: Runners
+    runners: Runners | OutsideAgents
     learners: Learners
     """Only in a run that trains."""
 
@@ -106,15 +107,19 @@ class Run:
         if learners is not None:
             self.learners = learners
             learners.open(stack, self.serving)
-        self.serving.prepare(await self._sampling_seed(), settings.runner.n * settings.runner.max_concurrent)
-        runners = Runners(settings, self.store, show)
-        runners.open(stack)
+        if settings.sessions is not None:
+            self.runners, runners = OutsideAgents(settings.sessions), None
+            rollouts = settings.sessions.max_open
+        else:
+            self.runners = runners = Runners(settings, self.store, show)
+            runners.open(stack)
+            rollouts = settings.runner.n * settings.runner.max_concurrent
+        self.serving.prepare(await self._sampling_seed(), rollouts)
         await self._start(runners)
-        self.runners = runners
-        resizable: dict[str, Resizable] = {"runners": runners.pool, **self.serving.resizable}
-        scaling = ScaleRequests(settings.name, self.store, resizable, show)
-        metrics = ComponentMetrics(settings.name, self.store, runners.metrics, self.serving.metrics)
-        self._components = [store, runners, self.serving, scaling, metrics]
+        resizable: dict[str, Resizable] = {} if runners is None else {"runners": runners.pool}
+        scaling = ScaleRequests(settings.name, self.store, resizable | self.serving.resizable, show)
+        metrics = ComponentMetrics(settings.name, self.store, self.runners.metrics, self.serving.metrics)
+        self._components = [store, self.runners, self.serving, scaling, metrics]
         self._components += [] if learners is None else [learners]
 
     def _make_learners(self) -> Learners | None:
@@ -131,15 +136,16 @@ class Run:
             return LocalServing(settings.training.learner, *parts)
         return Serving(*parts)
 
-    async def _start(self, runners: Runners) -> None:
+    async def _start(self, runners: Runners | None) -> None:
         """Start the components side by side, then what needs all of them."""
         settings = self.settings
-        roles = {"the engine": settings.serving, "the learners": settings.training, "the runners": True}
+        roles = {"the engine": settings.serving, "the learners": settings.training, "the runners": runners}
         started = [role for role, part in roles.items() if part]
         self._show_stage(f"starting {', '.join(started[:-1])}{' and ' if started[1:] else ''}{started[-1]}")
         async with task_group() as tasks:
             loading = [tasks.create_task(self.learners.start())] if settings.training else []
-            tasks.create_task(runners.start())
+            if runners is not None:
+                tasks.create_task(runners.start())
             if settings.shares_gpus:  # vLLM sizes its cache by the memory that is free when it starts
                 await asyncio.wait(loading)
             if settings.serving:

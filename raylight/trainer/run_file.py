@@ -86,7 +86,7 @@ class RunFile(Config):
         settings = {name: getattr(self, name) for name in optional}
         return {
             "agent": self.agent,
-            "algorithm": self._build_algorithm(),
+            "algorithm": build_algorithm(self.algorithm),
             "initial_resources": _read_resources(self.resources),
             "output_dir": self.output_dir,
             "address": self.address,
@@ -113,30 +113,34 @@ class RunFile(Config):
     def resolved(self) -> dict[str, Any]:
         """Return the file's content with all defaults, without `run` and without secrets."""
         content = self.model_dump(mode="json", exclude={"run"})
-        algorithm = self._build_algorithm()
+        algorithm = build_algorithm(self.algorithm)
         if isinstance(algorithm, PolicyAlgorithm):
             content["algorithm"] = describe_algorithm(algorithm)
         if content["resources"] is not None:
             content["resources"] = describe_resources(_read_resources(self.resources))
         return {name: value for name, value in content.items() if value is not None}
 
-    def _build_algorithm(self) -> PolicyAlgorithm | Algorithm:
-        settings = dict(self.algorithm)
-        name = settings.pop("name", None)
-        if not isinstance(name, str):
-            raise ConfigError("algorithm.name is missing; give a name such as GRPO, or a dotted name")
-        if ":" in name or "." in name:
-            found = import_dotted_name(name, "algorithm.name")
-        else:
-            names = _algorithm_names()
-            if name not in names:
-                nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
-                raise ConfigError(
-                    f"algorithm.name: there is no {name!r}; the nearest are: {', '.join(nearest)}"
-                )
-            found = getattr(raylight, name)
-        spec = found if isinstance(found, BaseAlgorithm) and not settings else {"type": found, **settings}
-        return build_component(spec, BaseAlgorithm, "algorithm")  # type: ignore[return-value]
+
+def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | Algorithm:
+    """Return an algorithm from its name and its settings.
+
+    Raises:
+        ConfigError: a setting is wrong, or the algorithm cannot be imported.
+    """
+    settings = dict(given)
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError("algorithm.name is missing; give a name such as GRPO, or a dotted name")
+    if ":" in name or "." in name:
+        found = import_dotted_name(name, "algorithm.name")
+    else:
+        names = _algorithm_names()
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
+            raise ConfigError(f"algorithm.name: there is no {name!r}; the nearest are: {', '.join(nearest)}")
+        found = getattr(raylight, name)
+    spec = found if isinstance(found, BaseAlgorithm) and not settings else {"type": found, **settings}
+    return build_component(spec, BaseAlgorithm, "algorithm")  # type: ignore[return-value]
 
 
 def load_run_file(path: str | Path, assignments: Sequence[str] = ()) -> RunFile:

@@ -8,8 +8,16 @@ from typing import Any, Self
 
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LearnerConfig,
+    RunnerConfig,
+    SessionConfig,
+    StoreConfig,
+)
 from raylight.runner.actor import RunnerPayload
+from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
 from raylight.trainer.run_file import IN_CODE
 from raylight.types import RolloutConfig
@@ -39,6 +47,8 @@ class ServingSettings:
     """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
     lora_adapter: str | None = None
     """Folder of a LoRA adapter in peft's format, which is served with the model."""
+    session_rules: SessionRules | None = None
+    """Rules of the sessions of agents outside the run; None: there are none."""
     lora_adapter_timeout_s: float = 120.0
     """Deadline for that adapter to reach every replica, in seconds."""
 
@@ -83,6 +93,8 @@ class ResolvedSettings:
     """Limits and retries of each rollout that the run itself enqueues."""
     serving: ServingSettings | None = None
     training: TrainingSettings | None = None
+    sessions: SessionConfig | None = None
+    """Settings of the sessions of agents outside the run, which then has no runners; None: it has runners."""
 
     @property
     def shares_gpus(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from raylight.experience.rewards import is_informative
 from raylight.experience.task_sampler import TaskSampler
 from raylight.trainer.pacer import Pacer
 from raylight.trainer.policy_rollouts import PolicyRollouts, cancel_left
+from raylight.trainer.report import Metrics
 from raylight.trainer.rollouts import Progress, end_unresponsive, wait_for_rollouts
 from raylight.trainer.run import Run
 from raylight.types import FinishedRollout, StepGroups, TokenTotals
@@ -83,8 +85,7 @@ class FinishedGroup:
     is_informative: bool
     """True if its rewards are not all equal, so that it needs no replacement."""
     oldest_version: int | None
-    """Oldest version that sampled a token that it would be trained on; None for no token, or if groups are
-    not dropped."""
+    """Result of `_oldest_version`."""
 
 
 class TrainingGroups:
@@ -120,6 +121,8 @@ class TrainingGroups:
         """Number of decided rollouts of each group that no step took."""
         self._finished: dict[int, FinishedGroup] = {}
         """Finished groups that no step took, in the order in which they finished."""
+        self._drops = Counter[str]()
+        """Number of groups that this process dropped, by reason."""
         self._dropped: list[int] = []
         """Groups that the next step drops."""
         self._had_replacement: set[int] = set()
@@ -171,6 +174,10 @@ class TrainingGroups:
             f"{self._run.start.lineage}-train-", **self.taken_up_to(step)
         )
 
+    async def metrics(self) -> Metrics:
+        """Return metrics of groups that agents outside the run execute; there are none."""
+        return {}
+
     def dropped_ids(self, step: int) -> list[str]:
         """Return the ids of the rollouts that a step dropped."""
         return [name for group in self._records[step].dropped for name in self._rollouts.group_ids(group)]
@@ -190,14 +197,18 @@ class TrainingGroups:
 
     @contextlib.asynccontextmanager
     async def dispatching(self) -> AsyncIterator[None]:
-        """Dispatch groups during the block. What is in progress at its end is cancelled."""
+        """Dispatch groups during the block, and end with `_end`."""
         async with task_group() as self._tasks:
             dispatching = self._tasks.create_task(self._dispatch())
             try:
                 yield
             finally:
                 await cancel_all([dispatching, *self._waiting.values()])
-                await cancel_left(self._run)
+                await self._end()
+
+    async def _end(self) -> None:
+        """Cancel what is in progress."""
+        await cancel_left(self._run)
 
     async def _dispatch(self) -> NoReturn:
         """Dispatch groups whenever the pacer allows."""
@@ -213,14 +224,18 @@ class TrainingGroups:
                 self._waiting[group] = self._tasks.create_task(self._wait(group))
 
     def _room(self) -> int:
-        algorithm, finished = self._algorithm, self._finished.values()
-        without_signal = sum(not group.is_informative for group in finished)
-        most = (algorithm.max_rounds - 1) * algorithm.tasks_per_step
-        room = self._pacer.room(len(self._dropped) + min(without_signal, most))
+        room = self._pacer.room(self._to_replace())
         if self._limit is None or not room:
             return room
         free = -(-(self._limit - self.in_progress) // self._group_size)
         return min(room, max(free, 0 if self._waiting else 1))
+
+    def _to_replace(self) -> int:
+        """Return the number of groups that no step has taken and that get a replacement."""
+        algorithm, finished = self._algorithm, self._finished.values()
+        without_signal = sum(not group.is_informative for group in finished)
+        most = (algorithm.max_rounds - 1) * algorithm.tasks_per_step
+        return len(self._dropped) + min(without_signal, most)
 
     async def _wait(self, group: int) -> None:
         """Wait until all rollouts of a group are decided for good, and read them."""
@@ -232,24 +247,32 @@ class TrainingGroups:
             self._progress(sum(self._decided.values()), len(self._decided) * len(ids))
             self._room_changed.notify_all()
 
-        rollouts, is_final = list[FinishedRollout](), False
-        while not is_final:
-            await wait_for_rollouts(self._run, ids, show)
-            rollouts = await self._rollouts.collect(ids)
-            is_final = await end_unresponsive(self._run.store, rollouts)
+        rollouts = await self._until_decided(group, ids, show)
         algorithm = self._algorithm
         finished = FinishedGroup(
             rollouts,
             group not in self._had_replacement
             and is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards),
-            algorithm.oldest_version(rollouts, self._run.training.trained_agents)
-            if algorithm.stale == "drop"
-            else None,
+            self._oldest_version(rollouts),
         )
         del self._waiting[group]
         self._finished[group] = finished
         self._room_changed.notify_all()
         self._finished_changed.notify_all()
+
+    async def _until_decided(self, group: int, ids: list[str], show: Progress) -> list[FinishedRollout]:
+        """Return the rollouts of a group once they are decided for good."""
+        while True:
+            await wait_for_rollouts(self._run, ids, show)
+            rollouts = await self._rollouts.collect(ids)
+            if await end_unresponsive(self._run.store, rollouts):
+                return rollouts
+
+    def _oldest_version(self, rollouts: list[FinishedRollout]) -> int | None:
+        """Return the version of the oldest token of a group that would be trained; None for no token, or if
+        groups are not dropped."""
+        algorithm, agents = self._algorithm, self._run.training.trained_agents
+        return algorithm.oldest_version(rollouts, agents) if algorithm.stale == "drop" else None
 
     # training steps
 
@@ -277,7 +300,7 @@ class TrainingGroups:
 
             def has_chosen() -> bool:
                 nonlocal chosen
-                self._drop_stale()
+                self._drop_unusable()
                 chosen = choose_groups(
                     self._in_order(),
                     lambda group: self._finished[group].is_informative,
@@ -313,16 +336,22 @@ class TrainingGroups:
             return iter(self._finished)
         return itertools.takewhile(self._finished.__contains__, self._taken.rest())
 
-    def _drop_stale(self) -> None:
-        """Drop groups with tokens that are too old, if the algorithm drops them."""
-        if self._algorithm.stale != "drop":
-            return
-        oldest_allowed = self._run.learners.version - self._algorithm.max_staleness
+    def _drop_unusable(self) -> None:
+        """Drop finished groups that are not to be trained."""
         for group, finished in list(self._finished.items()):
-            if finished.oldest_version is not None and finished.oldest_version < oldest_allowed:
+            if (reason := self._drop_reason(finished)) is not None:
+                self._drops[reason] += 1
                 self._dropped.append(group)
                 del self._finished[group]
                 self._room_changed.notify_all()
+
+    def _drop_reason(self, finished: FinishedGroup) -> str | None:
+        """Return the reason to drop a group: tokens that are too old, if the algorithm drops them. None: it
+        is trained."""
+        algorithm, oldest = self._algorithm, finished.oldest_version
+        if algorithm.stale != "drop" or oldest is None:
+            return None
+        return "stale" if oldest < self._run.learners.version - algorithm.max_staleness else None
 
     def _record(self, step: int, groups: StepGroups) -> None:
         """Note the groups that a step took."""

@@ -23,9 +23,10 @@ from raylight.trainer.run_context import TrainerRunContext
 async def train_policy(fit: Fit, report: Report, owns_cluster: bool) -> dict[str, Any]:
     """Train a policy with the Trainer's loop; return the summary."""
     start = fit.start
-    prepare = functools.partial(cancel_undecided, start=start) if start.same_run else None
+    keeps = fit.settings.sessions is not None
+    prepare = functools.partial(cancel_undecided, start=start, keeps=keeps) if start.same_run else None
     async with Run(fit.settings, report.stage, owns_cluster, start, prepare) as run:
-        training = Training(run, fit.train, fit.val, report, fit.state_config)
+        training = Training(run, fit.train, fit.val, report, fit.state_config, fit.stop)
         with _noted_interrupt(report):
             async with run.watched():
                 await training.run()

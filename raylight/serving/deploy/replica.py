@@ -21,6 +21,7 @@ from raylight.ray_metrics.reporter import MetricReporter
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
+from raylight.serving.gateway.sessions import SessionRules, SessionService
 from raylight.store.client import StoreClient
 from raylight.types import Span
 from raylight.weight_sync.client import GRACE_S, ReplicaClient, call_until_answered
@@ -57,6 +58,8 @@ class ReplicaSettings:
     """Name of the run in metrics; None: `app_name`."""
     route: str | None = None
     """Path at which Serve mounts the application; None: `/{app_name}`."""
+    sessions: SessionRules | None = None
+    """Rules of the sessions of agents outside the run; None: there are none."""
 
     @property
     def prefix(self) -> str:
@@ -155,10 +158,19 @@ class ReplicaRuntime:
             is_finished=store.is_attempt_finished if store is not None else None,
             # the tokens of an upstream model are not known
             check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
+            sessions=self._session_service(),
         )
         run = settings.run or settings.app_name
         self._metrics = MetricReporter(metrics.collect, run, replica=self._replica).start()
         return add_replica_header(gateway, self._replica)
+
+    def _session_service(self) -> SessionService | None:
+        settings = self._settings
+        if settings.sessions is None:
+            return None
+        assert settings.store is not None, "a run with sessions has a store"
+        assert settings.secret is not None, "a run has a secret"
+        return SessionService(settings.store, settings.sessions, settings.secret, settings.model)
 
     async def check_health(self) -> None:
         """Raise if the engine failed or no longer executes orders; Serve then replaces the replica."""

@@ -39,6 +39,7 @@ from raylight.serving.gateway.model_names import (
     model_in_place_of,
 )
 from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
+from raylight.serving.gateway.sessions import SessionService, answer_request
 from raylight.traces.otlp import Sink, traces_route
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Gateway:
         finished: finished attempts, whose keys are revoked.
         traces: application that answers `/v1/traces`; None: the route does not exist.
         attempts: True if attempts have addresses; without a recorder their calls would be lost.
+        sessions: answers requests of agents outside the run; None: the routes do not exist.
         max_body: largest body of a request, in bytes.
     """
 
@@ -76,6 +78,7 @@ class Gateway:
         finished: FinishedAttempts | None = None,
         *,
         attempts: bool = True,
+        sessions: SessionService | None = None,
         max_body: int = MAX_BODY,
     ) -> None:
         self._app = app
@@ -85,6 +88,7 @@ class Gateway:
         self._metrics = metrics
         self._finished = finished or FinishedAttempts()
         self._attempts = attempts and secret is not None
+        self._sessions = sessions
         self._max_body = max_body
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -194,6 +198,8 @@ class Gateway:
                 await self._traces(inner, receive, answer)
             elif route.inner == "/v1/models":
                 await self._answer_models(route.model, inner, receive, answer)
+            elif route.name == "sessions":
+                await answer_request(self._sessions, route, scope, inner, receive, answer, self._max_body)
             else:
                 await self._forward(inner, receive, answer)
         finally:
@@ -252,6 +258,7 @@ def build_gateway(
     check_budgets: CheckBudgets | None = None,
     ignore_fields: Sequence[str] = (),
     training_temperature: float | None = None,
+    sessions: SessionService | None = None,
 ) -> ASGIApp:
     """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
 
@@ -272,6 +279,7 @@ def build_gateway(
         ignore_fields: request fields to drop, as `EngineConfig.ignore_fields` names them.
         training_temperature: temperature of all calls of training rollouts, which then sample from the whole
             distribution; None leaves the sampling to the agents.
+        sessions: answers requests of agents outside the run; None: they have no sessions.
     """
     metrics = metrics or Metrics()
     metrics.watch_load(engine.load)
@@ -296,8 +304,17 @@ def build_gateway(
     if ignore_fields:
         app = IgnoredFields(app, ignore_fields, functools.partial(metrics.count, "ignored_fields_total"))
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
-    has_attempts = recorder is not None
-    return Gateway(app, engine, secret, traces, metrics, finished, attempts=has_attempts, max_body=max_body)
+    return Gateway(
+        app,
+        engine,
+        secret,
+        traces,
+        metrics,
+        finished,
+        attempts=recorder is not None,
+        sessions=sessions,
+        max_body=max_body,
+    )
 
 
 def _watch_records(metrics: Metrics, recorder: Recorder, conversations: Conversations | None) -> None:

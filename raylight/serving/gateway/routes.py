@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote, unquote
 
 from starlette.types import Scope as AsgiScope
@@ -21,6 +21,8 @@ ATTEMPT_PATH = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)(?:/agent/([^/]+))?(
 """The part of a path as sent that names an attempt. Ids are percent-encoded, so that each is one segment."""
 VERSION = "/v1"
 MODEL_PREFIX = "/v1/models/"
+SESSION_PATH = re.compile(r"/v1/sessions/([^/]+)(?:/(reward|heartbeat))?")
+"""Path of a session, and of what is done with it."""
 REMEMBERED_PATH = 1_000
 """Length of the longest path whose reading is remembered: an attempt makes many calls with one."""
 
@@ -43,6 +45,8 @@ class Route:
         model: the requested model, if the path names one.
         samples: True if its requests sample, so that capture announces them to the store.
         of_attempts: True if it also exists below an attempt's address.
+        session_id: the session, if the path names one.
+        action: what is done with the session; empty: it is read, or cancelled.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Route:
     model: str | None = None
     samples: bool = False
     of_attempts: bool = True
+    session_id: str | None = None
+    action: str = ""
 
 
 GET = ("GET",)
@@ -59,6 +65,7 @@ ROUTES = {
     "/v1/detokenize": Route("detokenize", "/detokenize"),
     "/v1/traces": Route("traces", "/v1/traces"),
     "/v1/models": Route("models", "/v1/models", GET),
+    "/v1/sessions": Route("sessions", "/v1/sessions", of_attempts=False),
     "/health": Route("health", "/health", ("GET", "HEAD"), of_attempts=False),
 }
 """Routes by path, besides those of the dialects."""
@@ -129,6 +136,11 @@ def _route_of(path: str) -> Route | None:
         return Route(
             "models", ROUTES["/v1/models"].inner, GET, model=unquote(path.removeprefix(MODEL_PREFIX))
         )
+    if session := SESSION_PATH.fullmatch(path):
+        session_id, action = unquote(session[1]), session[2] or ""
+        methods = ("POST",) if action else ("GET", "DELETE")
+        sessions = ROUTES["/v1/sessions"]
+        return replace(sessions, methods=methods, session_id=session_id, action=action)
     dialect = dialect_of(path)
     if path == dialect.path:
         return _sampling_route(dialect)

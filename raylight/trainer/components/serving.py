@@ -100,6 +100,7 @@ class Serving:
             store=self._store,
             coordinator=self.coordinator.handle,
             training_temperature=model.training_temperature,
+            sessions=model.session_rules,
         )
         self.deployment = Deployment(settings, self._owns_cluster, rollouts, self.coordinator.keeper)
         self._stack.push_async_callback(self.deployment.stop)

@@ -1,0 +1,160 @@
+"""Training of agents that run elsewhere, and open sessions over HTTP: `raylight serve --learn`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raylight.agent.litagent import LitAgent
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import SessionConfig
+from raylight.errors import ConfigError
+from raylight.serving.gateway.sessions import SessionRules
+from raylight.trainer.blocking import run_blocking
+from raylight.trainer.cluster_monitor import LossGuard
+from raylight.trainer.fit import Fit
+from raylight.trainer.launch import short_errors, show_summary
+from raylight.trainer.resume import Resume
+from raylight.trainer.run_file import build_algorithm
+from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.trainer import Trainer
+
+MIN_KEY_LENGTH = 16
+"""Fewest characters of the server's key: who has the key of a session could find out a short one."""
+ENDLESS = 1_000_000
+"""Number of steps of a training that ends when it is stopped."""
+ONLINE_DEFAULTS: dict[str, Any] = {
+    "name": "ReinforcePlusPlus",
+    "n_steps": ENDLESS,
+    "max_steps_without_signal": ENDLESS,
+    "max_staleness": 2,
+    "stale": "drop",
+    "override_sampling": True,
+    "off_policy_sampling": "mask",
+    "val_every": None,
+    "best": None,
+}
+"""Settings of an algorithm for agents that the run does not control, and for tasks that do not end."""
+LEASE_S = 60.0
+"""Seconds without a call or a heartbeat after which a session expires."""
+
+
+def online_algorithm(
+    model: str, given: dict[str, Any], sessions_per_step: int | None = None, lease_s: float | None = None
+) -> Any:
+    """Return an algorithm that trains on sessions.
+
+    Args:
+        given: its settings, which win over `ONLINE_DEFAULTS`, with its name as `name`.
+        sessions_per_step: sessions with a reward in a training step; None: `tasks_per_step` groups.
+        lease_s: seconds without a call or a heartbeat after which a session expires; None: `LEASE_S`.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    limits = {
+        "timeout_seconds": None,
+        "unresponsive_seconds": lease_s or LEASE_S,
+        "infrastructure_retries": 0,
+    }
+    rollout = limits | (given.get("rollout") or {})
+    settings = ONLINE_DEFAULTS | given | {"model": model, "rollout": rollout}
+    algorithm = build_algorithm(settings)
+    if sessions_per_step is None or not isinstance(algorithm, PolicyAlgorithm):
+        return algorithm
+    group_size = algorithm.group_size
+    if sessions_per_step % group_size:
+        raise ConfigError(
+            f"--sessions-per-step {sessions_per_step} is no multiple of the group size {group_size}; the "
+            "algorithm trains on whole groups"
+        )
+    return build_algorithm(settings | {"tasks_per_step": sessions_per_step // group_size})
+
+
+class OutsideAgent(LitAgent[Any]):
+    """Stands for the agents outside the run; nothing executes it."""
+
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> None:
+        raise NotImplementedError("the agents of this run are outside of it")
+
+
+class OnlineTrainer(Trainer):
+    """A Trainer whose rollouts are sessions of agents outside the run.
+
+    Args:
+        sessions: settings of the sessions.
+        api_key: the server's key, which opens sessions.
+        arguments: a Trainer's.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+
+    def __init__(
+        self, *, api_key: str, sessions: SessionConfig | dict[str, Any] | None = None, **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        if len(api_key) < MIN_KEY_LENGTH:
+            raise ConfigError(
+                f"the API key has {len(api_key)} characters; give at least {MIN_KEY_LENGTH} random ones, "
+                "because the keys of sessions are derived from it, or none to have one generated"
+            )
+        if self.learner.kind == "local":
+            raise ConfigError("a local learner serves no sessions; leave learner.kind out")
+        self._sessions, self._api_key = SessionConfig.parse(sessions), api_key
+        self._policy = _checked(self.algorithm)
+
+    def serve(self, resume: Resume = False) -> dict[str, Any]:
+        """Serve sessions and train on them until Ctrl-C or the last step; return the summary.
+
+        At the first Ctrl-C an update that has begun is completed, and a training state and the model are
+        saved. Sessions that are open stay in the store.
+        """
+        with short_errors():
+            fit = self.plan_sessions(resume)
+            with self._launched(fit) as work:
+                summary = run_blocking(work, LossGuard(fit.remedy), fit.stop)
+            return show_summary(fit, summary, self.arguments)
+
+    def plan_sessions(self, resume: Resume = False) -> Fit:
+        """Return the run that `serve` executes."""
+        fit = self._plan(self._policy, OutsideAgent(), [None], None, resume)
+        assert fit.settings.serving is not None, "the run trains a served model"
+        rules = SessionRules(self._policy.group_size)
+        serving = replace(fit.settings.serving, route="/", session_rules=rules)
+        fit.settings = replace(fit.settings, serving=serving)
+        return fit
+
+    def _common_settings(self, agent: LitAgent, name: str, folder: Path, store: str) -> ResolvedSettings:
+        settings = super()._common_settings(agent, name, folder, store)
+        payload = replace(settings.payload, secret=self._api_key)
+        return replace(settings, payload=payload, sessions=self._sessions)
+
+
+def _checked(algorithm: Any) -> PolicyAlgorithm:
+    """Return the algorithm.
+
+    Raises:
+        ConfigError: it cannot train on sessions.
+    """
+    if not isinstance(algorithm, PolicyAlgorithm):
+        raise ConfigError(
+            f"{type(algorithm).__name__} trains no policy; choose an algorithm such as ReinforcePlusPlus"
+        )
+    if algorithm.needs_greedy_rollouts:
+        raise ConfigError(
+            f"{type(algorithm).__name__} needs a greedy rollout of each task, which no session is; choose "
+            "another algorithm, such as ReinforcePlusPlus"
+        )
+    if algorithm.max_staleness < 1 or algorithm.stale == "wait":
+        raise ConfigError(
+            "sessions go on while the weights are updated, and end in any order; set algorithm.max_staleness "
+            "to 1 or more, and algorithm.stale to drop or mask"
+        )
+    if algorithm.rollout.truncated == "fail":
+        raise ConfigError(
+            "a session that spent its budget ends with the reward that its agent gives; set "
+            "algorithm.rollout.truncated to score or mask"
+        )
+    return algorithm

@@ -1,0 +1,122 @@
+"""Groups of rollouts that agents outside the run execute as sessions.
+
+The groups that the pacer allows are offered as places in the store's queue, and sessions take them. A group
+is trained once it has a reward, in the order of the rewards.
+
+Laws:
+- A session that expired, failed or was cancelled takes no place in a step: another one replaces it.
+- The reward of an expired session is used as long as its tokens may be trained. Then the run gives the
+  session up, and counts a later reward.
+- What is open at the end of a process stays in the store, and a resumed run goes on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from raylight.aio import cancel_all
+from raylight.experience.staleness import newest_version, oldest_version
+from raylight.trainer.report import Metrics
+from raylight.trainer.rollouts import Progress, end_unresponsive, wait_for_rollouts
+from raylight.trainer.training_groups import FinishedGroup, TrainingGroups
+from raylight.types import FinishedRollout
+
+DROP_REASONS = ("stale", "abandoned", "failed", "cancelled", "timeout", "empty")
+"""Reasons for which a group was not trained. stale: its tokens were too old. abandoned: its sessions expired,
+and no reward came in time. empty: it has a reward, and no call that can be trained."""
+
+
+class SessionGroups(TrainingGroups):
+    """Offers groups to sessions, and hands rewarded ones to the training steps."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._overdue: dict[int, None] = {}
+        """Groups without a reward whose sessions expired, those that have waited longest first."""
+        sessions = self._run.settings.sessions
+        assert sessions is not None, "the run has sessions"
+        self._most_overdue = sessions.max_open
+        self._late_used = 0
+        """Number of groups that were overdue and got a reward in time."""
+
+    async def metrics(self) -> Metrics:
+        counts = await self._run.store.statistics()
+        named = {
+            "open": counts["rollouts_preparing"] + counts["rollouts_running"],
+            "begun": counts.get("sessions_begun", 0),
+            "refused": counts.get("sessions_refused", 0),
+            "overdue": len(self._overdue),
+            "late_used": self._late_used,
+            "late_unused": counts.get("attempts_late", 0),
+            **{f"dropped_{reason}": self._drops[reason] for reason in DROP_REASONS},
+        }
+        return {f"sessions/{name}": float(count) for name, count in named.items()}
+
+    async def _end(self) -> None:
+        """Leave places and sessions in the store."""
+
+    def _to_replace(self) -> int:
+        return super()._to_replace() + len(self._overdue)
+
+    async def _until_decided(self, group: int, ids: list[str], show: Progress) -> list[FinishedRollout]:
+        was_overdue = False
+        while True:
+            await wait_for_rollouts(self._run, ids, show)
+            rollouts = await self._rollouts.collect(ids)
+            if self._is_overdue(rollouts):
+                was_overdue = True
+                await self._wait_for_late_reward(group, ids, rollouts)
+            if await end_unresponsive(self._run.store, rollouts):
+                self._late_used += was_overdue and self._has_reward(rollouts)
+                return rollouts
+
+    def _is_overdue(self, rollouts: list[FinishedRollout]) -> bool:
+        """Return True for a group without a reward that may still get one, because a session expired."""
+        attempts = [item.rollout.attempt for item in rollouts]
+        has_expired = any(attempt is not None and attempt.status == "unresponsive" for attempt in attempts)
+        return has_expired and not self._has_reward(rollouts)
+
+    def _has_reward(self, rollouts: list[FinishedRollout]) -> bool:
+        return any(item.rollout.status == "succeeded" and item.reward is not None for item in rollouts)
+
+    async def _wait_for_late_reward(
+        self, group: int, ids: list[str], rollouts: list[FinishedRollout]
+    ) -> None:
+        """Wait until an expired session responds, or its tokens are too old to be trained."""
+        calls = [call for item in rollouts for call in item.generations]
+        drops = self._algorithm.stale == "drop"
+        version = oldest_version(calls) if drops else newest_version(calls)
+        self._overdue[group] = None
+        self._room_changed.notify_all()
+        responds = asyncio.ensure_future(self._run.store.wait_until_final(ids))
+        responds.add_done_callback(lambda _: self._room_changed.notify_all())
+        try:
+            await self._room_changed.wait_for(
+                lambda: responds.done() or self._is_too_old(version) or self._is_oldest_of_too_many(group)
+            )
+            if responds.done():
+                responds.result()
+        finally:
+            await cancel_all([responds])
+            del self._overdue[group]
+            self._room_changed.notify_all()
+
+    def _is_too_old(self, version: int | None) -> bool:
+        """Return True for tokens of a version that are not trained any more; None stands for no tokens."""
+        return version is None or self._run.learners.version - version > self._algorithm.max_staleness
+
+    def _is_oldest_of_too_many(self, group: int) -> bool:
+        return len(self._overdue) > self._most_overdue and next(iter(self._overdue)) == group
+
+    def _oldest_version(self, rollouts: list[FinishedRollout]) -> int | None:
+        return self._algorithm.oldest_version(rollouts, self._run.training.trained_agents)
+
+    def _drop_reason(self, finished: FinishedGroup) -> str | None:
+        if finished.oldest_version is not None:
+            return super()._drop_reason(finished)
+        if self._has_reward(finished.rollouts):
+            return "empty"
+        kinds = [item.rollout.failure.kind for item in finished.rollouts if item.rollout.failure]
+        known = {"unresponsive": "abandoned", "cancelled": "cancelled", "timeout": "timeout"}
+        return known.get(kinds[0], "failed") if kinds else "cancelled"

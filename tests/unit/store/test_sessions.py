@@ -1,0 +1,161 @@
+"""Sessions: attempts of agents outside the run, at places that the run offers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_helpers import Box, open_box
+from unit_helpers import within
+
+from raylight.errors import InvalidTransitionError, UnknownIdError
+from raylight.semconv import ANNOTATION, reward_attributes
+from raylight.store.session_client import Session
+from raylight.types import EnqueueRolloutRequest, Failure, RolloutConfig, Span
+
+LEASE = RolloutConfig(unresponsive_seconds=60.0, infrastructure_retries=0)
+
+
+async def offer(box: Box, groups: int, size: int = 1) -> None:
+    await box.store.enqueue_many_rollouts(
+        [
+            EnqueueRolloutRequest(
+                input=None,
+                mode="train",
+                config=LEASE,
+                group_id=f"train-{group}",
+                rollout_id=f"run-train-{group}-{number}",
+            )
+            for group in range(groups)
+            for number in range(size)
+        ]
+    )
+
+
+async def begin(box: Box, task: Any = "task", group: str | None = None) -> Session:
+    session = await box.store.begin_session(task, group)
+    assert session is not None, "there is no place"
+    return session
+
+
+async def reward(box: Box, session: Session, value: float = 1.0) -> str:
+    ids = {"rollout_id": session.state.rollout_id, "attempt_id": session.session_id}
+    values = dict(reward_attributes({"primary": value}))
+    span = Span.from_attributes(name=ANNOTATION, attributes=values, **ids)
+    await box.store.finish_attempt(session.state, "succeeded", spans=[span])
+    return (await box.store.get_session(session.session_id)).state.status
+
+
+def test_a_session_takes_the_oldest_place_and_brings_the_task() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 2)
+            first, second = await begin(box, {"a": 1}), await begin(box, {"a": 2})
+            assert [s.state.rollout_id for s in (first, second)] == ["run-train-0-0", "run-train-1-0"]
+            assert await box.store.begin_session("more") is None
+            assert await reward(box, first) == "succeeded"
+            (item,) = await box.store.collect(["run-train-0-0"])
+            assert (item.rollout.input, item.reward, item.rollout.group_id) == ({"a": 1}, 1.0, "train-0")
+            counts = await box.counts()
+            assert (counts["sessions_begun"], counts["sessions_refused"]) == (2, 1)
+
+    asyncio.run(main())
+
+
+def test_a_repeated_request_gets_the_same_session() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 2)
+            call = ("begin_session", ("se-1", b"\xa1t", None))
+            (_, first), (_, again) = await box.service.call([call, call])
+            assert first == again
+            assert (await box.counts())["rollouts_queuing"] == 1
+
+    asyncio.run(main())
+
+
+def test_a_named_group_keeps_its_task() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 2, size=2)
+            a, b = await begin(box, "x", "a"), await begin(box, "y", "b")
+            assert {a.state.rollout_id, b.state.rollout_id} == {"run-train-0-0", "run-train-1-0"}
+            with pytest.raises(InvalidTransitionError, match="another task"):
+                await box.store.begin_session("y", "a")
+            assert (await begin(box, "x", "a")).state.rollout_id == "run-train-0-1"
+            assert await box.store.begin_session("x", "a") is None, "the other places belong to b"
+            found = await box.store.query_rollouts(rollout_id_contains="train-0-")
+            assert {rollout.group_id for rollout in found} == {"session:a"}
+
+    asyncio.run(main())
+
+
+def test_calls_and_heartbeats_keep_a_session() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 1)
+            session = await begin(box)
+            for _ in range(3):
+                await box.pass_time(50)
+                renewed = await box.store.renew_session(session.session_id)
+                assert renewed.expires == box.clock.now + 60
+            assert renewed.state.status == "running"
+            await box.pass_time(61)
+            expired = await box.store.get_session(session.session_id)
+            assert expired.state.attempt is not None
+            assert (expired.state.status, expired.state.attempt.status) == ("failed", "unresponsive")
+            assert (await box.store.renew_session(session.session_id)).state.status == "running"
+
+    asyncio.run(main())
+
+
+def test_a_late_reward_decides_an_expired_session(tmp_path: Path) -> None:
+    """Also after a restart of the store, which has it in its file."""
+
+    async def main() -> None:
+        async with open_box(tmp_path / "s.db") as box:
+            await offer(box, 1)
+            session = await begin(box)
+            await box.pass_time(61)
+            ids = [session.state.rollout_id]
+            assert await box.store.wait_for_rollouts(rollout_ids=ids) == ids, "it failed"
+            waiting = asyncio.create_task(box.store.wait_until_final(ids))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            assert await reward(box, session, 0.5) == "succeeded"
+            async with within(10):
+                await waiting
+        async with open_box(tmp_path / "s.db") as box:
+            assert [item.reward for item in await box.store.collect(ids)] == [0.5]
+
+    asyncio.run(main())
+
+
+def test_a_reward_after_the_end_changes_nothing() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 2)
+            session = await begin(box)
+            await reward(box, session, 0.5)
+            await reward(box, session, 1.0)
+            assert [item.reward for item in await box.store.collect([session.state.rollout_id])] == [0.5]
+            given_up = await begin(box)
+            ids = given_up.state.rollout_id, given_up.session_id
+            failure = Failure(kind="unresponsive", error="Abandoned: too old")
+            await box.store.update_attempt(*ids, status="failed", failure=failure)
+            assert await reward(box, given_up) == "failed"
+            assert (await box.counts())["attempts_late"] == 1
+
+    asyncio.run(main())
+
+
+def test_an_unknown_session() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            for method in (box.store.get_session, box.store.renew_session):
+                with pytest.raises(UnknownIdError, match="no session 'se-9'"):
+                    await method("se-9")
+
+    asyncio.run(main())
