@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from raylight.aio import BroadcastCondition
+
 
 @dataclass(eq=False)
 class FinishWaiter:
@@ -20,15 +22,20 @@ class FinishWaiters:
 
     def __init__(self) -> None:
         self._waiters: dict[str, set[FinishWaiter]] = {}
+        self._n_waiting = 0
+        self._left = BroadcastCondition()
 
     async def wait(self, undecided: list[str], needed: int, timeout: float | None) -> None:
         """Wait until `needed` of these rollouts are decided, for `timeout` seconds, or until `wake_all`."""
         waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
         for rollout_id in undecided:
             self._waiters.setdefault(rollout_id, set()).add(waiter)
+        self._n_waiting += 1
         try:
             await asyncio.wait([waiter.done], timeout=timeout)
         finally:
+            self._n_waiting -= 1
+            self._left.notify_all()
             for rollout_id in undecided:
                 waiters = self._waiters.get(rollout_id, set())
                 waiters.discard(waiter)
@@ -48,3 +55,8 @@ class FinishWaiters:
         for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
             if not waiter.done.done():
                 waiter.done.set_result(None)
+
+    async def empty(self) -> None:
+        """Wake all callers, and wait until they have continued."""
+        self.wake_all()
+        await self._left.wait_for(lambda: not self._n_waiting)

@@ -381,5 +381,6 @@ class StoreService(Mailbox):
         self.close_mail()
         await self._timer.stop()
         self._wake_all()
+        await self._waiters.empty()  # their responses are sent before the process ends
         self._reader_thread.shutdown()
         self._journal.close()

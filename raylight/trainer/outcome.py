@@ -183,6 +183,6 @@ def explain_no_signal(steps: int) -> str:
     return (
         f"training ends early: in the last {steps} steps no group had rewards that differ. Either the task "
         "is learned, or its reward does not separate good rollouts from bad ones, or no token could be "
-        "trained: a schema left the model no choice (constrained/forced_fraction in metrics.jsonl), or calls are "
-        "masked (off_policy/fraction)"
+        "trained: a schema left the model no choice (constrained/forced_fraction in metrics.jsonl), or calls "
+        "are masked (off_policy/fraction)"
     )

@@ -28,6 +28,7 @@ from raylight.config import (
     LearnerConfig,
     LoraConfig,
     RunnerConfig,
+    SessionConfig,
     StoreConfig,
 )
 from raylight.engines.protocol import EngineLoad
@@ -109,6 +110,10 @@ class World:
         self.killed_in_val: set[int] = set()
         """Steps in whose evaluation the driver is killed once."""
         self.notes: list[str] = []
+        self.algorithm: Any = rl.GRPO
+        self.run: Any = FakeRun
+        self.sessions: SessionConfig | None = None
+        """Settings of the sessions of a run whose agents are outside of it."""
         self.updated = BroadcastCondition()
 
     async def delay(self, turns: int) -> None:
@@ -284,7 +289,7 @@ class FakeRun(Run):
         self._stack.push_async_callback(self.service.close)
         self.store = StoreClient(self.service)
         if self.start.same_run:
-            await cancel_undecided(self.store, self.start)
+            await cancel_undecided(self.store, self.start, keeps=self.settings.sessions is not None)
         model = LLM(endpoint="http://engine", model=MODEL_NAME, traced=True)
         await self.store.add_resources({"engine": self.world.lives, "llm": model})
         serving: Any = self.settings.serving
@@ -383,13 +388,12 @@ async def live(
     """Run a driver until its end or death; return the rows of its metrics."""
     world.lives += 1
     folder, tasks = world.folder, list(range(10))
-    algorithm = rl.GRPO(
+    algorithm = world.algorithm(
         model=STARTER_MODEL,
-        group_size=GROUP,
         tasks_per_step=TASKS,
         n_steps=world.steps,
         max_logprob_mismatch=1,
-        **{"best": None, "val_every": 2, **settings},
+        **{"best": None, "val_every": 2, "group_size": GROUP, **settings},
     )
     training = TrainingSettings(
         algorithm,
@@ -410,6 +414,7 @@ async def live(
         rollout=algorithm.rollout,
         serving=ServingSettings(str(STARTER_MODEL), EngineConfig()),
         training=training,
+        sessions=world.sessions,
     )
     config = chosen.resolved() | {"tasks": fingerprint_tasks(tasks)}
     highest = highest_logged_version(folder / "metrics.jsonl")
@@ -417,7 +422,7 @@ async def live(
     start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))
     report = Report(folder, RecordingDisplay(world.notes), config, None, start.last_logged_step, loggers)
     prepare_states(start, training.state_url, config)
-    async with within(world.deadline_s), FakeRun(chosen, start, world, die_after) as run:
+    async with within(world.deadline_s), world.run(chosen, start, world, die_after) as run:
         run._stack.callback(report.close)
         val_tasks = list(range(100, 100 + world.val_tasks))
         work = Training(run, tasks, val_tasks, report, config).run()
