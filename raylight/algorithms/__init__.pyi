@@ -12,12 +12,15 @@ from raylight.algorithms.policy_gradient import CISPO as CISPO
 from raylight.algorithms.policy_gradient import ClipCov as ClipCov
 from raylight.algorithms.policy_gradient import DAPO as DAPO
 from raylight.algorithms.policy_gradient import DPPO as DPPO
+from raylight.algorithms.policy_gradient import DRO as DRO
 from raylight.algorithms.policy_gradient import DrGRPO as DrGRPO
+from raylight.algorithms.policy_gradient import GDPO as GDPO
 from raylight.algorithms.policy_gradient import GMPO as GMPO
 from raylight.algorithms.policy_gradient import GPG as GPG
 from raylight.algorithms.policy_gradient import GSPO as GSPO
 from raylight.algorithms.policy_gradient import KLCov as KLCov
 from raylight.algorithms.policy_gradient import OPO as OPO
+from raylight.algorithms.policy_gradient import OTB as OTB
 from raylight.algorithms.policy_gradient import PPO as PPO
 from raylight.algorithms.policy_gradient import RLOO as RLOO
 from raylight.algorithms.policy_gradient import ReMax as ReMax

@@ -5,6 +5,7 @@ An algorithm declares settings; the loop in `raylight.trainer` runs it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -17,7 +18,7 @@ from raylight.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, M
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.off_policy import OffPolicySampling, off_policy_parameters
-from raylight.experience.rewards import effective_reward, greedy_baselines
+from raylight.experience.rewards import effective_reward, greedy_baselines, named_parts
 from raylight.experience.settings import PolicySettings
 from raylight.experience.staleness import StaleMask, oldest_version
 from raylight.experience.trajectory import TrajectorySelection
@@ -144,6 +145,15 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return self
 
     @model_validator(mode="after")
+    def _check_named_rewards(self) -> Self:
+        if self.reward_weights is not None and self.turn_rewards:
+            raise ValueError(
+                "reward_weights are of the final rewards of rollouts, and turn_rewards adds others to them; "
+                "set turn_rewards=False"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_override(self) -> Self:
         if self.training_temperature is not None and self.training_temperature < GREEDY_BELOW:
             raise ValueError(
@@ -205,7 +215,22 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     def reward_of(self, item: FinishedRollout) -> float | None:
         """Return the reward that a rollout is trained with; None excludes the rollout."""
-        return effective_reward(item, self.failure_reward)
+        parts = self.parts_of(item)
+        if parts is None:
+            return effective_reward(item, self.failure_reward)
+        weights = (self.reward_weights or {}).values()
+        return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
+
+    def parts_of(self, item: FinishedRollout) -> tuple[float, ...] | None:
+        """Return the named rewards of a rollout that are normalised apart; None excludes the rollout, or all
+        rollouts if only the reward counts.
+
+        Raises:
+            RewardError: the rollout lacks one of the rewards.
+        """
+        if self.reward_weights is None:
+            return None
+        return named_parts(item, list(self.reward_weights), self.failure_reward)
 
     def build_train_batch(
         self,
@@ -228,7 +253,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         """
         rules = self._batch_rules(learner, trained_agents, version)
         if not self.needs_greedy_rollouts:
-            return build_batch(finished, rules, self.reward_of)
+            return build_batch(finished, rules, self.reward_of, parts_of=self.parts_of)
         sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
         return build_batch(
             sampled, rules, self.reward_of, greedy_baselines(finished, self.reward_of, self.turn_rewards)

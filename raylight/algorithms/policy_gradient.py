@@ -76,6 +76,18 @@ class DAPO(GRPO):
         return reward - self.overlong_factor * min(max(excess / self.overlong_buffer, 0.0), 1.0)
 
 
+class GDPO(PolicyAlgorithm):
+    """Group reward-decoupled normalisation policy optimisation, https://arxiv.org/abs/2601.05242.
+
+    The agent returns several named rewards. Each is normalised within its group as in GRPO; A is their
+    weighted sum, whitened over all tokens of the batch. So a reward of a small spread is not drowned by
+    others, and rollouts with the same sum of different rewards have different advantages.
+    """
+
+    adv_estimator: Literal["gdpo"] = "gdpo"
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
+
+
 class RLOO(PolicyAlgorithm):
     """REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740.
 
@@ -134,6 +146,18 @@ class OPO(PolicyAlgorithm):
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
+class OTB(PolicyAlgorithm):
+    """Optimal token baseline, https://arxiv.org/abs/2602.07078.
+
+    A_t = the rewards from token t on, less a baseline of the group at position t: their mean, weighted by the
+    squared norms of the rollouts' gradients up to t. These are estimated from probabilities, in the pass
+    before the update.
+    """
+
+    adv_estimator: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
+
+
 class GPG(PolicyAlgorithm):
     """Group policy gradient, https://arxiv.org/abs/2504.02546.
 
@@ -187,6 +211,17 @@ class DPPO(GRPO):
     clip_ratio_c: float = Field(default=20.0, gt=1, le=MAX_FACTOR)
     """Upper bound of p."""
     bypass_mode: bool = True
+
+
+class DRO(GRPO):
+    """Direct reward optimisation, https://arxiv.org/abs/2405.19107.
+
+    GRPO without clipping. The loss is -A log-prob plus a quadratic penalty: half of `dro_beta` times the
+    squared log of p.
+    """
+
+    loss_mode: Literal["dro"] = "dro"
+    dro_beta: float = Field(default=0.05, gt=0, le=MAX_FACTOR)
 
 
 class SAPO(GRPO):

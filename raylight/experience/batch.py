@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -14,9 +13,15 @@ from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling, co
 from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
 from raylight.experience.row_rules import RowRules, is_masked
+from raylight.experience.scored_rollout import (
+    ScoredRollout,
+    drop_without_baseline,
+    has_signal,
+    zero_variance_groups,
+)
 from raylight.experience.staleness import StaleMask, TokenAges, describe_ages
 from raylight.experience.token_budgets import LongRows, RowLimit
-from raylight.experience.trajectory import TokenCounts, Trajectories, build_trajectories, select_rows
+from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
 from raylight.types import FinishedRollout, Generation, Trajectory
 
 
@@ -37,6 +42,8 @@ class TrainBatch:
     """Rewards in addition to the final ones, which are in `rewards`."""
     baselines: list[float] | None = None
     """Baseline reward of each rollout, for estimators that do not derive it from the batch (ReMax)."""
+    parts: list[tuple[float, ...]] | None = None
+    """Named rewards of each rollout, for an estimator that normalises them apart (GDPO)."""
 
 
 @dataclass(frozen=True)
@@ -127,50 +134,12 @@ class BatchReport:
     """Rows per rollout, and relations of calls to earlier ones."""
 
 
-@dataclass(frozen=True, eq=False)
-class _ScoredRollout:
-    """A rollout that may be trained."""
-
-    group: str
-    reward: float
-    sampled: Trajectories
-    """Trajectories with the tokens that are too old."""
-    trajectories: Trajectories
-    turns: list[TurnReward]
-    baseline: float | None
-    tokens: int
-    """Sampled tokens of all its calls."""
-    auxiliary_tokens: int
-    """Sampled tokens of its auxiliary calls, if they are not trained."""
-    selected: range
-    """Indices of the rows that are selected for training."""
-
-    @property
-    def sampled_rows(self) -> list[Trajectory]:
-        """Selected rows with the tokens that are too old."""
-        return [self.sampled.rows[index] for index in self.selected]
-
-    @property
-    def rows(self) -> list[Trajectory]:
-        """Selected rows."""
-        return [self.trajectories.rows[index] for index in self.selected]
-
-    @property
-    def unselected_rows(self) -> list[Trajectory]:
-        """Rows that are not selected."""
-        return [row for index, row in enumerate(self.sampled.rows) if index not in self.selected]
-
-    @property
-    def total(self) -> float:
-        """Sum of all rewards, exact, so that it does not depend on their order."""
-        return math.fsum([self.reward, *(turn.value for turn in self.turns)])
-
-
 def build_batch(
     finished: list[FinishedRollout],
     rules: BatchRules,
     reward_of: Callable[[FinishedRollout], float | None] | None = None,
     baselines: dict[str, float] | None = None,
+    parts_of: Callable[[FinishedRollout], tuple[float, ...] | None] = lambda item: None,
 ) -> tuple[TrainBatch, BatchReport]:
     """Build a batch from finished rollouts.
 
@@ -183,6 +152,8 @@ def build_batch(
         reward_of: function from a rollout to its reward, or None for no reward; default: `effective_reward`.
         baselines: baseline by group. A group without one is left out. None if the estimator needs no
             baselines.
+        parts_of: function from a rollout to its named rewards that are normalised apart; None for all
+            rollouts if only the reward counts.
 
     Raises:
         EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model
@@ -191,7 +162,7 @@ def build_batch(
         OffPolicySamplingError: a call of a trained agent was not sampled from the policy's own distribution,
             and `off_policy_sampling` is "error".
     """
-    scored: list[_ScoredRollout] = []
+    scored: list[ScoredRollout] = []
     off_policy = OffPolicyCalls(rules.off_policy_sampling)
     calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
     failed = unscored = empty = other_agents = aborted = excluded = auxiliary = 0
@@ -223,14 +194,25 @@ def build_batch(
         selected = select_rows(sampled.rows, rules.trajectory_selection)
         untrained = _count_sampled(others)
         scored.append(
-            _ScoredRollout(group, reward, sampled, trajectories, turns, baseline, tokens, untrained, selected)
+            ScoredRollout(
+                group,
+                reward,
+                parts_of(item),
+                sampled,
+                trajectories,
+                turns,
+                baseline,
+                tokens,
+                untrained,
+                selected,
+            )
         )
     if not scored and empty:
         reason = _empty_reason(empty, aborted, other_agents, auxiliary, rules.trained_agents)
         raise EmptyTraceError(reason)
-    comparable = _drop_without_baseline(scored, rules.min_group, baselines is not None)
+    comparable = drop_without_baseline(scored, rules.min_group, baselines is not None)
     excluded += sum(item.tokens for item in scored) - sum(item.tokens for item in comparable)
-    constant = _zero_variance_groups(comparable)
+    constant = zero_variance_groups(comparable)
     trained = comparable
     if rules.zero_variance_groups == "drop":
         trained = [item for item in comparable if item.group not in constant]
@@ -248,7 +230,7 @@ def build_batch(
         without_baseline=len(scored) - len(comparable),
         groups=len({item.group for item in comparable}),
         groups_without_signal=len(constant),
-        has_signal=_has_signal(trained, set(batch.owners), constant, rules.baseline_kind),
+        has_signal=has_signal(trained, set(batch.owners), constant, rules.baseline_kind),
         zero_variance=len(comparable) - len(trained),
         other_agents=other_agents,
         auxiliary_calls=auxiliary,
@@ -281,19 +263,7 @@ def _count_trained(rows: list[Trajectory]) -> int:
     return sum(row.trained_tokens for row in rows)
 
 
-def _drop_without_baseline(
-    scored: list[_ScoredRollout], min_group: int, needs_baseline: bool
-) -> list[_ScoredRollout]:
-    """Drop rollouts of groups that are too small or have no baseline."""
-    sizes = Counter(item.group for item in scored)
-    return [
-        item
-        for item in scored
-        if sizes[item.group] >= min_group and not (needs_baseline and item.baseline is None)
-    ]
-
-
-def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bool) -> tuple[TrainBatch, int]:
+def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: bool) -> tuple[TrainBatch, int]:
     """Return the batch, and the number of rows that were left out because no token of them is trained."""
     empty = 0
     rows: list[Trajectory] = []
@@ -310,36 +280,17 @@ def _assemble(trained: list[_ScoredRollout], limit: RowLimit, with_baselines: bo
                 owners.append(owner)
         turns += [TurnReward(turn.value, owner, batch_row.get(turn.row), turn.token) for turn in item.turns]
     baselines = [item.baseline for item in trained if item.baseline is not None] if with_baselines else None
+    parts = [item.parts for item in trained if item.parts is not None]
     batch = TrainBatch(
-        [item.reward for item in trained], [item.group for item in trained], rows, owners, turns, baselines
+        [item.reward for item in trained],
+        [item.group for item in trained],
+        rows,
+        owners,
+        turns,
+        baselines,
+        parts or None,
     )
     return batch, empty
-
-
-def _zero_variance_groups(rollouts: list[_ScoredRollout]) -> set[str]:
-    """Return the groups in which all rewards are equal."""
-    totals: dict[str, set[float]] = {}
-    for item in rollouts:
-        totals.setdefault(item.group, set()).add(item.total)
-    return {group for group, values in totals.items() if len(values) == 1}
-
-
-def _has_signal(
-    trained: list[_ScoredRollout], owners: set[int], zero_variance: set[str], baseline_kind: BaselineKind
-) -> bool:
-    """True if the reward of any rollout with rows differs from its baseline.
-
-    Args:
-        owners: indices of the rollouts with rows.
-    """
-    with_rows = [trained[owner] for owner in owners]
-    if baseline_kind == "group":
-        return any(item.group not in zero_variance for item in with_rows)
-    if baseline_kind == "batch":
-        return bool(with_rows) and len({item.total for item in trained}) > 1
-    if baseline_kind == "greedy":
-        return any(item.total != item.baseline for item in with_rows)
-    return bool(with_rows)
 
 
 def _empty_reason(

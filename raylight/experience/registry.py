@@ -29,18 +29,23 @@ class EstimatorTraits:
 
 ESTIMATORS: dict[str, EstimatorTraits] = {
     "gae": EstimatorTraits("none", reads=("gamma", "lam")),
+    "gdpo": EstimatorTraits("group", reads=("norm_adv_by_std", "reward_weights")),
     "gpg": EstimatorTraits("group"),
     "grpo": EstimatorTraits("group", reads=("norm_adv_by_std",)),
     "grpo_passk": EstimatorTraits("group", reads=("norm_adv_by_std",)),
     "grpo_vectorized": EstimatorTraits("group", reads=("norm_adv_by_std",)),
     "opo": EstimatorTraits("group"),
+    "optimal_token_baseline": EstimatorTraits("group"),
     "reinforce_plus_plus": EstimatorTraits("batch", reads=("gamma",)),
     "reinforce_plus_plus_baseline": EstimatorTraits("group"),
     "remax": EstimatorTraits("greedy"),
     "rloo": EstimatorTraits("group"),
     "rloo_vectorized": EstimatorTraits("group"),
+    "tir_optimal_token_baseline": EstimatorTraits("group"),
 }
 """verl's advantage estimators."""
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators with a baseline for each token, from the probabilities of the policy before the update."""
 
 _CLIP = ("clip_ratio_low", "clip_ratio_high")
 _DUAL_CLIP = (*_CLIP, "clip_ratio_c")
@@ -49,6 +54,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "cispo": _CLIP,
     "dppo_kl": _DUAL_CLIP,
     "dppo_tv": _DUAL_CLIP,
+    "dro": ("dro_beta",),
     "geo_mean": _CLIP,
     "gpg": (),
     "gspo": _CLIP,
@@ -57,21 +63,14 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "vanilla": _DUAL_CLIP,
 }
 """verl's policy losses, each with the settings that it reads, among those that only some of them read."""
-UNCLIPPED_LOSSES = ("gpg", "kl_cov")
+UNCLIPPED_LOSSES = ("dro", "gpg", "kl_cov")
 """verl's policy losses that bound neither the ratio nor its gradient."""
-_SUM_OF_SQUARES = (
-    "it needs the sum of squared probabilities over the vocabulary, which the learners do not compute"
-)
-UNSUPPORTED_ESTIMATORS = {
-    "gdpo": "it needs several named rewards per rollout, not one; combine them in the agent",
-    "optimal_token_baseline": _SUM_OF_SQUARES,
-    "tir_optimal_token_baseline": _SUM_OF_SQUARES,
-}
 UNSUPPORTED_LOSSES = {
-    "bypass_mode": "set bypass_mode=True, and loss_mode to the loss for the engine's log-probs",
-    "dro": "its policy_loss.dro_beta has no setting here; write it with raylight.policy_loss",
+    "bypass_mode": "it is a setting here: bypass_mode=True with loss_mode='vanilla' for its ppo_clip, or "
+    "with loss_mode='cispo', clip_ratio_low=10 and clip_ratio_high=rollout_is_threshold - 1 for its "
+    "reinforce",
 }
-"""verl's functions that cannot run here, and the reason."""
+"""verl's losses that cannot be chosen here, and the reason."""
 
 ESTIMATOR_ARGUMENTS = (
     "token_level_rewards",
@@ -121,9 +120,7 @@ def advantage_estimator(
         ConfigError: the name is taken, the function has a parameter that is not in the list, or
             `reward_baselines` is missing for "greedy" or does not fit another kind.
     """
-    register = _registrar(
-        name, _estimators, {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS}, ESTIMATOR_ARGUMENTS, "advantage estimator"
-    )
+    register = _registrar(name, _estimators, {*ESTIMATORS}, ESTIMATOR_ARGUMENTS, "advantage estimator")
 
     def register_with_traits(function: Function) -> Function:
         takes_baselines = "reward_baselines" in inspect.signature(function).parameters
@@ -164,18 +161,16 @@ def resolve_estimator(name: str) -> Callable[..., Any] | None:
     """Return the user's advantage estimator of this name, or None for one of verl's.
 
     Raises:
-        ConfigError: the name is unknown, or verl's estimator cannot run here.
+        ConfigError: the name is unknown.
     """
-    return _resolve(
-        name, _estimators, ESTIMATORS, UNSUPPORTED_ESTIMATORS, "adv_estimator", "advantage_estimator"
-    )
+    return _resolve(name, _estimators, ESTIMATORS, {}, "adv_estimator", "advantage_estimator")
 
 
 def resolve_loss(name: str) -> Callable[..., Any] | None:
     """Return the user's policy loss of this name, or None for one of verl's.
 
     Raises:
-        ConfigError: the name is unknown, or verl's loss cannot run here.
+        ConfigError: the name is unknown, or verl's loss is a setting here.
     """
     return _resolve(name, _losses, LOSSES, UNSUPPORTED_LOSSES, "loss_mode", "policy_loss")
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raylight.errors import GreedyError
+from raylight.errors import GreedyError, RewardError
 from raylight.experience.trajectory import CallPosition
 from raylight.traces.rewards import get_reward_value
 from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Span
@@ -43,19 +43,48 @@ def group_key(item: FinishedRollout) -> str:
 
 
 def is_informative(
-    group: list[FinishedRollout], reward_of: Callable[[FinishedRollout], float | None], turn_rewards: bool
+    group: list[FinishedRollout],
+    reward_of: Callable[[FinishedRollout], float | None],
+    turn_rewards: bool,
+    parts_of: Callable[[FinishedRollout], tuple[float, ...] | None] = lambda item: None,
 ) -> bool:
     """Return True if the rewards of a group's rollouts that called the model are not all equal.
 
     Args:
         turn_rewards: add the rewards that were emitted before the final one.
+        parts_of: named rewards that are compared instead; None for all rollouts if only the reward counts.
     """
-    totals = {
-        math.fsum([reward, *(value for _, value in turn_reward_spans(item) if turn_rewards)])
+    compared = {
+        parts_of(item)
+        or math.fsum([reward, *(value for _, value in turn_reward_spans(item) if turn_rewards)])
         for item in group
         if item.generations and (reward := reward_of(item)) is not None
     }
-    return len(totals) > 1
+    return len(compared) > 1
+
+
+def named_parts(
+    item: FinishedRollout, names: Sequence[str], failure_reward: float | None
+) -> tuple[float, ...] | None:
+    """Return the rewards of these names; None to leave the rollout out.
+
+    A rollout whose agent failed has `failure_reward` for each.
+
+    Raises:
+        RewardError: the rollout has rewards, and lacks one of these names.
+    """
+    reward = effective_reward(item, failure_reward)
+    if reward is None:
+        return None
+    if item.rollout.status != "succeeded":
+        return (reward,) * len(names)
+    if missing := [name for name in names if name not in item.rewards]:
+        raise RewardError(
+            f"rollout {item.rollout.rollout_id} has the rewards {', '.join(item.rewards)}, and lacks "
+            f"{', '.join(missing)}, which reward_weights names; return all of them, as in "
+            f"{{{', '.join(f'{name!r}: 1.0' for name in names)}}}"
+        )
+    return tuple(item.rewards[name] for name in names)
 
 
 def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:

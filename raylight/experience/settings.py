@@ -12,6 +12,7 @@ from raylight.base_config import Config
 from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.experience.correction_settings import CorrectionSettings
 from raylight.experience.registry import (
+    TOKEN_BASELINES,
     UNCLIPPED_LOSSES,
     BaselineKind,
     estimator_traits,
@@ -22,6 +23,8 @@ from raylight.experience.registry import (
 )
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
+"""Weight of a reward in a sum."""
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of the KL divergence, http://joschu.net/blog/kl-approx.html."""
 LossAggregation = Literal[
@@ -76,6 +79,9 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     norm_adv_by_std: bool = True
     """Divide advantages by the group's deviation (GRPO); False is Dr.GRPO,
     https://arxiv.org/abs/2503.20783."""
+    reward_weights: dict[str, Weight] | None = Field(default=None, min_length=1)
+    """Weights by name of the rewards that GDPO (https://arxiv.org/abs/2601.05242) normalises apart; GDPO
+    requires it. Rewards with other names are not trained."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from one sampled token to the next."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -99,6 +105,8 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     tau_pos: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
     tau_neg: float = Field(default=1.05, gt=0, le=MAX_FACTOR)
     """Temperatures of SAPO, https://arxiv.org/abs/2511.20347."""
+    dro_beta: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
+    """Weight of the quadratic penalty of DRO, https://arxiv.org/abs/2405.19107."""
     kl_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight in the loss of the KL divergence from the initial policy; 0 needs no reference model."""
     kl_type: KlType = "k3"
@@ -145,6 +153,32 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         """Baseline of the advantage estimator."""
         return self._baseline_kind
 
+    @property
+    def has_token_baselines(self) -> bool:
+        """True if the estimator needs the policy's probabilities before the update."""
+        return self.adv_estimator in TOKEN_BASELINES
+
+    @model_validator(mode="after")
+    def _check_required(self) -> Self:
+        if self.adv_estimator == "gdpo" and self.reward_weights is None:
+            raise ValueError(
+                "adv_estimator 'gdpo' normalises named rewards apart; name them in reward_weights, as in "
+                "{'correct': 1.0, 'format': 0.5}"
+            )
+        if self.adv_estimator == "gdpo" and self.kl_reward_coef:
+            raise ValueError(
+                "adv_estimator 'gdpo' reads the rewards of rollouts, not of tokens, so that kl_reward_coef "
+                "has no effect; set kl_coef instead"
+            )
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ValueError("loss_mode 'dro' needs the weight of its penalty; set dro_beta, as to 0.05")
+        if self.has_token_baselines and self.bypass_mode:
+            raise ValueError(
+                f"adv_estimator {self.adv_estimator!r} needs the learners' probabilities before the update, "
+                "which bypass_mode leaves out; set bypass_mode=False"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
         if needs_critic(self.adv_estimator, self._estimator) != (self.critic is not None):
@@ -180,6 +214,8 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
     def _interpolation_conflict(self) -> str | None:
         """Return the reason why the proximal policy cannot be interpolated, or None."""
+        if self.has_token_baselines:
+            return f"has no log-probs before the training pass, which {self.adv_estimator} needs"
         if self.importance_level is None:
             return "splits a ratio into the one that is clipped and a weight, and needs rollout_is"
         if self.rollout_rs is not None or self.rollout_is_batch_normalize or self.kl_reward_coef:
@@ -211,4 +247,9 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             return False
         if self.bypass_mode:
             return self.rollout_rs is not None
-        return self.updates_per_batch > 1 or self.kl_reward_coef > 0 or self.correction_enabled
+        return (
+            self.updates_per_batch > 1
+            or self.kl_reward_coef > 0
+            or self.correction_enabled
+            or self.has_token_baselines
+        )

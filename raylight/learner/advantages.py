@@ -26,8 +26,40 @@ ROW_MEAN_LOSSES = ("sapo", "geo_mean")
 """Losses that average over the tokens of each row, whatever `loss_agg_mode` is."""
 EXACT_EQUIVALENTS = {"grpo_vectorized": "grpo"}
 """verl's estimators that compute in float32 -> equivalent ones that compute in the dtype of the rewards."""
-WHITENING_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+WHITENING_ESTIMATORS = ("gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators that whiten over tokens. verl raises if there is only one token."""
+
+
+def estimate_gdpo(
+    response_mask: torch.Tensor,
+    index: np.ndarray[Any, Any],
+    reward_parts: torch.Tensor,
+    reward_weights: list[float],
+    norm_adv_by_std_in_grpo: bool,
+) -> torch.Tensor:
+    """Return advantages from named rewards that are normalised apart (GDPO,
+    https://arxiv.org/abs/2601.05242), whitened over the tokens of the batch.
+
+    It is verl's estimator, which computes in float32, in the dtype of the rewards.
+
+    Args:
+        reward_parts: named rewards, shape (rollouts, names).
+        reward_weights: weight of each name.
+    """
+    combined = torch.zeros(response_mask.shape, dtype=reward_parts.dtype)
+    for part, weight in zip(reward_parts.T, reward_weights, strict=True):
+        normalised, _ = verl.get_adv_estimator_fn("grpo")(
+            token_level_rewards=part[:, None],
+            response_mask=response_mask,
+            index=index,
+            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        )
+        combined += weight * normalised
+    return verl.masked_whiten(combined, response_mask) * response_mask
+
+
+OWN_ESTIMATORS = {"gdpo": estimate_gdpo}
+"""Estimators of verl that raylight computes itself."""
 
 
 class KlController:
@@ -147,8 +179,11 @@ def add_advantages(
     """
     fields = ["old_logprobs", "ref_logprobs"] if settings.kl_reward_coef else []
     fields += ["values"] if settings.critic else []
+    if settings.has_token_baselines:
+        fields += ["old_logprobs", "sum_pi_squared"]
+        fields += ["weights"] if settings.importance_level is not None else []
     sequences = RolloutSequences(outline)
-    matrices = {name: sequences.matrix(_all_gather_field(rows, name)) for name in fields}
+    matrices = {name: sequences.matrix(_all_gather_field(rows, name)) for name in dict.fromkeys(fields)}
     result = estimate(outline, sequences, matrices, settings, kl)
     result.assign(rows)
     if settings.critic and (others := [row for row in rows if row.values is None]):
@@ -168,7 +203,8 @@ def estimate(
 
     Args:
         matrices: by name, the fields of rows that the settings need: `old_logprobs` and `ref_logprobs` for a
-            KL penalty in the reward, `values` for a critic.
+            KL penalty in the reward, `values` for a critic, `old_logprobs` and `sum_pi_squared` (and
+            `weights`) for baselines of tokens.
 
     Raises:
         ConfigError: a user's estimator returned something of another shape, or a value that is not finite.
@@ -182,7 +218,7 @@ def estimate(
         mean = float((token_kl.sum(-1) / sequences.lengths.clamp(min=1)).mean())
         metrics = {"learner/kl_in_reward": mean, "learner/kl_reward_coef": kl.coef}
         kl.update(mean, len(outline.rewards))
-    advantages, returns = _run_estimator(rewards, sequences, outline, matrices.get("values"), settings)
+    advantages, returns = _run_estimator(rewards, sequences, outline, matrices, settings)
     metrics["learner/advantage_abs_mean"] = float(
         (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
     )
@@ -208,12 +244,13 @@ def _run_estimator(
     rewards: torch.Tensor,
     sequences: RolloutSequences,
     outline: BatchOutline,
-    values: torch.Tensor | None,
+    matrices: Mapping[str, torch.Tensor],
     settings: PolicySettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the estimator with the arguments it has parameters for; return advantages and returns."""
     name, user_function = settings.adv_estimator, settings.user_estimator
-    function = user_function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
+    function = user_function or OWN_ESTIMATORS.get(name)
+    function = function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
     arguments: dict[str, Any] = {
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
@@ -225,8 +262,17 @@ def _run_estimator(
             gamma=settings.gamma, lam=settings.lam, norm_adv_by_std_in_grpo=settings.norm_adv_by_std
         ),
     }
-    if values is not None:
-        arguments["values"] = values
+    if "values" in matrices:
+        arguments["values"] = matrices["values"]
+    if outline.parts is not None:
+        arguments["reward_parts"] = torch.tensor(outline.parts, dtype=torch.float64)
+        arguments["reward_weights"] = list((settings.reward_weights or {}).values())
+    if settings.has_token_baselines:
+        arguments |= {
+            "old_log_probs": matrices["old_logprobs"].double(),
+            "sum_pi_squared": matrices["sum_pi_squared"].double(),
+            "rollout_is_weights": matrices.get("weights"),
+        }
     if outline.baselines is not None:
         arguments["reward_baselines"] = torch.tensor(outline.baselines, dtype=torch.float64)
     # verl cannot whiten a single token; two copies of it have the same mean

@@ -178,6 +178,14 @@ def correct(rows: list[TrainRow], settings: CorrectionSettings) -> dict[str, flo
     return metrics
 
 
+def set_weights(rows: list[TrainRow], settings: CorrectionSettings) -> None:
+    """Set the rows' importance weights before rejection, for an estimator that reads them."""
+    mask = pad_sequence([row.mask for row in rows], batch_first=True)
+    log_ratio = pad_sequence([_log_ratio(row) for row in rows], batch_first=True)
+    for row, weights in zip(rows, bounded_weights(log_ratio, mask, settings), strict=True):
+        row.weights = weights[: len(row.response)]
+
+
 def has_tokens(rows: list[TrainRow]) -> bool:
     """True if any rank has a token to train on in its rows. A collective."""
     return _all_reduce([sum(int(row.mask.sum()) for row in rows)])[0] > 0

@@ -113,12 +113,23 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def infer(self, rows: list[TrainRow]) -> list[torch.Tensor]:
         """Return the model's outputs for the response tokens of each row, in float32 on the CPU. A
         collective."""
-        outputs = [torch.empty(0)] * len(rows)
+        return [outputs[self._output] for outputs in self._infer(rows)]
+
+    def infer_with_squares(self, rows: list[TrainRow]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return log-probs, and the sums of squared probabilities over the vocabulary, of the response tokens
+        of each row. A collective."""
+        found = self._infer(rows, squares=True)
+        return [row["log_probs"] for row in found], [row["sum_pi_squared"] for row in found]
+
+    def _infer(self, rows: list[TrainRow], squares: bool = False) -> list[dict[str, torch.Tensor]]:
+        """Return all outputs of each row by name."""
+        outputs: list[dict[str, torch.Tensor]] = [{}] * len(rows)
         with self.eval_mode(), torch.no_grad(), self._autocast():
-            for indices, batch in self._micro_batches(Minibatch(rows, len(rows))):
-                found = self._compute(batch)[self._output].float().cpu()
-                for index, values in zip(indices, found, strict=False):  # an idle pass has no indices
-                    outputs[index] = values[: len(rows[index].response)]
+            for indices, batch in self._micro_batches(Minibatch(rows, len(rows)), squares=squares):
+                found = {name: matrix.float().cpu() for name, matrix in self._compute(batch).items()}
+                for place, index in enumerate(indices):  # an idle pass has no indices
+                    length = len(rows[index].response)
+                    outputs[index] = {name: matrix[place][:length] for name, matrix in found.items()}
                 CLOCK.mark()
         return outputs
 
@@ -151,7 +162,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             return metrics | {"grad_norm": self.optimizer_step()}
 
     def _micro_batches(
-        self, minibatch: Minibatch, entropy: bool = False, entropy_grad: bool = False
+        self, minibatch: Minibatch, entropy: bool = False, entropy_grad: bool = False, squares: bool = False
     ) -> list[tuple[list[int], MicroBatch]]:
         """Divide a mini-batch; return each part with the indices of its rows. A collective.
 
@@ -174,6 +185,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             dp_size=self.get_data_parallel_size(),
             entropy=entropy,
             entropy_grad=entropy_grad,
+            squares=squares,
         )
         found = [(part, make([rows[i] for i in part])) for part in parts]
         idle = make([mask_all(rows[parts[-1][-1]])])
@@ -186,7 +198,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         return torch.autocast(self.device.type, self._autocast_dtype)
 
     def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return matrices `log_probs`, and `entropy` if it is wanted, of the sampled tokens."""
+        """Return matrices `log_probs`, and `entropy` and `sum_pi_squared` if they are wanted, of the sampled
+        tokens."""
         inputs, pad_size = self._model_inputs(batch)
         targets = batch.targets()
         if not self.use_ulysses_sp:

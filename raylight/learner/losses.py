@@ -206,6 +206,7 @@ def actor_config(settings: PolicySettings) -> Any:
             clip_cov_ub=settings.clip_cov_ub,
             kl_cov_ratio=settings.kl_cov_ratio,
             ppo_kl_coef=settings.ppo_kl_coef,
+            dro_beta=settings.dro_beta,
         ),
         optim=optimizer_config(settings, 1),
     )

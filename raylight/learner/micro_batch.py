@@ -36,6 +36,8 @@ class MicroBatch:
     """Compute the entropies of the sampled tokens' distributions too."""
     entropy_grad: bool = False
     """Compute the gradient of the entropies."""
+    squares: bool = False
+    """Compute the sums of squared probabilities of the sampled tokens' distributions too."""
 
     def matrix(self, field: str) -> Any:
         """Return a field of the rows as a matrix; None unless all rows have it."""
@@ -81,6 +83,7 @@ class MicroBatch:
             temperatures=temperatures,
             entropy=self.entropy,
             entropy_grad=self.entropy_grad,
+            squares=self.squares,
         )
 
     def padded_inputs(self) -> dict[str, torch.Tensor]:

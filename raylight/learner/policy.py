@@ -157,7 +157,15 @@ class Policy:
         if infers:
             interpolates = settings.proximal == "loglinear"
             name = "learner_logprobs" if settings.bypass_mode or interpolates else "old_logprobs"
-            self._set(rows, name, self.engine.infer(rows))
+            if settings.has_token_baselines:
+                logprobs, squares = self.engine.infer_with_squares(rows)
+                self._set(rows, "sum_pi_squared", squares)
+                if settings.importance_level is not None:
+                    self._set(rows, name, logprobs)
+                    correction.set_weights(rows, settings)
+            else:
+                logprobs = self.engine.infer(rows)
+            self._set(rows, name, logprobs)
         if settings.needs_reference:
             self._set(rows, "ref_logprobs", self._infer_reference(rows))
         if self.critic is not None:

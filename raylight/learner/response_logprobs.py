@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raylight.errors import ConfigError
-from raylight.learner.token_logprobs import chunk_tokens, token_logprobs
+from raylight.learner.token_logprobs import chunk_tokens, squared_probs, token_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,8 @@ class TargetTokens:
     """Compute the entropies of the tokens' distributions too."""
     entropy_grad: bool
     """Compute the gradient of the entropies."""
+    squares: bool = False
+    """Compute the sums of squared probabilities of the tokens' distributions too."""
 
 
 class LogprobHead:
@@ -65,27 +67,34 @@ class LogprobHead:
         head.forward = self._chunked
 
     def _forward(self, *args: Any, sampled: TargetTokens | None = None, **inputs: Any) -> Any:
-        """Return flat tensors `log_probs`, and `entropy` if it is wanted, of the sampled tokens."""
+        """Return flat tensors `log_probs`, and `entropy` and `sum_pi_squared` if they are wanted, of the
+        sampled tokens."""
         if sampled is None:
             return self._own_forward(*args, **inputs)
         given = {name: value for name, value in inputs.items() if value is not None}
         hidden = getattr(self._model, self._base_name)(**given)[0]
-        logprobs, entropies = self._head(hidden[sampled.positions], sampled)
-        return {"log_probs": logprobs} | ({} if entropies is None else {"entropy": entropies})
+        logprobs, entropies, squares = self._head(hidden[sampled.positions], sampled)
+        found = {"log_probs": logprobs, "entropy": entropies, "sum_pi_squared": squares}
+        return {name: values for name, values in found.items() if values is not None}
 
     def _chunked(self, hidden: torch.Tensor, sampled: TargetTokens | None = None) -> Any:
         if sampled is None:
             return self._head_forward(hidden)
-        return token_logprobs(
+        chunk = self._chunk or chunk_tokens(self._vocabulary, hidden.device)
+        logprobs, entropies = token_logprobs(
             self._logits,
             self._head.parameters(),
             hidden,
             sampled.targets,
             sampled.temperatures,
-            chunk=self._chunk or chunk_tokens(self._vocabulary, hidden.device),
+            chunk=chunk,
             entropy=sampled.entropy,
             entropy_grad=sampled.entropy_grad,
         )
+        squares = None
+        if sampled.squares:
+            squares = squared_probs(self._logits, hidden, sampled.temperatures, chunk=chunk)
+        return logprobs, entropies, squares
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the model's own forward pass computes from the transformer's output."""

@@ -43,6 +43,8 @@ class TrainRow:
     they are those of the first training pass."""
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
+    """Sums over the vocabulary of the old policy's squared probabilities."""
     weights: torch.Tensor | None = None
     """Importance weights."""
     proximal_fractions: torch.Tensor | None = None

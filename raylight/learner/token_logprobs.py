@@ -1,4 +1,5 @@
-"""Log-probs and entropies of tokens from hidden states, chunk by chunk, with bounded memory."""
+"""Log-probs, entropies and sums of squared probabilities of tokens from hidden states, chunk by chunk, with
+bounded memory."""
 
 from __future__ import annotations
 
@@ -129,6 +130,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
             totals = [_add(total, more) for total, more in zip(totals, grads, strict=True)]
             del inputs, logits, grad_logits, block, grads
         return None, None, None, None, None, None, None, grad_hidden, *totals
+
+
+@torch.no_grad()
+def squared_probs(
+    head: OutputLayer,
+    hidden: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    *,
+    chunk: int,
+) -> torch.Tensor:
+    """Return the sum over the vocabulary of the squared probabilities of each token, float32, without a
+    gradient; see `token_logprobs` for the arguments."""
+    sums = hidden.new_empty(len(hidden), dtype=torch.float32)
+    for part in _slices(len(hidden), chunk):
+        for rows, block in _blocks(head(hidden[part]), part):
+            sums[rows] = _scale(block, temperatures, rows).softmax(-1).square_().sum(-1)
+    return sums
 
 
 def _slices(tokens: int, size: int) -> list[slice]:

@@ -46,7 +46,7 @@ with warnings.catch_warnings(), defer_imports(*_unused):
     from verl.utils.import_utils import is_trl_available
     from verl.utils.metric import Metric
     from verl.utils.py_functional import append_to_dict
-    from verl.utils.torch_functional import masked_mean
+    from verl.utils.torch_functional import masked_mean, masked_whiten
     from verl.utils.ulysses import ulysses_pad_and_slice_inputs
     from verl.workers.config import (
         ActorConfig,
@@ -86,6 +86,7 @@ __all__ = [
     "get_policy_loss_fn",
     "kl_penalty",
     "masked_mean",
+    "masked_whiten",
     "register_policy_loss",
     "ulysses_pad_and_slice_inputs",
 ]

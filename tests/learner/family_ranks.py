@@ -16,6 +16,7 @@ from raylight.quickstart import STARTER_MODEL
 CASES = {
     "PPO": {"kl_reward_coef": 0.1, "kl_target": 0.5},
     "GMPO": {"mini_batches": 2},
+    "OTB": {"rollout_is": "token"},
     "DrGRPO": {"mini_batches": 2, "max_staleness": 1, "proximal": "loglinear", "rollout_is": "sequence"},
 }
 

@@ -11,7 +11,6 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import (
     ESTIMATORS,
     LOSSES,
-    UNSUPPORTED_ESTIMATORS,
     UNSUPPORTED_LOSSES,
     advantage_estimator,
 )
@@ -44,6 +43,9 @@ def batch_of(rollouts: list[list[list[int]]], rewards=None, groups=None, **more)
 
 def policy_settings(adv_estimator: str, **given) -> PolicySettings:
     critic = CriticSettings() if adv_estimator == "gae" else None
+    if adv_estimator == "gdpo":
+        given["reward_weights"] = {"right": 1.0, "short": 0.5}
+        given.pop("kl_reward_coef", None)  # it reads no rewards of tokens
     return PolicySettings(adv_estimator=adv_estimator, critic=critic, **given)
 
 
@@ -58,7 +60,7 @@ def estimate_rows(
     """Estimate from the fields of the rows, and assign the result to them."""
     (shard,) = shard_batch(batch, config, 1)
     sequences = RolloutSequences(shard.outline)
-    fields = ("old_logprobs", "ref_logprobs", "values")
+    fields = ("old_logprobs", "ref_logprobs", "values", "sum_pi_squared")
     matrices = {
         name: sequences.matrix({row.index: getattr(row, name)[row.mask == 1].numpy() for row in rows})
         for name in fields
@@ -115,7 +117,7 @@ def test_the_registry_has_verls_names():
     def verl_names(registered: dict) -> set[str]:  # other tests may have added theirs
         return {name for name, function in registered.items() if function.__module__.startswith("verl.")}
 
-    assert {*ESTIMATORS, *UNSUPPORTED_ESTIMATORS} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
+    assert {*ESTIMATORS} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
     assert {*LOSSES, *UNSUPPORTED_LOSSES} == verl_names(verl_api.POLICY_LOSS_REGISTRY)
 
 
@@ -255,9 +257,10 @@ def test_advantages_do_not_depend_on_the_rows_of_a_rollout(rollouts, data, name)
     totals = [sum(turns) for turns in rollouts]
     fields = {
         field: [data.draw(st.lists(numbers, min_size=n, max_size=n)) for n in totals]
-        for field in ("values", "old_logprobs", "ref_logprobs")
+        for field in ("values", "old_logprobs", "ref_logprobs", "sum_pi_squared")
     }
     more = {"baselines": [0.5, 0.25, 0.0, 1.0]} if name == "remax" else {}
+    more |= {"parts": [(1.0, 0.0), (0.0, 0.5), (0.5, 1.0), (2.0, 0.0)]} if name == "gdpo" else {}
     one_row = batch_of([[turns] for turns in rollouts], **more)
     split = batch_of([[[n] for n in turns] for turns in rollouts], **more)
     options = {"gamma": 0.9, "lam": 0.8, "kl_reward_coef": 0.1}

@@ -61,15 +61,16 @@ def make_model(kind):
 
 
 def plain(model, rows):
-    """Log-probs and entropies of the sampled tokens, row by row from full logits."""
-    logprobs, entropies = [], []
+    """Log-probs, entropies and sums of squared probabilities of the sampled tokens, from full logits."""
+    logprobs, entropies, squares = [], [], []
     for row in rows:
         ids, sampled = torch.cat([row.prompt, row.response]), torch.cat([row.prompt * 0, row.mask])[1:] == 1
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float() / row.temperature
         found = logits.log_softmax(-1)
         logprobs.append(found.gather(-1, ids[1:, None])[:, 0][sampled])
         entropies.append(-(found.exp() * found).sum(-1)[sampled])
-    return torch.cat(logprobs), torch.cat(entropies)
+        squares.append(found.exp().square().sum(-1)[sampled])
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -81,14 +82,15 @@ def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind, limit, 
     leaves = [param for param in model.parameters() if param.requires_grad]
     wanted = torch.autograd.grad(expected[0].sum() + expected[1].mean(), leaves, allow_unused=True)
     LogprobHead(model)
-    batch = micro_batch(rows, packed=False, entropy=True, entropy_grad=True)
+    batch = micro_batch(rows, packed=False, entropy=True, entropy_grad=True, squares=True)
     output = model(
         **batch.padded_inputs(),
         labels=None,  # an argument that peft passes
         use_cache=False,
         sampled=batch.targets(),
     )
-    torch.testing.assert_close((output["log_probs"], output["entropy"]), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((output["log_probs"], output["entropy"]), expected[:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output["sum_pi_squared"], expected[2].detach(), rtol=1e-5, atol=1e-6)
     loss = output["log_probs"].sum() + output["entropy"].mean()
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

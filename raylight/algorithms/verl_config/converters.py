@@ -89,6 +89,19 @@ def group_size(value: int, read: ConfigReader) -> int:
     return value
 
 
+def reward_weights(names: list[str] | None, read: ConfigReader) -> dict[str, float] | None:
+    """Return the weights of named rewards, which are 1 by default; None without names."""
+    if not names:
+        return None
+    weights = read("algorithm.gdpo_reward_weights") or [1.0] * len(names)
+    if len(weights) != len(names):
+        raise UnsupportedValueError(
+            f"has {len(names)} names, and algorithm.gdpo_reward_weights has {len(weights)} weights; give one "
+            "each"
+        )
+    return dict(zip(names, weights, strict=True))
+
+
 def zero_variance_groups(value: bool, read: ConfigReader) -> str:
     """Return the treatment of groups without reward variance."""
     return "drop" if value else "keep"

@@ -21,12 +21,16 @@ FAMILY = sorted(
 )
 
 
+REQUIRED = {"GDPO": {"reward_weights": {"right": 1.0}}}
+"""Settings that an algorithm cannot do without, besides the model."""
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_algorithm_names_its_paper_and_requires_only_a_model(name: str) -> None:
     cls = getattr(rl, name)
     assert cls is getattr(algorithms, name)
     assert "https://arxiv.org/abs/" in cls.__doc__
-    algorithm = cls(model="m")
+    algorithm = cls(model="m", **REQUIRED.get(name, {}))
     assert cls(**algorithm.model_dump()) == algorithm
     with pytest.raises(ConfigError, match=f"{name} has no setting 'group_sise'; it has: group_size"):
         cls(model="m", group_sise=2)

@@ -114,6 +114,19 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{ACTOR}.policy_loss.clip_cov_ub", 6.0, {"algorithm.clip_cov_ub": 6.0}, {}),
     (f"{ACTOR}.policy_loss.kl_cov_ratio", 0.01, {"algorithm.kl_cov_ratio": 0.01}, {}),
     (f"{ACTOR}.policy_loss.ppo_kl_coef", 0.2, {"algorithm.ppo_kl_coef": 0.2}, {}),
+    (f"{ACTOR}.policy_loss.dro_beta", 0.1, {"algorithm.dro_beta": 0.1}, {}),
+    (
+        f"{A}.gdpo_reward_keys",
+        ["right", "short"],
+        {"algorithm.reward_weights": {"right": 1.0, "short": 1.0}},
+        {},
+    ),
+    (
+        f"{A}.gdpo_reward_weights",
+        [1.0, 0.5],
+        {"algorithm.reward_weights": {"right": 1.0, "short": 0.5}},
+        {f"{A}.gdpo_reward_keys": ["right", "short"]},
+    ),
     (f"{ACTOR}.loss_agg_mode", "seq-mean-token-mean", {"algorithm.loss_agg_mode": "seq-mean-token-mean"}, {}),
     (
         f"{ACTOR}.loss_scale_factor",
