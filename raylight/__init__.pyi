@@ -75,6 +75,16 @@ from raylight.harnesses.command import CommandAgent as CommandAgent
 from raylight.harnesses.program import CommandResult as CommandResult
 from raylight.harnesses.rewards import RewardCommand as RewardCommand
 from raylight.log import setup_logging as setup_logging
+from raylight.rewards.group import GroupRollout as GroupRollout
+from raylight.rewards.rubric import Criterion as Criterion
+from raylight.rewards.rubric import rubric as rubric
+from raylight.rewards.ruler import ruler as ruler
+from raylight.rewards.terms import RelativeLength as RelativeLength
+from raylight.rewards.terms import RewardSum as RewardSum
+from raylight.rewards.terms import agent_reward as agent_reward
+from raylight.rewards.terms import each_rollout as each_rollout
+from raylight.rewards.terms import length_penalty as length_penalty
+from raylight.rewards.terms import matches as matches
 from raylight.runner.local_runner import LitAgentRunner as LitAgentRunner
 from raylight.sandboxes.registry import SandboxSpec as SandboxSpec
 from raylight.sandboxes.sandbox import ExecResult as ExecResult

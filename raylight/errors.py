@@ -37,6 +37,14 @@ class RewardError(RaylightError, ValueError):
     """An agent returned or emitted a value that is not a reward."""
 
 
+class GroupRewardError(RaylightError):
+    """A group reward returned something other than a reward for each rollout."""
+
+
+class JudgeError(RaylightError):
+    """A judge did not answer, or no answer could be read; its group is not scored, and counted."""
+
+
 class RewardTypeError(RewardError, TypeError):
     """A reward is not a number."""
 

@@ -25,6 +25,10 @@ PRIMARY = "primary"
 """Name of a reward that was emitted without a name."""
 REPLICA_HEADER = "x-raylight-replica"
 """Header of every answer of a replica; an answer without it is one of the ingress alone."""
+GRADE_SPAN_ID = b"raylight".hex()
+"""Id of the span in which a group reward grades an attempt, at most once."""
+GRADE_ERROR = "raylight.grade.error"
+"""Attribute of a grade without a reward: the reason why the group reward failed."""
 LINK_PREFIX = "agentlightning.link"
 """Attributes `agentlightning.link.N.key_match` and `agentlightning.link.N.value_match`, which identify the
 spans that this span refers to."""

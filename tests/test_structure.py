@@ -27,6 +27,7 @@ FLOORS = [
         "environments",
         "sandboxes",
         "harbor",
+        "rewards",
         "harnesses",
         "store",
         "traces",

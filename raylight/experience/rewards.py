@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from raylight.errors import GreedyError, RewardError
 from raylight.experience.trajectory import CallPosition
+from raylight.semconv import GRADE_SPAN_ID
 from raylight.traces.rewards import get_reward_value
 from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Span
 
@@ -90,9 +91,14 @@ def named_parts(
 def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:
     """Return the rewards that a rollout emitted before the final one, with their spans.
 
-    A rollout that did not succeed has no final reward, so all of its rewards are returned.
+    A rollout that did not succeed has no final reward, so all of its rewards are returned. A grade replaces
+    the final reward.
     """
-    emitted = [(span, value) for span in item.spans if (value := get_reward_value(span)) is not None]
+    emitted = [
+        (span, value)
+        for span in item.spans
+        if span.span_id != GRADE_SPAN_ID and (value := get_reward_value(span)) is not None
+    ]
     return emitted[:-1] if item.rollout.status == "succeeded" else emitted
 
 

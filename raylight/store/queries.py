@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from raylight.errors import QueryError, UnknownIdError
+from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
 from raylight.store.workers import WORKERS
@@ -160,8 +161,8 @@ class Queries:
     def collect(
         self, rollout_ids: list[str], with_spans: bool
     ) -> list[tuple[Row, Row | None, list[Row], list[Row]]]:
-        """`(rollout, last span with a reward, calls, spans)` of each rollout's latest attempt, calls in the
-        order of their start."""
+        """`(rollout, its grade or last span with a reward, calls, spans)` of each rollout's latest attempt,
+        calls in the order of their start."""
         return [self._collect(rollout_id, with_spans) for rollout_id in rollout_ids]
 
     def _collect(self, rollout_id: str, with_spans: bool) -> tuple[Row, Row | None, list[Row], list[Row]]:
@@ -170,6 +171,8 @@ class Queries:
         if attempt_id is None:
             return rollout, None, [], []
         rewarded = self._fetch_all(
+            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND span_id = ?", [attempt_id, GRADE_SPAN_ID]
+        ) or self._fetch_all(
             f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC "
             "LIMIT 1",
             [attempt_id],

@@ -10,6 +10,8 @@ from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import (
     CALL_ID,
     DIALECT,
+    GRADE_ERROR,
+    GRADE_SPAN_ID,
     INPUT_MESSAGES,
     OUTPUT_MESSAGES,
     PROMPT_TOKEN_IDS,
@@ -334,17 +336,17 @@ class StoreReader:
 
 def _finished(rollout: Row, rewarded: Row | None, calls: list[Row], spans: list[Row]) -> FinishedRollout:
     generations = list(generations_from_rows(calls).values())
-    rewards = {
-        reward.name: reward.value
-        for span in spans_from_rows([rewarded] if rewarded else [])
-        for reward in get_rewards_from_span(span)
-    }
+    source = spans_from_rows([rewarded])[0] if rewarded else None
+    rewards = {reward.name: reward.value for reward in (get_rewards_from_span(source) if source else [])}
+    graded = source is not None and source.span_id == GRADE_SPAN_ID
     return FinishedRollout(
         rollout_from_row(rollout),
         next(iter(rewards.values()), None),
         generations,
         spans_from_rows(spans),
         rewards,
+        graded,
+        source.attributes.get(GRADE_ERROR) if graded and source else None,
     )
 
 

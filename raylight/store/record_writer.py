@@ -42,6 +42,14 @@ class RecordWriter:
             if sequence_id is not None
         ]
 
+    async def grade(self, spans: Sequence[Span]) -> None:
+        """Store spans of a group reward for decided attempts, all or none.
+
+        Their rewards count, unlike those of other spans that come after the decision. An attempt that has a
+        grade keeps it.
+        """
+        await self._channel.call("grade", [span_row(span) for span in spans])
+
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
     ) -> Span | None:

@@ -229,6 +229,18 @@ class Records:
             values = values | {"status": "failed", "failure": failure_json(lost)}
         return self._attempts.finish(attempt, values)
 
+    def grade(self, spans: list[Row]) -> None:
+        """Store spans of a group reward, with their rewards, for decided attempts.
+
+        A span that is stored already is unchanged, so that an attempt is graded once.
+        """
+        for span in spans:
+            attempt = self._attempts.get(span[0], span[1])
+            sequence_id = attempt.next_sequence_id
+            if self._journal.execute(_ADD_SPAN, (*span[:2], sequence_id, *span[3:])).rowcount:
+                self._attempts.set_next_sequence_id(attempt.attempt_id, sequence_id + 1)
+                self._journal.increment("total_spans")
+
     def next_sequence_ids(self, attempts: list[tuple[str, str]]) -> list[int]:
         """Reserve the next sequence id of each attempt; an attempt that is listed twice gets two."""
         sequence_ids = []

@@ -118,6 +118,7 @@ class StoreService(Mailbox):
             "release_worker": self._leases.release_worker,
             "cancel": self._rollouts.cancel,
             "add_spans": self._records.add_spans,
+            "grade": self._records.grade,
             "next_sequence_ids": self._records.next_sequence_ids,
             "capture": self._records.capture,
             "lose_recorder": self._records.lose_recorder,

@@ -19,6 +19,7 @@ from raylight.bounds import MAX_COUNT, Seed
 from raylight.components import build_component
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
+from raylight.rewards.group import GroupReward
 from raylight.store.client import StoreClient
 
 
@@ -84,6 +85,21 @@ def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
     built = tuple(build_component(spec, object, "hooks") for spec in specs)
     HookDispatcher(built)
     return cast("tuple[Hook, ...]", built)
+
+
+def parse_group_reward(spec: Any) -> GroupReward | None:
+    """Return the function of a group reward.
+
+    Raises:
+        ConfigError: it is not callable.
+    """
+    function = None if spec is None else build_component(spec, object, "group_reward")
+    if function is not None and not callable(function):
+        raise ConfigError(
+            f"group_reward is {function!r:.80}; give a function that takes the rollouts of a group and "
+            "returns a reward for each, such as rl.ruler(llm)"
+        )
+    return cast("GroupReward | None", function)
 
 
 def parse_store(store: Any) -> StoreConfig | StoreClient:

@@ -26,6 +26,7 @@ from raylight.trainer.cluster import Connection
 from raylight.trainer.cluster_settings import settings_for_cluster
 from raylight.trainer.components.serving import ADAPTER_FILES
 from raylight.trainer.fit import fixed_model
+from raylight.trainer.group_grader import GroupGrader
 from raylight.trainer.loggers import Display
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.report import ProgressReporter
@@ -112,6 +113,8 @@ async def evaluate(
         started = time.perf_counter()
         async with run.watched():
             ids = await run_rollouts(run, requests, progress.rollout_progress("val"))
+            if (grader := GroupGrader.of(run, progress.note)) is not None:
+                await grader.grade_all(await run.store.collect(ids))
         seconds = time.perf_counter() - started
         finished = await _collect(run.store, ids, chosen.samples, folder / "eval.jsonl")
         progress.failures(finished)

@@ -67,7 +67,7 @@ class Training:
         """Last step whose metrics are logged."""
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
-        self._rollouts = PolicyRollouts(run)
+        self._rollouts = PolicyRollouts(run, report.note)
         groups = TrainingGroups if run.settings.sessions is None else SessionGroups
         progress = report.rollout_progress("train")
         self._groups = groups(run, self._rollouts, train_tasks, self._check, progress)

@@ -38,6 +38,7 @@ def describe(
         "train/failed": float(sum(item.rollout.status != "succeeded" for item in sampled)),
         **_failure_metrics(sampled),
         "train/unscored": float(content.unscored),
+        **_reward_metrics(sampled),
         "train/empty": float(content.empty),
         "train/alone": float(content.without_baseline),
         "train/groups": float(content.groups),
@@ -81,6 +82,20 @@ def describe(
             "train/calls": len(lengths) / len(sampled),
             "train/truncated_answers": statistics.fmean(reason == "length" for reason in reasons),
         }
+    return metrics
+
+
+def _reward_metrics(sampled: list[FinishedRollout]) -> Metrics:
+    """Return the means of named rewards beside the first, and the number of failed grades with a group
+    reward."""
+    named: dict[str, list[float]] = {}
+    for item in sampled:
+        if item.rollout.status == "succeeded":
+            for name, value in list(item.rewards.items())[1:]:
+                named.setdefault(name, []).append(value)
+    metrics = {f"train/reward/{name}": statistics.fmean(values) for name, values in named.items()}
+    if any(item.graded for item in sampled):
+        metrics["train/grades_failed"] = float(sum(item.grade_error is not None for item in sampled))
     return metrics
 
 
@@ -151,6 +166,12 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
     """
     if any(effective_reward(item, None) is not None for item in finished):
         return
+    if errors := Counter(item.grade_error for item in finished if item.grade_error is not None):
+        error, count = errors.most_common(1)[0]
+        raise RolloutsFailedError(
+            f"none of {len(finished)} rollouts was scored: the group reward failed for {count} of them with "
+            f"{error}"
+        )
     failures = [item.rollout.failure for item in finished if item.rollout.failure]
     if not failures:
         raise RolloutsFailedError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+from collections.abc import Callable
 from typing import Any, get_args
 
 from raylight.errors import StoreError
 from raylight.store.client import StoreClient
 from raylight.trainer.cluster_monitor import is_cluster_lost
+from raylight.trainer.group_grader import GroupGrader
 from raylight.trainer.resume import ResumePoint
 from raylight.trainer.rollouts import CANCEL_TIMEOUT_S, Progress, wait_for_sound
 from raylight.trainer.run import Run
@@ -25,16 +28,22 @@ from raylight.types import (
     RolloutStatus,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class PolicyRollouts:
     """Requests the rollouts of a run, waits for them and reads them.
 
     A rollout that the store has already is not repeated, unless it was cancelled or the infrastructure
     failed it.
+
+    Args:
+        note: shows a message to the user.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, note: Callable[[str], None] = logger.warning) -> None:
         self._run, self._store, self._start = run, run.store, run.start
+        self._grader = GroupGrader.of(run, note)
         self._algorithm, self._trained_agents = run.training.algorithm, run.training.trained_agents
         self._resources: ResourcesUpdate
         """Resources of training rollouts."""
@@ -133,7 +142,7 @@ class PolicyRollouts:
             await wait_for_sound(self._run, ids, show)
         finally:
             self.in_evaluation = 0
-        return await self.collect(ids)
+        return await self.grade(await self.collect(ids))
 
     async def _enqueue_share(
         self, requests: list[EnqueueRolloutRequest], repeats_lost: bool, ids: list[str]
@@ -177,6 +186,10 @@ class PolicyRollouts:
             return finished
         by_id = {item.rollout.rollout_id: item for item in await self.with_spans(chosen)}
         return [by_id.get(item.rollout.rollout_id, item) for item in finished]
+
+    async def grade(self, finished: list[FinishedRollout]) -> list[FinishedRollout]:
+        """Return decided rollouts of whole groups with the rewards of the group reward, if there is one."""
+        return finished if self._grader is None else await self._grader.grade_all(finished)
 
     async def with_spans(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts with their spans, which lack the tokens of calls."""

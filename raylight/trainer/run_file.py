@@ -32,7 +32,7 @@ from raylight.trainer.task_files import FileTasks, read_tasks
 IN_CODE = "given in code"
 SECRET = "**********"
 UPSTREAM_KEY = "RAYLIGHT_UPSTREAM_KEY"
-COMPONENTS = ("tracer", "adapter", "llm_proxy", "hooks", "loggers")
+COMPONENTS = ("tracer", "adapter", "llm_proxy", "hooks", "group_reward", "loggers")
 """Arguments of a Trainer that specify components."""
 RESOURCE_TYPES = {"llm": LLM, "proxy_llm": ProxyLLM, "prompt_template": PromptTemplate}
 
@@ -67,6 +67,7 @@ class RunFile(Config):
     adapter: str | dict[str, Any] | None = None
     llm_proxy: str | dict[str, Any] | None = None
     hooks: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    group_reward: str | dict[str, Any] | None = None
     loggers: list[str | dict[str, Any]] | None = None
     address: str | None = None
     progress: bool = True

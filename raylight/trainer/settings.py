@@ -95,6 +95,9 @@ class ResolvedSettings:
     training: TrainingSettings | None = None
     sessions: SessionConfig | None = None
     """Settings of the sessions of agents outside the run, which then has no runners; None: it has runners."""
+    group_reward: Any = None
+    """Function of all finished rollouts of a group (see `raylight.rewards.group`); None if the agent's own
+    rewards count."""
 
     @property
     def shares_gpus(self) -> bool:

@@ -29,6 +29,7 @@ from raylight.trainer.arguments import (
     TrainerArguments,
     chosen_algorithm,
     parse_algorithm,
+    parse_group_reward,
     parse_hooks,
     parse_resources,
     parse_role,
@@ -52,9 +53,9 @@ from raylight.trainer.settings import ResolvedSettings
 class Trainer:
     """Trains an agent on a Ray cluster, or on a local one that it starts.
 
-    A component (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, each of `hooks` and `loggers`) is an
-    instance, a class, a dotted name, or a dict of a class or name as `type` with arguments. An argument that
-    nothing would read is an error.
+    A component (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, `group_reward`, each of `hooks` and
+    `loggers`) is an instance, a class, a dotted name, or a dict of a class or name as `type` with arguments.
+    An argument that nothing would read is an error.
 
     `n_workers` and `resources` are accepted for `n_runners` and `initial_resources`, and `val_data` for
     `val_dataset` (agent-lightning's names).
@@ -75,8 +76,7 @@ class Trainer:
         engine: settings of the serving deployment, a dict or an EngineConfig.
         runner: settings of the runners, a dict or a RunnerConfig.
         learner: settings of the learners, a dict or a LearnerConfig.
-        checkpoint: settings of the training states, from which `fit(resume=...)` continues; a dict or a
-            CheckpointConfig.
+        checkpoint: settings of the training states, a dict or a CheckpointConfig.
         store: settings of the run's store, a dict or a StoreConfig, or the client of an existing store.
         tracer: records spans inside the agent; None is an OtelTracer.
         adapter: converts spans to training data for an `Algorithm`; None, or a dict without a `type`, is a
@@ -84,6 +84,7 @@ class Trainer:
             on the tokens that the engine recorded.
         llm_proxy: passed on to an `Algorithm`.
         hooks: called around every rollout; one, or several in order.
+        group_reward: rewards a group's finished rollouts together, such as `rl.ruler(llm)` (docs/rewards.md).
         loggers: metric loggers: "console", "jsonl", "plot", which None stands for; the trackers "wandb",
             "mlflow", "tensorboard", "trackio", "swanlab", "clearml" and "otlp", each with an extra of
             raylight; or loggers of your own (see docs/trackers.md).
@@ -128,6 +129,7 @@ class Trainer:
         adapter: Any = None,
         llm_proxy: Any = None,
         hooks: Any = None,
+        group_reward: Any = None,
         loggers: Sequence[Any] | None = None,
         role: Role | None = None,
         run_name: str | None = None,
@@ -154,6 +156,7 @@ class Trainer:
             "adapter": adapter,
             "llm_proxy": llm_proxy,
             "hooks": hooks,
+            "group_reward": group_reward,
             "loggers": loggers,
         }
         """Components as they were specified, for config.yaml."""
@@ -174,6 +177,7 @@ class Trainer:
         )
         self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
         self.hooks = parse_hooks(hooks)
+        self.group_reward = parse_group_reward(group_reward)
         requested = RunSettings(
             EngineConfig.parse(engine, port=port),
             LearnerConfig.parse(learner, n=n_learners),
@@ -200,6 +204,7 @@ class Trainer:
             "n_learners": n_learners,
             "port": port,
             "seed": seed,
+            "group_reward": group_reward,
         }
         self.policy_arguments = sorted(name for name, value in only_policy.items() if value is not None)
         """Names of the given arguments that only an algorithm that trains a policy reads."""
@@ -372,6 +377,7 @@ class Trainer:
             store=self.store,
             store_path=path or str(folder / store),
             resources=merge_resources(agent, self.initial_resources),
+            group_reward=self.group_reward,
         )
 
     def _launched(self, fit: Fit) -> AbstractContextManager[Work]:

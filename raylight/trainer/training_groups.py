@@ -247,7 +247,7 @@ class TrainingGroups:
             self._progress(sum(self._decided.values()), len(self._decided) * len(ids))
             self._room_changed.notify_all()
 
-        rollouts = await self._until_decided(group, ids, show)
+        rollouts = await self._rollouts.grade(await self._until_decided(group, ids, show))
         algorithm = self._algorithm
         finished = FinishedGroup(
             rollouts,

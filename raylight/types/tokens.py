@@ -182,6 +182,10 @@ class FinishedRollout:
     """Spans in the order of their sequence ids; empty if only tokens were requested."""
     rewards: dict[str, float] = field(default_factory=dict)
     """All rewards emitted together with `reward`, by name, with `reward` first; empty without a reward."""
+    graded: bool = False
+    """True if a group reward has graded it: `rewards` are those of the grade, then those of the agent."""
+    grade_error: str | None = None
+    """Reason why the group reward failed, so that the rollout has no reward; None if it did not."""
 
 
 def _set_array(item: Any, name: str, dtype: type[np.generic]) -> None:

@@ -1,0 +1,1 @@
+"""Rewards of groups of rollouts: relative ranking, rubrics, terms, and their sums."""

@@ -1,0 +1,141 @@
+"""Group rewards: functions of all finished rollouts of a group, and the grades that they give.
+
+A group reward is called once all rollouts of a group are decided, with those that succeeded. It returns a
+reward for each, in their order: a number, a dict of named rewards of which the first one counts, or None for
+a rollout that is not scored. It may be a coroutine function. The agent's own rewards keep their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from raylight.errors import GroupRewardError, RewardError
+from raylight.traces.messages import Message, TraceToMessages
+from raylight.traces.rewards import named_rewards
+from raylight.types import FinishedRollout, SpanCoreFields
+
+_RECORDED: contextvars.ContextVar[list[SpanCoreFields] | None] = contextvars.ContextVar(
+    "raylight_group_reward", default=None
+)
+"""Spans that the current call of a group reward has recorded."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRollout:
+    """A succeeded rollout, as a group reward reads it."""
+
+    finished: FinishedRollout
+    """The rollout with its spans."""
+
+    @property
+    def task(self) -> Any:
+        """The task, as the agent received it."""
+        return self.finished.rollout.input
+
+    @property
+    def reward(self) -> float | None:
+        """The agent's own reward; None if it returned none."""
+        return self.finished.reward
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """All rewards that the agent returned, by name."""
+        return self.finished.rewards
+
+    @cached_property
+    def conversations(self) -> list[list[Message]]:
+        """The conversations with the model, each with its last answer: those that no later call continues."""
+        calls = [call["messages"] for call in TraceToMessages().adapt(self.finished.spans)]
+        return [
+            messages
+            for number, messages in enumerate(calls)
+            if not any(later[: len(messages)] == messages for later in calls[number + 1 :])
+        ]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The last conversation; empty if the agent called no model."""
+        return self.conversations[-1] if self.conversations else []
+
+    @property
+    def answer(self) -> str:
+        """Text of the last answer; empty if there is none."""
+        return message_text(self.messages[-1]) if self.messages else ""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of sampled tokens of all calls."""
+        return sum(len(call.output_ids) for call in self.finished.generations)
+
+
+RolloutReward: TypeAlias = float | Mapping[str, float] | None
+GroupReward: TypeAlias = Callable[
+    [list[GroupRollout]], Sequence[RolloutReward] | Awaitable[Sequence[RolloutReward]]
+]
+"""Function from the rollouts of a group to their rewards."""
+
+
+async def call_group_reward(function: GroupReward, group: list[GroupRollout]) -> list[dict[str, float]]:
+    """Return the named rewards of each rollout of a group, empty for one that is not scored.
+
+    A plain function runs in a thread.
+
+    Raises:
+        GroupRewardError: the result is not one reward for each rollout.
+        Exception: the error of the function.
+    """
+    result: Any
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        result = function(group)
+    else:
+        result = await asyncio.to_thread(function, group)
+    if inspect.isawaitable(result):
+        result = await result
+    title = getattr(function, "__name__", type(function).__name__)
+    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
+        raise GroupRewardError(
+            f"the group reward {title} returned a {type(result).__name__}; return a list with a reward for "
+            "each rollout of the group"
+        )
+    if len(result) != len(group):
+        raise GroupRewardError(
+            f"the group reward {title} returned {len(result)} rewards for {len(group)} rollouts; return "
+            "one for each, in their order"
+        )
+    try:
+        return [{} if reward is None else named_rewards(reward) for reward in result]
+    except RewardError as error:
+        raise GroupRewardError(f"the group reward {title} returned a wrong reward: {error}") from None
+
+
+@contextmanager
+def recording() -> Iterator[list[SpanCoreFields]]:
+    """Collect the spans that `record` receives within the block, also from its threads and tasks."""
+    spans: list[SpanCoreFields] = []
+    token = _RECORDED.set(spans)
+    try:
+        yield spans
+    finally:
+        _RECORDED.reset(token)
+
+
+def record(span: SpanCoreFields) -> None:
+    """Record a span of the current call of a group reward; without one, drop it."""
+    spans = _RECORDED.get()
+    if spans is not None:
+        spans.append(span)
+
+
+def message_text(message: Message) -> str:
+    """Return the text of a message, the texts of its parts joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content or ""

@@ -1,0 +1,131 @@
+"""Grading of finished groups by the run's group reward, stored so that a group is graded once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
+
+from raylight.errors import GroupRewardError
+from raylight.experience.rewards import group_key
+from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
+from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
+from raylight.store.client import StoreClient
+from raylight.trainer.run import Run
+from raylight.types import Attempt, FinishedRollout, Span, SpanCoreFields
+
+logger = logging.getLogger(__name__)
+
+
+class GroupGrader:
+    """Calls a group reward for finished groups, and stores its grades with their attempts.
+
+    Only rollouts that succeeded are graded; a group without any is left as it is. If the function raises, the
+    rollouts of the group have no reward, which is stored too.
+
+    Args:
+        note: shows the first failure to the user.
+    """
+
+    def __init__(self, store: StoreClient, function: GroupReward, note: Callable[[str], None]) -> None:
+        self._store, self._function, self._note = store, function, note
+        self._noted = False
+
+    @classmethod
+    def of(cls, run: Run, note: Callable[[str], None]) -> Self | None:
+        """Return the grader of a run; None if it has no group reward."""
+        function = run.settings.group_reward
+        return None if function is None else cls(run.store, function, note)
+
+    async def grade_all(self, finished: list[FinishedRollout]) -> list[FinishedRollout]:
+        """Return decided rollouts with their grades, in the same order.
+
+        Args:
+            finished: all rollouts of one or several groups.
+
+        Raises:
+            GroupRewardError: the function returned something other than a reward for each rollout.
+        """
+        groups: dict[str, list[FinishedRollout]] = {}
+        for item in finished:
+            if item.rollout.status == "succeeded":
+                groups.setdefault(group_key(item), []).append(item)
+        graded: dict[str, FinishedRollout] = {}
+        for group in await asyncio.gather(*map(self._grade, groups.values())):
+            graded |= {item.rollout.rollout_id: item for item in group}
+        return [graded.get(item.rollout.rollout_id, item) for item in finished]
+
+    async def _grade(self, group: list[FinishedRollout]) -> list[FinishedRollout]:
+        """Return the rollouts of a group with their grades."""
+        if all(item.graded for item in group):
+            return group
+        ids = [item.rollout.rollout_id for item in group]
+        with_spans = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
+        error: str | None = None
+        with recording() as recorded:
+            try:
+                rewards = await call_group_reward(self._function, list(map(GroupRollout, with_spans)))
+            except GroupRewardError:
+                raise
+            except Exception as failure:  # the user's code, or the judge
+                error, rewards = f"{type(failure).__name__}: {failure}", [{}] * len(group)
+                self._show(failure)
+        grades = [
+            (item, given | {name: value for name, value in item.rewards.items() if name not in given})
+            if given
+            else (item, {})
+            for item, given in zip(with_spans, rewards, strict=True)
+        ]
+        first = with_spans[0].rollout.attempt
+        assert first is not None, "a rollout that succeeded has an attempt"
+        spans = [_span(first, core, secrets.token_hex(8)) for core in recorded]
+        spans += [_grade_span(item, given, error) for item, given in grades if not item.graded]
+        await self._store.grade(spans)
+        return [
+            item if item.graded else _with_grade(item, given, error)
+            for item, (_, given) in zip(group, grades, strict=True)
+        ]
+
+    def _show(self, failure: Exception) -> None:
+        logger.debug("the group reward failed", exc_info=failure)
+        if not self._noted:
+            self._noted = True
+            self._note(
+                "the group reward failed, and its rollouts are not scored (train/grades_failed counts them): "
+                f"{type(failure).__name__}: {failure}"
+            )
+
+
+def _with_grade(item: FinishedRollout, rewards: dict[str, float], error: str | None) -> FinishedRollout:
+    return replace(
+        item,
+        reward=next(iter(rewards.values()), None),
+        rewards=rewards,
+        graded=True,
+        grade_error=error,
+    )
+
+
+def _grade_span(item: FinishedRollout, rewards: dict[str, float], error: str | None) -> Span:
+    """Return the span of a grade; without rewards it says that the rollout is not scored."""
+    attributes = dict(reward_attributes(rewards)) | ({} if error is None else {GRADE_ERROR: error[:1000]})
+    assert item.rollout.attempt is not None
+    now = time.time()
+    core = SpanCoreFields(name=ANNOTATION, attributes=attributes, start_time=now, end_time=now)
+    return _span(item.rollout.attempt, core, GRADE_SPAN_ID)
+
+
+def _span(attempt: Attempt, core: SpanCoreFields, span_id: str) -> Span:
+    return Span(
+        **core.model_dump(),
+        rollout_id=attempt.rollout_id,
+        attempt_id=attempt.attempt_id,
+        sequence_id=0,
+        trace_id=secrets.token_hex(16),
+        span_id=span_id,
+        parent_id=None,
+    )
