@@ -94,6 +94,10 @@ from raylight.starter.make import StarterModel as StarterModel
 from raylight.starter.make import make_starter as make_starter
 from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
+from raylight.tasks.curriculum import Curriculum as Curriculum
+from raylight.tasks.mixture import Mixture as Mixture
+from raylight.tasks.stages import Stages as Stages
+from raylight.tasks.stream import Stream as Stream
 from raylight.traces.adapters import TraceAdapter as TraceAdapter
 from raylight.traces.agent_framework import AgentFrameworkTracer as AgentFrameworkTracer
 from raylight.traces.messages import TraceToMessages as TraceToMessages

@@ -34,7 +34,7 @@ FLOORS = [
         "ray_metrics",
         "advisories",
     },
-    {"http", "experience", "weight_transfer"},
+    {"http", "tasks", "experience", "weight_transfer"},
     {"runner", "engines", "weight_sync", "serving", "learner", "planning"},
     {"algorithms"},
     {"trainer"},

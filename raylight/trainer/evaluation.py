@@ -4,6 +4,7 @@ stopping."""
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.errors import ConfigError
 from raylight.files import replace_folder, restore_folder, write_atomic
-from raylight.trainer.outcome import raise_if_hopeless
+from raylight.trainer.outcome import by_source, raise_if_hopeless
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.sampled_rollouts import example_ids, sampled_rollout
 from raylight.trainer.scores import Scores, measure
@@ -165,6 +166,8 @@ class Evaluator:
         metrics = describe_scores(
             measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward)
         )
+        for source, values in by_source(finished, algorithm.failure_reward).items():
+            metrics[f"val/source/{source}/reward"] = statistics.fmean(values)
         metrics["time/val_s"] = time.perf_counter() - started
         return metrics
 

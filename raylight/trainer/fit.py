@@ -15,8 +15,9 @@ from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
+from raylight.tasks.datasets import as_dataset
 from raylight.trainer.arguments import TrainerAlgorithm
-from raylight.trainer.inputs import Inputs, as_dataset, as_tasks, check_validation_size, resolve_model
+from raylight.trainer.inputs import Inputs, as_tasks, as_train_set, check_validation_size, resolve_model
 from raylight.trainer.policy_checks import (
     check_lengths,
     resolve_state_url,
@@ -28,7 +29,6 @@ from raylight.trainer.resume import (
     ResumePoint,
     check_no_other_run,
     find_resume_point,
-    fingerprint_tasks,
     fresh_start,
     highest_logged_step,
     highest_logged_version,
@@ -51,7 +51,7 @@ class Fit:
     requested: RunSettings
     """Settings of the Trainer, as the algorithm adjusts them."""
     train: Any
-    """Training tasks; those of an algorithm with its own loop may be any dataset, or None."""
+    """Training tasks, a TaskSet; those of an algorithm with its own loop may be any dataset, or None."""
     val: Any
     total_steps: int
     """Planned number of steps; 0 if only the algorithm knows it."""
@@ -96,7 +96,7 @@ class Fit:
     @property
     def state_config(self) -> dict[str, Any]:
         """The configuration that is stored with a training state."""
-        return self.settings.resolved() | {"tasks": fingerprint_tasks(self.train)}
+        return self.settings.resolved() | {"tasks": self.train.fingerprint()}
 
     def find_start(self) -> None:
         """Find the training state that a run that trains starts from; its settings are final.
@@ -133,7 +133,7 @@ def plan_policy(
         ConfigError, DatasetError, ModelNotFoundError: the run could not work.
     """
     engine, learner, checkpoint = requested.engine, requested.learner, requested.checkpoint
-    tasks = as_tasks(inputs.train, "train_dataset", required=True)
+    tasks = as_train_set(inputs.train)
     val_tasks = as_tasks(inputs.val, "val_dataset", required=False)
     if algorithm.patience is not None and not val_tasks:
         raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
@@ -147,7 +147,12 @@ def plan_policy(
         sampling_parameters=algorithm.sampling_parameters,
         training_temperature=algorithm.training_temperature,
     )
-    total_steps = algorithm.steps(len(tasks))
+    if tasks.size is None and algorithm.n_steps is None:
+        raise ConfigError(
+            f"the length of {type(tasks).__name__}, the train_dataset, is not known, and so is not that of "
+            "training; set n_steps"
+        )
+    total_steps = algorithm.steps(tasks.size or 0)
     training = TrainingSettings(
         algorithm,
         learner,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,10 @@ from raylight.bounds import MAX_ROLLOUTS
 from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
 from raylight.store.payloads import encode_payload
+from raylight.tasks.datasets import as_task_set
+from raylight.tasks.shuffled import ShuffledTasks
+from raylight.tasks.task_set import TaskSet
 
-MAX_ROWS = 10_000_000
-"""Maximum number of tasks of a dataset. The driver holds all of them."""
 MAX_CHECKED = 10_000
 """Number of tasks, the first ones, whose types are checked before the run. Enqueueing checks the others."""
 
@@ -102,25 +102,49 @@ def resolve_model(model: str) -> str:
     )
 
 
+class SourcedTasks(list[Any]):
+    """Tasks of several sources.
+
+    Attributes:
+        sources: name of the source of each.
+    """
+
+    def __init__(self, parts: list[tuple[str | None, Any]]) -> None:
+        super().__init__(task for _, task in parts)
+        self.sources = [source for source, _ in parts]
+
+
+def as_train_set(dataset: Any) -> TaskSet:
+    """Return the training dataset as a set of tasks.
+
+    Raises:
+        DatasetError: it is missing, cannot be iterated, is empty, or has too many tasks. A task cannot be
+            stored.
+    """
+    if dataset is None:
+        raise DatasetError("train_dataset is missing; pass a list of tasks")
+    tasks = as_task_set(dataset, "train_dataset")
+    if tasks.size is not None:
+        _check_tasks([task for _, task in tasks.parts()[:MAX_CHECKED]], "train_dataset")
+    return tasks
+
+
 def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
-    """Return a dataset as a list of tasks.
+    """Return a dataset as a list of tasks; those of several sources as `SourcedTasks`.
 
     Args:
         name: of the argument, for messages.
 
     Raises:
-        DatasetError: the dataset cannot be iterated, is empty, has too many tasks, or is required and None.
-            A task cannot be stored.
+        DatasetError: the dataset cannot be iterated, is empty or without an end, has too many tasks, or is
+            required and None. A task cannot be stored.
     """
-    dataset = as_dataset(dataset, name)
     if dataset is None:
         if required:
             raise DatasetError(f"{name} is missing; pass a list of tasks")
         return []
-    try:
-        tasks = list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]
-    except Exception as error:  # whatever the dataset's own code raises
-        raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    found = as_task_set(dataset, name)
+    tasks: list[Any] = list(found.tasks) if isinstance(found, ShuffledTasks) else SourcedTasks(found.parts())
     _check_tasks(tasks[:MAX_CHECKED], name)
     return tasks
 
@@ -132,34 +156,6 @@ def _check_tasks(tasks: list[Any], name: str) -> None:
             encode_payload(task, f"{name}[{index}]")
         except StoreError as error:
             raise DatasetError(str(error)) from error
-
-
-def as_dataset(dataset: Any, name: str) -> Any:
-    """Return a dataset after checking that it has tasks; an iterator becomes a list.
-
-    Raises:
-        DatasetError: the dataset cannot be iterated, is empty, or has more than `MAX_ROWS` tasks.
-    """
-    if dataset is None:
-        return None
-    # a torch Dataset need not be iterable
-    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, str | bytes | dict) or not (sized or isinstance(dataset, Iterable)):
-        raise DatasetError(
-            f"{name} is a {type(dataset).__name__}; pass a list (or another sequence) of tasks"
-        )
-    try:
-        dataset = dataset if sized else list(itertools.islice(dataset, MAX_ROWS + 1))  # it may have no end
-        n_rows = len(dataset)
-    except Exception as error:  # whatever the dataset's own code raises
-        raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
-    if n_rows == 0:
-        raise DatasetError(f"{name} is empty; pass at least one task")
-    if n_rows > MAX_ROWS:
-        raise DatasetError(
-            f"{name} has more than {MAX_ROWS:,} tasks, which are held in memory; pass a part of it"
-        )
-    return dataset
 
 
 def check_validation_size(n_tasks: int, samples: int, setting: str) -> None:

@@ -23,6 +23,7 @@ from raylight.aio import cancel_all
 from raylight.errors import LearnerLostError
 from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.ledger import Ledger
+from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learners import NodeDrains
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.load_watch import LoadWatch
@@ -51,7 +52,7 @@ class Training:
     def __init__(
         self,
         run: Run,
-        train_tasks: list[Any],
+        train_tasks: TaskSet,
         val_tasks: list[Any],
         report: Report,
         config: dict[str, Any],
@@ -166,6 +167,7 @@ class Training:
         await self._enter(step, rollouts, content)
         rollout_s = cycle_s if self._is_asynchronous else wait_s
         metrics = describe(rollouts, content, rollout_s, algorithm.failure_reward)
+        metrics |= self._groups.task_metrics()
         if self._is_asynchronous:
             metrics |= self._describe_overlap(step, wait_s)
         report.batch(content)
@@ -341,6 +343,7 @@ class Training:
             self._config,
             version=self._learners.version,
             groups=self._groups.taken_up_to(step),
+            tasks=self._groups.sampler_state(),
             steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict() | {"beside": self._beside.step},
             ledger=self._ledger.state_dict(),

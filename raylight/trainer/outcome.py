@@ -12,7 +12,7 @@ from raylight.experience.batch import BatchReport
 from raylight.experience.call_relations import COUNTED
 from raylight.experience.rewards import effective_reward
 from raylight.trainer.report import Metrics
-from raylight.types import GREEDY, Budget, FinishedRollout
+from raylight.types import GREEDY, SOURCE, Budget, FinishedRollout
 from raylight.types.rollouts import FailureKind
 
 
@@ -38,7 +38,7 @@ def describe(
         "train/failed": float(sum(item.rollout.status != "succeeded" for item in sampled)),
         **_failure_metrics(sampled),
         "train/unscored": float(content.unscored),
-        **_reward_metrics(sampled),
+        **_reward_metrics(sampled, failure_reward),
         "train/empty": float(content.empty),
         "train/alone": float(content.without_baseline),
         "train/groups": float(content.groups),
@@ -85,15 +85,28 @@ def describe(
     return metrics
 
 
-def _reward_metrics(sampled: list[FinishedRollout]) -> Metrics:
-    """Return the means of named rewards beside the first, and the number of failed grades with a group
-    reward."""
+def by_source(finished: list[FinishedRollout], failure_reward: float | None) -> dict[str, list[float]]:
+    """Return the rewards of scored rollouts by the source of their task, if tasks have sources."""
+    found: dict[str, list[float]] = {}
+    for item in finished:
+        source, reward = item.rollout.metadata.get(SOURCE), effective_reward(item, failure_reward)
+        if source is not None and reward is not None:
+            found.setdefault(source, []).append(reward)
+    return found
+
+
+def _reward_metrics(sampled: list[FinishedRollout], failure_reward: float | None) -> Metrics:
+    """Return the means of named rewards beside the first, those by source, and the number of failed grades
+    with a group reward."""
     named: dict[str, list[float]] = {}
     for item in sampled:
         if item.rollout.status == "succeeded":
             for name, value in list(item.rewards.items())[1:]:
                 named.setdefault(name, []).append(value)
     metrics = {f"train/reward/{name}": statistics.fmean(values) for name, values in named.items()}
+    for source, values in by_source(sampled, failure_reward).items():
+        metrics[f"source/{source}/reward"] = statistics.fmean(values)
+        metrics[f"source/{source}/rollouts"] = float(len(values))
     if any(item.graded for item in sampled):
         metrics["train/grades_failed"] = float(sum(item.grade_error is not None for item in sampled))
     return metrics

@@ -10,16 +10,20 @@ from typing import Any, get_args
 
 from raylight.errors import StoreError
 from raylight.store.client import StoreClient
+from raylight.tasks.task_set import Draw
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.group_grader import GroupGrader
+from raylight.trainer.inputs import SourcedTasks
 from raylight.trainer.resume import ResumePoint
 from raylight.trainer.rollouts import CANCEL_TIMEOUT_S, Progress, wait_for_sound
 from raylight.trainer.run import Run
 from raylight.trainer.run_resources import with_sampling
 from raylight.trainer.settings import MODEL_NAME
 from raylight.types import (
+    DRAW,
     FINISHED,
     GREEDY,
+    SOURCE,
     TRAINABLE_AGENTS,
     EnqueueRolloutRequest,
     FinishedRollout,
@@ -84,14 +88,16 @@ class PolicyRollouts:
         ids = [f"{prefix}-{sample}" for sample in range(self._algorithm.group_size)]
         return [*ids, f"{prefix}-greedy"] if self._algorithm.needs_greedy_rollouts else ids
 
-    def group_requests(self, group: int, task: Any) -> list[EnqueueRolloutRequest]:
+    def group_requests(self, group: int, draw: Draw) -> list[EnqueueRolloutRequest]:
         """Return the requests of a training group, for `enqueue`."""
         ids = self.group_ids(group)
-        own: dict[str, Any] = {"resources_id": self._resources.resources_id}
-        greedy: dict[str, Any] = {"resources_id": self._greedy_id, "metadata": {GREEDY: True}}
+        metadata: dict[str, Any] = {} if draw.source is None else {SOURCE: draw.source}
+        metadata |= {DRAW: draw.place} if draw.place else {}
+        own: dict[str, Any] = {"resources_id": self._resources.resources_id, "metadata": metadata}
+        greedy: dict[str, Any] = {"resources_id": self._greedy_id, "metadata": metadata | {GREEDY: True}}
         return [
             EnqueueRolloutRequest(
-                input=task,
+                input=draw.task,
                 mode="train",
                 config=self._algorithm.rollout,
                 group_id=f"train-{group}",
@@ -100,6 +106,16 @@ class PolicyRollouts:
             )
             for sample, rollout_id in enumerate(ids)
         ]
+
+    async def stored_draws(self, groups: list[int]) -> dict[int, dict[str, Any]]:
+        """Return the draws of those of these groups whose rollouts the store has, by group."""
+        firsts = {self.group_ids(group)[0]: group for group in groups}
+        stored = await self._store.query_rollouts(rollout_id_in=list(firsts))
+        return {
+            firsts[rollout.rollout_id]: rollout.metadata[DRAW]
+            for rollout in stored
+            if DRAW in rollout.metadata
+        }
 
     async def evaluate(
         self, step: int, tasks: list[Any], samples: int, progress: Progress, model: str | None = None
@@ -122,6 +138,7 @@ class PolicyRollouts:
                 group_id=f"val-{step}-{index}",
                 rollout_id=f"{self._start.lineage}-val-{step}-{index}-{sample}",
                 resources_id=resources_id,
+                metadata=_source_of(tasks, index),
             )
             for index, task in enumerate(tasks)
             for sample in range(samples)
@@ -214,6 +231,12 @@ async def cancel_undecided(store: StoreClient, start: ResumePoint, keeps: bool =
     for lineage in filter(None, (None if keeps else start.lineage, start.parent_lineage)):
         left = await store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
         await store.cancel_rollouts([rollout.rollout_id for rollout in left])
+
+
+def _source_of(tasks: list[Any], index: int) -> dict[str, Any]:
+    """Return the metadata with the source of a validation task."""
+    source = tasks.sources[index] if isinstance(tasks, SourcedTasks) else None
+    return {} if source is None else {SOURCE: source}
 
 
 def _is_lost(rollout: Rollout) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import secrets
 import threading
@@ -45,7 +44,7 @@ SAME_UPDATES = {
 """Settings of an algorithm that do not affect its updates."""
 NOT_COMPARED = {"name", "versions", "resources"}
 """Top-level keys of a run's configuration that may differ from those of the training state."""
-PROGRESS_KEYS = ("version", "groups", "ledger", "steps_without_signal", "evaluation")
+PROGRESS_KEYS = ("version", "groups", "tasks", "ledger", "steps_without_signal", "evaluation")
 """Fields of a ResumePoint that are stored with a training state."""
 STORE_TIMEOUT_S = 30.0
 
@@ -60,6 +59,7 @@ class ResumePoint:
         step: last completed step.
         version: weight version after that step.
         groups: groups of rollouts that were taken up to that step, as arguments of `TakenGroups`.
+        tasks: state of the sampler of tasks after that step.
         ledger: result of `Ledger.state_dict` after that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
@@ -76,6 +76,7 @@ class ResumePoint:
     step: int = 0
     version: int = 0
     groups: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
     steps_without_signal: int = 0
     evaluation: dict[str, Any] | None = None
@@ -115,7 +116,7 @@ def find_resume_point(
 
     Args:
         state_url: folder or URL of this run's training states.
-        config: the run's resolved configuration, with the result of `fingerprint_tasks` as `tasks`.
+        config: the run's resolved configuration, with the fingerprint of the training tasks as `tasks`.
         highest_version: highest weight version in the metrics of the run directory.
 
     Raises:
@@ -271,16 +272,6 @@ def affects_updates(name: str, config: dict[str, Any]) -> bool:
         "learner.long_rows",
         "learner.max_row_tokens",
     )
-
-
-def fingerprint_tasks(tasks: list[Any]) -> dict[str, Any]:
-    """Return the number of training tasks and a digest of them; the digest is None unless they are plain JSON
-    data."""
-    try:
-        text = json.dumps(tasks, sort_keys=True)
-    except (TypeError, ValueError):
-        return {"number": len(tasks), "digest": None}
-    return {"number": len(tasks), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def highest_logged_version(metrics: Path) -> int:

@@ -1,6 +1,6 @@
 """The groups of training rollouts of a run: dispatched as the pacer allows, and taken by the training steps.
 
-Groups are numbered from 0 over the whole run. Group g is the g-th task of the TaskSampler.
+Groups are numbered from 0 over the whole run. Group g has the g-th task that is drawn.
 
 Laws:
 - The groups of a step are recorded in the store before the step trains on them, and a recorded step takes the
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from typing import Any, NoReturn
 
 from raylight.aio import BroadcastCondition, cancel_all, task_group
 from raylight.experience.rewards import is_informative
-from raylight.experience.task_sampler import TaskSampler
+from raylight.tasks.task_set import Draw, TaskSet
 from raylight.trainer.pacer import Pacer
 from raylight.trainer.policy_rollouts import PolicyRollouts, cancel_left
 from raylight.trainer.report import Metrics
 from raylight.trainer.rollouts import Progress, end_unresponsive, wait_for_rollouts
 from raylight.trainer.run import Run
-from raylight.types import FinishedRollout, StepGroups, TokenTotals
+from raylight.types import DRAW, FinishedRollout, StepGroups, TokenTotals
 
 
 class TakenGroups:
@@ -101,14 +102,18 @@ class TrainingGroups:
         self,
         run: Run,
         rollouts: PolicyRollouts,
-        tasks: list[Any],
+        tasks: TaskSet,
         check: Callable[[list[FinishedRollout]], None],
         progress: Progress,
     ) -> None:
         self._run, self._rollouts = run, rollouts
         self._check, self._progress = check, progress
         algorithm = self._algorithm = run.training.algorithm
-        self._sampler = TaskSampler(tasks, run.settings.seed)
+        self._sampler = tasks.sampler(run.settings.seed)
+        self._sampling = asyncio.Lock()
+        """Held while the sampler is used, which may be in a thread."""
+        self._observed = run.start.step
+        """Last step whose outcomes the sampler knows."""
         self._pacer = Pacer(algorithm.tasks_per_step, algorithm.max_staleness, run.training.total_steps)
         self._taken = TakenGroups()
         self._logged, self._logged_step = TakenGroups(), 0
@@ -138,6 +143,7 @@ class TrainingGroups:
     async def load(self) -> None:
         """Continue from the starting point, with the steps that the store has recorded since."""
         step, taken = self._run.start.step, self._run.start.groups
+        self._sampler.load_state_dict(self._run.start.tasks)
         self._taken, self._logged, self._logged_step = TakenGroups(**taken), TakenGroups(**taken), step
         self._pacer.dispatched = len(self._taken)
         self._pacer.replaced = len(self._taken) - step * self._pacer.groups_per_step
@@ -216,12 +222,47 @@ class TrainingGroups:
             await self._room_changed.wait_for(lambda: self._room() > 0)
             unknown = (group for group in self._taken.rest() if group not in self._decided)
             groups = list(itertools.islice(unknown, self._room()))
-            requests = [self._rollouts.group_requests(group, self._sampler.task(group)) for group in groups]
+            requests = [
+                self._rollouts.group_requests(group, draw)
+                for group, draw in zip(groups, await self._draw(groups), strict=True)
+            ]
             self._decided |= dict.fromkeys(groups, 0)
             self._pacer.dispatched += len(groups)
             await self._rollouts.enqueue(list(itertools.chain.from_iterable(requests)))
             for group in groups:
                 self._waiting[group] = self._tasks.create_task(self._wait(group))
+
+    async def _draw(self, groups: list[int]) -> list[Draw]:
+        """Return the tasks of groups; those that an earlier process dispatched keep theirs."""
+        async with self._sampling:
+            if self._sampler.learns and not self._run.start.is_fresh:
+                for group, place in (await self._rollouts.stored_draws(groups)).items():
+                    self._sampler.recall(group, place)
+            return await asyncio.to_thread(lambda: [self._sampler.draw(group) for group in groups])
+
+    async def _observe(self, step: int, rollouts: list[FinishedRollout]) -> None:
+        """Give the sampler the outcomes of a step, once."""
+        if step <= self._observed:
+            return
+        self._observed = step
+        by_id = {item.rollout.rollout_id: item for item in rollouts}
+        async with self._sampling:
+            for group in sorted(self._records[step].trained):  # a step that is taken again draws nothing
+                first = by_id[self._rollouts.group_ids(group)[0]]
+                self._sampler.recall(group, first.rollout.metadata.get(DRAW, {}))
+            for group in self._records[step].all:
+                ids = self._rollouts.group_ids(group)
+                own = [self._algorithm.reward_of(by_id[name]) for name in ids if name in by_id]
+                rewards = [reward for reward in own if reward is not None]
+                self._sampler.observe(group, statistics.fmean(rewards) if rewards else None)
+
+    def sampler_state(self) -> dict[str, Any]:
+        """Return the state of the sampler of tasks, as plain JSON."""
+        return self._sampler.state_dict()
+
+    def task_metrics(self) -> dict[str, float]:
+        """Return the state of the sampler of tasks as metrics."""
+        return {f"tasks/{name}": value for name, value in self._sampler.metrics().items()}
 
     def _room(self) -> int:
         room = self._pacer.room(self._to_replace())
@@ -291,6 +332,7 @@ class TrainingGroups:
             known = found[group]
             ids = self._rollouts.group_ids(group)
             rollouts += known.rollouts if known else await self._rollouts.collect(ids)
+        await self._observe(step, rollouts)
         return rollouts
 
     async def _choose_sound(self) -> list[int]:

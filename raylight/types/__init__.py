@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from raylight.types.collections import Dataset, PaginatedResult
 from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
+    DRAW,
     GREEDY,
+    SOURCE,
     TRAINABLE_AGENTS,
     TRUNCATED,
     Attempt,
@@ -79,6 +81,7 @@ __all__ = [
     "ATTEMPT_TRANSITIONS",
     "AUXILIARY",
     "CONTINUED",
+    "DRAW",
     "DRIFTS",
     "FINISHED",
     "GREEDY",
@@ -90,6 +93,7 @@ __all__ = [
     "NEVER_SAMPLED_BELOW",
     "RETRIED",
     "ROLLOUT_TRANSITIONS",
+    "SOURCE",
     "TRAINABLE_AGENTS",
     "TRUNCATED",
     "WAITING",

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from raylight.experience.task_sampler import TaskSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.experience.rewards import is_informative
 from raylight.experience.settings import PolicySettings
-from raylight.experience.task_sampler import TaskSampler
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.trainer.training_groups import choose_groups

@@ -38,10 +38,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence import Sampler
+from raylight.experience.task_sampler import TaskSampler
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.experience.task_sampler import TaskSampler
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 

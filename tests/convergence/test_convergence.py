@@ -4,13 +4,17 @@ Every bound on a gain is about half of the smallest gain of three seeds.
 """
 
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 import schema_agent
+from judged_group import judge_llm, scores_of
 from quotes import buyer, quotes, teach_buyer
+from scripted_models import serve_script
 
 import raylight as rl
 from raylight.experience.trajectory import build_trajectories
@@ -122,3 +126,56 @@ def test_a_schema_bound_agent(tmp_path: Path) -> None:
         assert row["constrained/tokens"] >= row["train/rollouts"]
         assert row["constrained/forced_fraction"] >= 0.5
         assert row["constrained/allowed_probability"] < 0.5
+
+
+@rl.rollout
+async def noisy_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> dict[str, float]:
+    """The quickstart's agent with a small reward for its answer, and a large one that is random."""
+    right = await adder(task, llm)
+    return {"right": 0.01 * right, "noise": random.Random(rollout.rollout_id).uniform(-1, 1)}
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_drowned_in_a_sum_is_learned_with_gdpo(tmp_path: Path) -> None:
+    weights = {"right": 1.0, "noise": 0.1}
+    rows = fit(rl.GDPO(model=STARTER_MODEL, reward_weights=weights, **COMMON), tmp_path, noisy_adder)
+    assert 100 * gain(rows) >= 0.2
+
+
+@pytest.mark.slow
+def test_token_baselines(tmp_path: Path) -> None:
+    assert gain(fit(rl.OTB(model=STARTER_MODEL, **COMMON), tmp_path)) >= 0.2
+
+
+@pytest.mark.slow
+def test_a_quadratic_penalty(tmp_path: Path) -> None:
+    assert gain(fit(rl.DRO(model=STARTER_MODEL, **COMMON), tmp_path)) >= 0.2
+
+
+@pytest.mark.slow
+def test_a_curriculum(tmp_path: Path) -> None:
+    data = (rl.Mixture({"pools": rl.Curriculum(TRAIN[:64]), "rest": TRAIN[64:]}, weights={"pools": 1.0}), VAL)
+    rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, data=data)
+    assert gain(rows) >= 0.2
+    assert rows[-1]["tasks/pools/untested"] == 0
+    assert rows[-1]["tasks/pools/solved"] > rows[1]["tasks/pools/solved"]
+
+
+@rl.rollout
+async def unscored_adder(task: dict, llm: rl.LLM) -> None:
+    await adder(task, llm)
+
+
+def honest_judge(model: str, text: str) -> str:
+    """Score each answer by the sum that the conversation asks for."""
+    a, b = map(int, re.findall(r"(\d+)\+(\d+)=", text)[0])
+    return scores_of(text, lambda answer: float(answer.strip() == str(a + b)))
+
+
+@pytest.mark.slow
+def test_ranking_by_a_judge(tmp_path: Path) -> None:
+    with serve_script(honest_judge) as models:
+        ruler = rl.ruler(judge_llm(models.url))
+        rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, unscored_adder, group_reward=ruler)
+    assert gain(rows) >= 0.2
+    assert all(row["train/grades_failed"] == 0 for row in rows[1:])

@@ -11,10 +11,10 @@ import pytest
 from ray_cluster import Cluster
 
 import raylight as rl
-from raylight.experience.task_sampler import TaskSampler
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
+from raylight.tasks.task_set import TaskSet
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Report
 from raylight.trainer.run import Run
@@ -40,17 +40,17 @@ async def seeded_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> float:
 class BarrierTraining:
     """All rollouts of a step, then its update, then the publication of its weights."""
 
-    def __init__(self, run: Run, tasks: list[Any], val_tasks: list[Any], report: Report, config: Any) -> None:
+    def __init__(self, run: Run, tasks: TaskSet, val_tasks: list[Any], report: Report, config: Any) -> None:
         self._run, self._tasks, self._report = run, tasks, report
 
     async def run(self) -> None:
         run, algorithm = self._run, self._run.training.algorithm
-        rollouts, sampler = PolicyRollouts(run), TaskSampler(self._tasks, run.settings.seed)
+        rollouts, sampler = PolicyRollouts(run), self._tasks.sampler(run.settings.seed)
         await rollouts.add_resources()
         for step in range(STEPS):
             groups = range(step * GROUPS, (step + 1) * GROUPS)
             for group in groups:
-                await rollouts.enqueue(rollouts.group_requests(group, sampler.task(group)))
+                await rollouts.enqueue(rollouts.group_requests(group, sampler.draw(group)))
             ids = [name for group in groups for name in rollouts.group_ids(group)]
             await run.store.wait_for_rollouts(rollout_ids=ids)
             batch, content = algorithm.build_train_batch(await rollouts.collect(ids), run.training.learner)

@@ -32,9 +32,10 @@ from raylight.base_config import Config
 from raylight.bounds import leaf_types
 from raylight.cli import app
 from raylight.errors import ConfigError, DatasetError, RaylightError
+from raylight.tasks.datasets import MAX_ROWS
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.eval_run import EvalSettings
-from raylight.trainer.inputs import MAX_ROWS, as_tasks
+from raylight.trainer.inputs import as_tasks
 from raylight.trainer.run_file import RunFile
 from raylight.trainer.trainer import Trainer
 
@@ -330,7 +331,7 @@ def test_wrong_datasets_are_typed_errors(dataset: Any, message: str) -> None:
 
 def test_a_dataset_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_ROWS == 10_000_000
-    monkeypatch.setattr("raylight.trainer.inputs.MAX_ROWS", 10)
+    monkeypatch.setattr("raylight.tasks.datasets.MAX_ROWS", 10)
     with pytest.raises(DatasetError, match="more than 10 tasks"):
         as_tasks(iter(int, 1), "train_dataset", required=True)
 

@@ -38,6 +38,8 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.tasks.shuffled import ShuffledTasks
+from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.loop import Training
 from raylight.trainer.parity import Parity
@@ -45,7 +47,6 @@ from raylight.trainer.policy_rollouts import cancel_undecided
 from raylight.trainer.report import Report
 from raylight.trainer.resume import (
     find_resume_point,
-    fingerprint_tasks,
     highest_logged_step,
     highest_logged_version,
     prepare_states,
@@ -383,11 +384,13 @@ async def live(
     resume: Any = "auto",
     die_after: int | None = None,
     loggers: Any = ("jsonl",),
+    tasks: TaskSet | None = None,
+    group_reward: Any = None,
     **settings: Any,
 ) -> list[dict]:
     """Run a driver until its end or death; return the rows of its metrics."""
     world.lives += 1
-    folder, tasks = world.folder, list(range(10))
+    folder, tasks = world.folder, tasks or ShuffledTasks(list(range(10)))
     algorithm = world.algorithm(
         model=STARTER_MODEL,
         tasks_per_step=TASKS,
@@ -415,8 +418,9 @@ async def live(
         serving=ServingSettings(str(STARTER_MODEL), EngineConfig()),
         training=training,
         sessions=world.sessions,
+        group_reward=group_reward,
     )
-    config = chosen.resolved() | {"tasks": fingerprint_tasks(tasks)}
+    config = chosen.resolved() | {"tasks": tasks.fingerprint()}
     highest = highest_logged_version(folder / "metrics.jsonl")
     start = find_resume_point(resume, training.state_url, config, highest)
     start = replace(start, completed_step=highest_logged_step(folder / "metrics.jsonl"))

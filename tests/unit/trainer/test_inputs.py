@@ -11,7 +11,8 @@ from raylight.errors import (
     DatasetError,
     ModelNotFoundError,
 )
-from raylight.trainer.inputs import as_dataset, as_tasks, resolve_model
+from raylight.tasks.datasets import as_dataset
+from raylight.trainer.inputs import as_tasks, resolve_model
 
 
 class Unsized:

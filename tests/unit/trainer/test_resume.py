@@ -100,6 +100,7 @@ def metadata(start, version: int = 5) -> dict:
         CONFIG,
         version=version,
         groups=TAKEN,
+        tasks={},
         ledger={},
         steps_without_signal=1,
         evaluation={"best": None},

@@ -1,0 +1,1 @@
+"""Sets of training tasks: lists, mixtures, curricula, stages and streams."""

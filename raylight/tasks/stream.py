@@ -1,0 +1,95 @@
+"""Tasks that are read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from raylight.errors import DatasetError
+from raylight.tasks.task_set import Draw, Sampler, TaskSet
+
+
+class Stream(TaskSet):
+    """A dataset that is read row by row, in its own order, and again from the start after its end.
+
+    It is never in memory, and its length is not known, so that the algorithm needs `n_steps`. A resumed run
+    reads the rows before its position again and drops them; so the source must give the same rows each time.
+
+    Args:
+        source: a dataset of Hugging Face or Ray, another iterable with a new iterator each time, or a
+            function that returns an iterable.
+
+    Raises:
+        DatasetError: the source can be read only once, or not at all.
+    """
+
+    def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        if isinstance(source, Iterator):
+            raise DatasetError(
+                f"the source of a Stream is a {type(source).__name__}, which can be read only once; give a "
+                "function that returns it"
+            )
+        if not (callable(source) or isinstance(source, Iterable) or hasattr(source, "iter_rows")):
+            raise DatasetError(
+                f"the source of a Stream is a {type(source).__name__}; give an iterable, or a function that "
+                "returns one"
+            )
+        self._source = source
+
+    @property
+    def size(self) -> None:
+        return None
+
+    def sampler(self, seed: int) -> StreamSampler:
+        return StreamSampler(self._rows)
+
+    def parts(self) -> list[tuple[str | None, Any]]:
+        raise DatasetError("a Stream has no end that is known; pass a list of tasks")
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"stream": type(self._source).__name__}
+
+    def _rows(self) -> Iterator[Any]:
+        """Return a new iterator over all rows."""
+        if hasattr(self._source, "iter_rows"):  # a dataset of Ray
+            return iter(self._source.iter_rows())
+        return iter(self._source() if callable(self._source) else self._source)
+
+
+class StreamSampler(Sampler):
+    """Reads forward; a number before its position is read from the start."""
+
+    def __init__(self, rows: Callable[[], Iterator[Any]]) -> None:
+        self._rows = rows
+        self._begin()
+
+    def _begin(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+        """Number of the next row."""
+
+    def draw(self, number: int) -> Draw:
+        """Return the row of a number.
+
+        Raises:
+            DatasetError: the stream is empty, or cannot be read.
+        """
+        if number < self._next:
+            self._begin()
+        row = self._read()
+        while self._next <= number:
+            row = self._read()
+        return Draw(row)
+
+    def _read(self) -> Any:
+        try:
+            for _ in range(2):  # once more from the start
+                if self._iterator is None:
+                    self._iterator = self._rows()
+                for row in self._iterator:
+                    self._next += 1
+                    return row
+                self._iterator = None
+        except Exception as error:  # whatever the source's own code raises
+            raise DatasetError(f"the stream cannot be read: {type(error).__name__}: {error}") from error
+        raise DatasetError("the stream is empty; pass one with at least one row")

@@ -1,0 +1,85 @@
+"""Sets of tasks, and the samplers that draw from them, one task for each group of rollouts.
+
+Draws of a sampler are numbered from 0. Laws:
+- A number is always drawn the same: again, and in a process that has continued from the sampler's state.
+- Numbers may be drawn with gaps, and out of order.
+- `state_dict` is plain JSON, and complete: with the same outcomes, the sampler of a resumed run draws what
+  that of an uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A drawn task."""
+
+    task: Any
+    source: str | None = None
+    """Name of the source that it comes from; None if there is only one."""
+    place: dict[str, Any] = field(default_factory=dict)
+    """What `Sampler.recall` needs to draw it again, as JSON."""
+
+
+class Sampler(ABC):
+    """Draws tasks from a set."""
+
+    learns: bool = False
+    """True if outcomes change later draws."""
+
+    @abstractmethod
+    def draw(self, number: int) -> Draw:
+        """Return the task of a number. It may block, if the set reads it from elsewhere."""
+
+    def recall(self, number: int, place: dict[str, Any]) -> None:
+        """Note a draw, which an earlier process of the run may have made after its last training state."""
+        return None
+
+    def observe(self, number: int, reward: float | None) -> None:
+        """Note the outcome of a draw, once.
+
+        Args:
+            reward: mean reward of the group's rollouts; None if none was scored, or the group was dropped.
+        """
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for `load_state_dict`, as plain JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """Return the state as metrics of a step."""
+        return {}
+
+
+class TaskSet(ABC):
+    """Tasks, and the order in which a run draws them. `Trainer.fit` takes one as `train_dataset`."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int | None:
+        """Number of tasks, of which a run takes `n_epochs` passes; None if it has no end."""
+
+    @abstractmethod
+    def sampler(self, seed: int) -> Sampler:
+        """Return a new sampler."""
+
+    @abstractmethod
+    def parts(self) -> list[tuple[str | None, Any]]:
+        """Return all tasks, each with its source.
+
+        Raises:
+            DatasetError: the set has no end.
+        """
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what identifies the set when a run resumes, as JSON."""

@@ -1,0 +1,87 @@
+"""Group rewards, mixtures and curricula in the training loop, with drivers that die at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_world import World, live, settings_of, told, weights_of
+
+import raylight as rl
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.types import Rollout
+
+
+def by_id(group: list[rl.GroupRollout]) -> list[dict[str, float]]:
+    """Rank the rollouts of a group by a digest of their ids."""
+    return [
+        {"rank": float(sum(item.finished.rollout.rollout_id.partition("-")[2].encode()) % 7)}
+        for item in group
+    ]
+
+
+class CountedReward:
+    """Group reward that must not grade a group twice."""
+
+    def __init__(self) -> None:
+        self.graded: list[str] = []
+
+    def __call__(self, group: list[rl.GroupRollout]) -> list[dict[str, float]]:
+        self.graded += [item.finished.rollout.rollout_id for item in group]
+        return by_id(group)
+
+
+def curriculum() -> rl.Mixture:
+    return rl.Mixture({"drawn": rl.Curriculum(list(range(7))), "listed": list(range(7, 10))}, {"drawn": 2.0})
+
+
+def run(folder: Path, deaths: list[int], **given: Any) -> tuple[World, list[dict]]:
+    folder.mkdir()
+    world = World(folder)
+    world.staleness = given.pop("staleness", 0)
+    settings = settings_of(world, "wait")
+    for death in deaths:
+        asyncio.run(live(world, die_after=death, **given, **settings))
+    return world, asyncio.run(live(world, **given, **settings))
+
+
+async def _rollouts(world: World) -> list[Rollout]:
+    service = StoreService(world.folder / "store.db", read_only=True)
+    try:
+        return list(await StoreClient(service).query_rollouts(rollout_id_contains="-train-"))
+    finally:
+        await service.close()
+
+
+def tasks_of(world: World) -> dict[str, list[Any]]:
+    """The tasks of each group, which must be one."""
+    found: dict[str, list[Any]] = {}
+    for rollout in asyncio.run(_rollouts(world)):
+        found.setdefault(str(rollout.group_id), []).append(rollout.input)
+    return found
+
+
+@pytest.mark.parametrize("deaths", [[5], [29, 20], [20, 47, 60]])
+def test_a_killed_driver_changes_neither_tasks_nor_grades(deaths: list[int], tmp_path: Path) -> None:
+    function = CountedReward()
+    undisturbed, expected = run(tmp_path / "b", [], tasks=curriculum(), group_reward=by_id)
+    world, rows = run(tmp_path / "a", deaths, tasks=curriculum(), group_reward=function)
+    assert told(rows) == told(expected)
+    assert weights_of(world) == weights_of(undisturbed)
+    assert tasks_of(world) == tasks_of(undisturbed)
+    assert len({*function.graded}) == len(function.graded)
+    pools = ("untested", "learnable", "unsolved", "solved")
+    assert all(sum(row[f"tasks/drawn/{pool}"] for pool in pools) == 7 for row in rows if row["step"])
+    assert all({"source/drawn/reward", "source/listed/reward"} <= {*row} for row in rows if row["step"])
+
+
+@pytest.mark.parametrize("deaths", [[20], [31, 52]])
+def test_each_group_of_an_asynchronous_run_has_one_task(deaths: list[int], tmp_path: Path) -> None:
+    function = CountedReward()
+    world, rows = run(tmp_path / "a", deaths, tasks=curriculum(), group_reward=function, staleness=2)
+    assert rows[-1]["step"] == world.steps
+    assert all(len({*tasks}) == 1 for tasks in tasks_of(world).values())
+    assert len({*function.graded}) == len(function.graded)
