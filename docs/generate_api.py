@@ -24,6 +24,7 @@ PAGES = {
     "agents": ("Agents", ("agent", "harnesses", "harbor", "sandboxes", "runner")),
     "environments": ("Environments and tools", ("environments",)),
     "algorithms": ("Algorithms", ("algorithms", "experience")),
+    "rewards": ("Rewards and tasks", ("rewards", "tasks")),
     "settings": ("Settings", ("config",)),
     "types": ("Types", ("types",)),
     "traces": ("Traces", ("traces",)),

@@ -40,6 +40,7 @@ _EXPORTS = {
     "algorithms.base": ("Algorithm", "FastAlgorithm"),
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
+    "algorithms.gepa.algorithm": ("GEPA",),
     "algorithms.minigrpo.algorithm": ("MiniGRPO",),
     "algorithms.policy_gradient": (
         "CISPO",

@@ -192,7 +192,7 @@ class APO(Algorithm, Generic[Task]):
         context = self._run_context
         folder = None if context is None else context.folder
         history = self._load_or_begin(
-            seed, name, _fingerprint(val), None if context is None else context.resume_file
+            seed, name, fingerprint(val), None if context is None else context.resume_file
         )
         self.history = history
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
@@ -285,7 +285,7 @@ def _draw(history: History, folder: Path | None) -> None:
         plot_tree(history, folder / TREE_FILE)
 
 
-def _fingerprint(tasks: Sequence[Any]) -> str:
+def fingerprint(tasks: Sequence[Any]) -> str:
     """Return a digest of tasks that is the same in every process."""
     text = json.dumps(tasks, skipkeys=True, default=lambda item: type(item).__qualname__)
     return f"{len(tasks)} tasks, sha256 {hashlib.sha256(text.encode()).hexdigest()}"

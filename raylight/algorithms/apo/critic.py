@@ -53,8 +53,11 @@ class PromptCritic:
             RejectedEdit: the model did not answer, or its answer is empty or truncated.
             CriticError: no request can succeed: the API key, the model's name or the base URL is wrong.
         """
-        return await self._complete(
-            self._settings.gradient_model, critique_messages(template, describe_trials(trials), variant)
+        return await ask_model(
+            self._client,
+            self._settings.gradient_model,
+            critique_messages(template, describe_trials(trials), variant),
+            self._settings.diversity_temperature,
         )
 
     async def edit(self, template: PromptTemplate, critique: str, variant: int) -> str:
@@ -64,35 +67,46 @@ class PromptCritic:
             RejectedEdit: as in `critique`.
             CriticError: as in `critique`.
         """
-        return await self._complete(
-            self._settings.apply_edit_model, edit_messages(template, critique, variant)
+        return await ask_model(
+            self._client,
+            self._settings.apply_edit_model,
+            edit_messages(template, critique, variant),
+            self._settings.diversity_temperature,
         )
 
-    async def _complete(self, model: str, messages: list[dict[str, str]]) -> str:
-        import openai
 
-        temperature = self._settings.diversity_temperature
-        extra: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
-        messages = [message | {"content": replace_surrogates(message["content"])} for message in messages]
-        try:
-            reply = await self._client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]
-        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
-            raise CriticError(
-                f"requests to {model!r} at {self._client.base_url} are rejected: {error}. Check the client's "
-                "base_url and api_key, and the names given as gradient_model and apply_edit_model"
-            ) from error
-        except openai.OpenAIError as error:
-            raise RejectedEdit(
-                f"{model!r} did not answer: {type(error).__name__}: {error}", "endpoint"
-            ) from error
-        except ValueError as error:  # the content type is JSON, the body is not
-            raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {error}", "endpoint") from error
-        text, finish_reason = _parse_reply(reply, model)
-        if finish_reason == "length":
-            raise RejectedEdit(f"the answer of {model!r} is truncated", "cut off", text)
-        if not text:
-            raise RejectedEdit(f"the answer of {model!r} is empty", "empty")
-        return text
+async def ask_model(
+    client: AsyncOpenAI, model: str, messages: list[dict[str, Any]], temperature: float | None
+) -> str:
+    """Return a model's answer to a chat.
+
+    Raises:
+        RejectedEdit: the model did not answer, or its answer is empty or truncated.
+        CriticError: no request can succeed: the API key, the model's name or the base URL is wrong.
+    """
+    import openai
+
+    extra: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    messages = [message | {"content": replace_surrogates(message["content"])} for message in messages]
+    try:
+        reply = await client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]
+    except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+        raise CriticError(
+            f"requests to {model!r} at {client.base_url} are rejected: {error}. Check the client's base_url "
+            "and api_key, and the names given as gradient_model, apply_edit_model or reflection_model"
+        ) from error
+    except openai.OpenAIError as error:
+        raise RejectedEdit(
+            f"{model!r} did not answer: {type(error).__name__}: {error}", "endpoint"
+        ) from error
+    except ValueError as error:  # the content type is JSON, the body is not
+        raise RejectedEdit(f"{model!r} {NO_COMPLETION}: {error}", "endpoint") from error
+    text, finish_reason = _parse_reply(reply, model)
+    if finish_reason == "length":
+        raise RejectedEdit(f"the answer of {model!r} is truncated", "cut off", text)
+    if not text:
+        raise RejectedEdit(f"the answer of {model!r} is empty", "empty")
+    return text
 
 
 def _parse_reply(reply: Any, model: str) -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from raylight.agent.emit import get_message_value
 from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.apo.trials import Evaluation, Outcome, Trial
@@ -128,6 +129,7 @@ class PromptEvaluator:
             conversations=conversations,
             notes=[_describe_span(span) for span in spans[:MAX_SPANS]],
             error=failure.error if failure else "",
+            feedback=[text for span in item.spans if (text := get_message_value(span)) is not None],
         )
 
 

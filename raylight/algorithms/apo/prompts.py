@@ -65,7 +65,7 @@ def edit_messages(template: PromptTemplate, critique: str, variant: int) -> list
     return _chat(
         EDITOR,
         f"{_quoted(template)}\n\n<critique>\n{critique}\n</critique>\n\n"
-        f"{EDITS[variant % len(EDITS)]}\n\n{_rules(template)}",
+        f"{EDITS[variant % len(EDITS)]}\n\n{placeholder_rules(template)}",
     )
 
 
@@ -77,7 +77,7 @@ def _quoted(template: PromptTemplate) -> str:
     return f"<prompt>\n{template.template}\n</prompt>"
 
 
-def _rules(template: PromptTemplate) -> str:
+def placeholder_rules(template: PromptTemplate) -> str:
     """Return the rules for placeholders of a rewrite."""
     jinja = template.engine == "jinja"
     names = (

@@ -31,6 +31,8 @@ class Trial:
     notes: Sequence[str] = ()
     """One line per span, for a rollout without a recorded model call."""
     error: str = ""
+    feedback: Sequence[str] = ()
+    """Texts that the agent emitted by `rl.emit_message`."""
 
     @property
     def score(self) -> float:
@@ -83,6 +85,20 @@ def _describe(trial: Trial) -> str:
     if transcript:
         lines.append(f"Transcript:\n{_shorten(transcript, MAX_TRANSCRIPT_CHARACTERS)}")
     return "\n".join(lines)
+
+
+def trial_record(trial: Trial) -> dict[str, str]:
+    """Return a rollout as a record of a reflective dataset: its input, its output, and feedback on it."""
+    transcript = _transcript(trial.conversations) if trial.conversations else "\n".join(trial.notes)
+    feedback = [f"Reward: {'none' if trial.reward is None else format(trial.reward, 'g')}."]
+    feedback += [f"The rollout {trial.outcome}."] if trial.outcome != "succeeded" else []
+    feedback += [f"Error: {_shorten(trial.error, MAX_TASK_CHARACTERS)}"] if trial.error else []
+    feedback += [_shorten(text, MAX_TASK_CHARACTERS) for text in trial.feedback]
+    return {
+        "Inputs": _shorten(_text(trial.task), MAX_TASK_CHARACTERS),
+        "Generated Outputs": _shorten(transcript, MAX_TRANSCRIPT_CHARACTERS) or "(none)",
+        "Feedback": "\n".join(feedback),
+    }
 
 
 def _transcript(conversations: Sequence[OpenAIMessages]) -> str:

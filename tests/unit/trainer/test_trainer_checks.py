@@ -15,6 +15,8 @@ from raylight.algorithms.base import FastAlgorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
+from raylight.rewards.terms import RelativeLength, agent_reward
+from raylight.tasks.stream import Stream
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.fit import Fit
@@ -49,6 +51,7 @@ def reaches_ray(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         ({"seed": 3}, "seed"),
         ({"seed": 0}, "seed"),
         ({"port": 9000, "n_learners": 2}, "n_learners, port"),
+        ({"group_reward": agent_reward()}, "group_reward"),
     ],
 )
 def test_an_algorithm_with_its_own_loop_reads_no_settings_of_a_policy(
@@ -71,6 +74,27 @@ def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Fit]) -> None
     assert (settings.seed, training.total_steps) == (3, 1)
     assert (serving.engine.kind, serving.model_path) == ("transformers", hollow_model)
     assert Trainer(algorithm=GRPO(model=hollow_model)).seed == 0
+
+
+def test_a_policy_reads_a_group_reward(hollow_model: str, planned_runs: list[Fit]) -> None:
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model), group_reward="raylight.rewards.terms:RelativeLength"
+    )
+    reaches_ray(trainer, rollout(lambda task, llm: 1.0), [1] * 16)
+    assert isinstance(planned_runs[0].settings.group_reward, RelativeLength)
+    for wrong in (3, {"type": "raylight.types:Attempt"}):
+        with pytest.raises(ConfigError):
+            Trainer(algorithm=GRPO(model=hollow_model), group_reward=wrong)
+
+
+def test_a_dataset_without_an_end_needs_a_number_of_steps(hollow_model: str, planned_runs: list[Fit]) -> None:
+    agent, stream = rollout(lambda task, llm: 1.0), Stream([1, 2, 3])
+    with pytest.raises(ConfigError, match=r"length of Stream, the train_dataset, is not known.*set n_steps"):
+        Trainer(algorithm=GRPO(model=hollow_model)).fit(agent, stream)
+    reaches_ray(Trainer(algorithm=GRPO(model=hollow_model, n_steps=3)), agent, stream)
+    training = planned_runs[0].settings.training
+    assert training is not None
+    assert training.total_steps == 3
 
 
 @pytest.mark.parametrize(

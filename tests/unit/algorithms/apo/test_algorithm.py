@@ -13,7 +13,7 @@ from rich.console import Console
 from unit_helpers import within
 
 import raylight as rl
-from raylight.algorithms.apo.algorithm import APO, _fingerprint, round_metrics
+from raylight.algorithms.apo.algorithm import APO, fingerprint, round_metrics
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History, Rejection
 from raylight.algorithms.apo.report import print_result, prompt_table
@@ -128,7 +128,7 @@ async def test_a_prompt_that_many_ask_for_at_once_is_stored_once() -> None:
 
 async def test_a_resumed_search_may_begin_with_failing_prompts(tmp_path: Path) -> None:
     """Its saved scores show that the agent works, so failures are the prompt's fault."""
-    history = History.begin(SEED, "prompt", _fingerprint([2]), {})
+    history = History.begin(SEED, "prompt", fingerprint([2]), {})
     history.candidates[0].val_score = history.candidates[0].batch_scores[1] = 0.5
     history.add(rl.PromptTemplate(template="break {a}"), "v0", 1, "too tame")
     history.generated = 1

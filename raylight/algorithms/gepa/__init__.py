@@ -1,0 +1,1 @@
+"""GEPA, through the package gepa."""

@@ -1,0 +1,289 @@
+"""GEPA: reflective evolution of an agent's prompt, by the package gepa."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from rich.console import Console
+
+from raylight.agent.prompts import PromptTemplate
+from raylight.algorithms.apo.algorithm import APO, BEST_FILE, fingerprint
+from raylight.algorithms.apo.critic import client_on_current_loop
+from raylight.algorithms.apo.evaluator import PromptEvaluator
+from raylight.algorithms.base import Algorithm
+from raylight.algorithms.baseline import as_list
+from raylight.algorithms.gepa.adapter import RolloutAdapter
+from raylight.base_config import Config
+from raylight.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
+from raylight.errors import CheckpointError, ConfigError, DatasetError
+from raylight.files import write_atomic
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+RESULT_FILE, STATE_FOLDER = "gepa.json", "gepa"
+
+
+class GepaSettings(Config):
+    """Settings of the search; `GEPA` documents each."""
+
+    reflection_model: str = Field(default="gpt-5-mini", min_length=1)
+    temperature: float | None = Field(default=1.0, ge=0, le=2)
+    max_rollouts: int = Field(default=200, ge=1, le=MAX_COUNT)
+    minibatch_size: int = Field(default=3, ge=1, le=MAX_SAMPLES)
+    perfect_score: float = 1.0
+    use_merge: bool = False
+    rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
+    seed: Seed = 0
+
+
+class GEPA(Algorithm):
+    """Genetic-Pareto prompt evolution (Agrawal et al. 2025, https://arxiv.org/abs/2507.19457).
+
+    The seed is the first `PromptTemplate` among the resources. The package gepa holds a pool of prompts,
+    chooses one from the Pareto front over validation tasks, and rolls it out on a few training tasks. A model
+    reads the conversations, rewards, errors and the agent's own `rl.emit_message` texts, and writes a new
+    prompt. One that is better on the same tasks is scored on all validation tasks, and joins the pool.
+
+    A prompt with other placeholders than the seed's is rejected without rollouts, and counted. A rollout that
+    failed, timed out or has no reward scores 0; infrastructure failures end the search, which `resume`
+    continues.
+
+    Files in the run directory: `gepa.json` (every prompt with scores and parents), `gepa/` (the state of the
+    package, from which `fit(resume=...)` continues), `best_prompt.txt`. At the end, the latest resources in
+    the store hold the best prompt.
+
+    Args:
+        async_openai_client: client of the model that reflects; it retries transient errors itself.
+        reflection_model: name of that model.
+        temperature: its sampling temperature; None sends none.
+        max_rollouts: budget; the search ends with the round that exceeds it.
+        minibatch_size: training tasks of a round.
+        perfect_score: reward at which a task needs no reflection.
+        use_merge: also merge prompts of the front.
+        rollout_batch_timeout: seconds for the rollouts of one prompt on one batch, including the time in the
+            queue.
+        served_model: folder or name of a model that the run serves to agents; None: no model.
+        seed: seed of all choices.
+
+    Raises:
+        ConfigError: the package gepa is not installed, or an argument is out of range or of a wrong type.
+    """
+
+    result_file = RESULT_FILE
+
+    def __init__(
+        self,
+        async_openai_client: AsyncOpenAI,
+        *,
+        reflection_model: str = "gpt-5-mini",
+        temperature: float | None = 1.0,
+        max_rollouts: int = 200,
+        minibatch_size: int = 3,
+        perfect_score: float = 1.0,
+        use_merge: bool = False,
+        rollout_batch_timeout: float = 3600.0,
+        served_model: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        from openai import OpenAI
+
+        try:
+            import gepa  # noqa: F401
+        except ModuleNotFoundError:
+            raise ConfigError("rl.GEPA needs the package gepa; pip install 'raylight[gepa]'") from None
+        if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
+            raise ConfigError(
+                f"async_openai_client is {async_openai_client!r:.80}; GEPA needs an openai.AsyncOpenAI client"
+            )
+        self.client, self.served_model = async_openai_client, served_model
+        self.settings = GepaSettings(
+            reflection_model=reflection_model,
+            temperature=temperature,
+            max_rollouts=max_rollouts,
+            minibatch_size=minibatch_size,
+            perfect_score=perfect_score,
+            use_merge=use_merge,
+            rollout_batch_timeout=rollout_batch_timeout,
+            seed=seed,
+        )
+        self.result: dict[str, Any] | None = None
+        """Content of `gepa.json`; None before `run`."""
+        self._seed_prompt: PromptTemplate | None = None
+
+    def resolved(self) -> dict[str, Any]:
+        return self.settings.model_dump(mode="json") | {"served_model": self.served_model}
+
+    def get_best_prompt(self) -> PromptTemplate:
+        """Return the prompt with the highest score on the validation tasks.
+
+        Raises:
+            ConfigError: the search has not run.
+        """
+        if self.result is None or self._seed_prompt is None:
+            raise ConfigError(
+                "there is no best prompt yet; run GEPA first, by Trainer(algorithm=gepa, ...).fit(...)"
+            )
+        text = self.result["candidates"][self.result["best"]]["text"]
+        return self._seed_prompt.model_copy(update={"template": text})
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        """Search for a better prompt.
+
+        Raises:
+            ConfigError: there is no store, or no prompt among the resources.
+            DatasetError: there are no training or no validation tasks.
+            PromptError: the seed is malformed.
+            CriticError: the model that reflects rejects requests.
+            CheckpointError: the search to resume has another seed, other settings or other tasks.
+            RolloutsFailedError: rollouts were lost, or the agent never returned a reward.
+        """
+        train, val = as_list(train_dataset, "train_dataset"), as_list(val_dataset, "val_dataset")
+        for dataset, tasks in (("train_dataset", train), ("val_dataset", val)):
+            if not tasks:
+                raise DatasetError(
+                    f"{dataset} is missing; GEPA reflects on train_dataset and scores prompts on val_dataset"
+                )
+        name, seed = APO.get_seed_prompt_template(self)  # type: ignore[arg-type]
+        seed.placeholders()
+        self._seed_prompt = seed
+        context = self._run_context
+        identity = {"seed": seed.template, "tasks": [fingerprint(train), fingerprint(val)], **self.resolved()}
+        folder = None if context is None else context.folder
+        state = _prepare_state(folder, None if context is None else context.resume_file, identity)
+        evaluator = PromptEvaluator(
+            self.get_store(),
+            self.get_initial_resources() or {},
+            name,
+            {"train": train, "val": val},
+            self.settings.rollout_batch_timeout,
+            APO.get_adapter(self),  # type: ignore[arg-type]
+            report_failures=(lambda finished: None) if context is None else context.report_failures,
+        )
+        console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
+        async with client_on_current_loop(self.client) as client:
+            adapter = RolloutAdapter(
+                name, seed, evaluator, client, self.settings.reflection_model, self.settings.temperature
+            )
+            found = await self._optimize(adapter, len(train), len(val), state)
+        self.result = found | {"rejected": adapter.rejected, "identity": identity}
+        await evaluator.make_latest(self.get_best_prompt())
+        if folder is not None:
+            write_atomic(folder / RESULT_FILE, json.dumps(self.result, indent=2) + "\n")
+            (folder / BEST_FILE).write_text(self.get_best_prompt().template, encoding="utf-8")
+        best = found["candidates"][found["best"]]
+        console.print(
+            f"best prompt: {found['best']} of {len(found['candidates'])}, validation "
+            f"{best['val_score']:.3f}; the seed {found['candidates'][0]['val_score']:.3f}\n{best['text']}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    async def _optimize(
+        self, adapter: RolloutAdapter, n_train: int, n_val: int, state: Path | None
+    ) -> dict[str, Any]:
+        """Run the package's loop in a thread, which calls back into this event loop."""
+        settings, progress = self.settings, GepaProgress(self._run_context, asyncio.get_running_loop())
+
+        def optimize() -> Any:
+            import gepa
+
+            return gepa.optimize(
+                seed_candidate={adapter.name: adapter.seed.template},
+                trainset=[("train", index) for index in range(n_train)],
+                valset=[("val", index) for index in range(n_val)],
+                adapter=adapter,  # type: ignore[arg-type]
+                reflection_lm=adapter.reflect,
+                reflection_prompt_template=adapter.reflection_template(),
+                reflection_minibatch_size=settings.minibatch_size,
+                perfect_score=settings.perfect_score,
+                use_merge=settings.use_merge,
+                max_metric_calls=settings.max_rollouts,
+                stop_callbacks=lambda _: adapter.stopped.is_set(),
+                logger=progress,
+                callbacks=[progress],  # type: ignore[list-item]
+                run_dir=None if state is None else str(state),
+                track_best_outputs=False,
+                seed=settings.seed,
+            )
+
+        try:
+            result = await asyncio.to_thread(optimize)
+        finally:
+            adapter.stop()
+        candidates = [
+            {"text": candidate[adapter.name], "parents": parents, "val_score": score, "rollouts": rollouts}
+            for candidate, parents, score, rollouts in zip(
+                result.candidates,
+                result.parents,
+                result.val_aggregate_scores,
+                result.discovery_eval_counts,
+                strict=True,
+            )
+        ]
+        return {"best": result.best_idx, "candidates": candidates, "rollouts": result.total_metric_calls}
+
+
+class GepaProgress:
+    """Logger and callback of the package, which reports rounds as steps of the run."""
+
+    def __init__(self, context: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._context, self._loop = context, loop
+
+    def log(self, message: str) -> None:
+        """Drop the package's own lines; what they say is in the metrics and in gepa.json."""
+
+    def on_iteration_end(self, event: Any) -> None:
+        """Report a round."""
+        self._report(event["iteration"], event["state"])
+
+    def on_valset_evaluated(self, event: Any) -> None:
+        """Show the score of a prompt that was scored on all validation tasks."""
+        if self._context is not None:
+            text = (
+                f"round {event['iteration']}: a prompt has {event['average_score']:.3f} on validation tasks"
+            )
+            self._loop.call_soon_threadsafe(self._context.stage, text)
+
+    def _report(self, iteration: int, state: Any) -> None:
+        scores = state.program_full_scores_val_set
+        metrics = {
+            "val/reward": float(max(scores)),
+            "gepa/candidates": float(len(scores)),
+            "gepa/rollouts": float(state.total_num_evals),
+        }
+        if self._context is not None:
+            self._loop.call_soon_threadsafe(self._context.step, iteration, metrics)
+
+
+def _prepare_state(folder: Path | None, resume_file: Path | None, identity: dict[str, Any]) -> Path | None:
+    """Return the folder of the package's state: that of the search to resume, or a new one.
+
+    Raises:
+        CheckpointError: the state is of another search.
+    """
+    if folder is None:
+        return None
+    state = folder / STATE_FOLDER
+    identity_file = state / "search.json"
+    text = json.dumps(
+        {key: value for key, value in identity.items() if key != "max_rollouts"}, sort_keys=True
+    )
+    if resume_file is None:
+        shutil.rmtree(state, ignore_errors=True)
+    elif resume_file.parent != folder:
+        shutil.copytree(resume_file.parent / STATE_FOLDER, state, dirs_exist_ok=True)
+    if identity_file.exists() and identity_file.read_text() != text:
+        raise CheckpointError(
+            f"{state} is of a search with another prompt, other tasks or other settings; restore them, or "
+            "start fresh in another output_dir"
+        )
+    state.mkdir(parents=True, exist_ok=True)
+    identity_file.write_text(text)
+    return state

@@ -1,0 +1,154 @@
+"""GEPA around the package: rollouts through a store in this process, rejected prompts, and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from scripted_models import serve_script
+from store_helpers import BROKEN, reward_of, span_of
+from unit_helpers import within
+
+import raylight as rl
+from raylight.algorithms.apo.trials import Trial, trial_record
+from raylight.errors import ConfigError, DatasetError, RolloutsFailedError
+from raylight.semconv import MESSAGE, MESSAGE_BODY
+from raylight.store.client import StoreClient
+from raylight.store.service import StoreService
+from raylight.types import Failure
+
+pytest.importorskip("gepa")
+SEED = rl.PromptTemplate(template="Add {a}.")
+LOST = Failure(kind="infrastructure", error="ConnectionError: gone")
+
+
+@contextlib.asynccontextmanager
+async def agents(store: StoreClient, failure: Failure | None = None) -> AsyncIterator[list[str]]:
+    """Execute rollouts; the reward is the fraction of good words in the prompt. Yields the prompts."""
+    seen: list[str] = []
+
+    async def work() -> None:
+        while True:
+            rollout = await store.dequeue_rollout("w", timeout=60.0)
+            if rollout is None:
+                continue
+            if failure is not None:
+                await store.finish_attempt(rollout, "failed", failure=failure)
+                continue
+            resources = (await store.get_resources_by_id(rollout.resources_id or "")).resources
+            text = resources["prompt"].template
+            seen.append(text)
+            missing = [word for word in ("politely", "briefly") if word not in text]
+            told = span_of(rollout, MESSAGE, attributes={MESSAGE_BODY: f"missing: {missing}"})
+            reward = reward_of(rollout, 1.0 - len(missing) / 2)
+            await store.finish_attempt(rollout, "succeeded", spans=[told, reward])
+
+    task = asyncio.create_task(work())
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def algorithm(url: str, store: StoreClient, **settings: Any) -> rl.GEPA:
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=url, api_key="key", max_retries=0, timeout=20)
+    found = rl.GEPA(client, **{"max_rollouts": 40, "minibatch_size": 2} | settings)
+    found.set_store(store)
+    found.set_initial_resources({"prompt": SEED})
+    return found
+
+
+def add_a_missing_word(model: str, text: str) -> str:
+    """Reflect: add the first word that the feedback misses."""
+    current = text.partition("for me:\n```\n")[2].partition("\n```")[0]
+    words = text.partition("missing: [")[2].partition("]")[0].replace("'", "").split(", ")
+    return f"```\n{current} Answer {words[0]}.\n```"
+
+
+async def test_reflection_on_emitted_messages_improves_the_prompt() -> None:
+    store = StoreClient(StoreService())
+    with serve_script(add_a_missing_word) as models:
+        async with agents(store) as seen, within(60):
+            gepa = algorithm(models.url, store)
+            await gepa.run([1, 2, 3, 4], [5, 6, 7])
+    best = gepa.get_best_prompt().template
+    assert best == "Add {a}. Answer politely. Answer briefly."
+    assert gepa.result is not None
+    assert [candidate["val_score"] for candidate in gepa.result["candidates"]] == [0.0, 0.5, 1.0]
+    assert len(seen) == gepa.result["rollouts"]
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    assert latest.resources["prompt"].template == best
+
+
+async def test_a_prompt_without_its_placeholder_is_never_rolled_out() -> None:
+    store = StoreClient(StoreService())
+    with serve_script(lambda model, text: "```\nAdd them politely and briefly.\n```") as models:
+        async with agents(store) as seen, within(60):
+            gepa = algorithm(models.url, store, max_rollouts=12)
+            await gepa.run([1, 2], [5, 6])
+    assert {*seen} == {SEED.template}
+    assert gepa.get_best_prompt() == SEED
+    assert gepa.result is not None
+    assert "lacks the placeholders a" in gepa.result["rejected"][0]["reason"]
+
+
+@pytest.mark.parametrize("reply", [("```\n", "length"), "", 500])
+async def test_a_model_without_a_usable_answer_costs_a_round(reply: Any) -> None:
+    store = StoreClient(StoreService())
+    with serve_script(lambda model, text: reply) as models:
+        async with agents(store), within(60):
+            gepa = algorithm(models.url, store, max_rollouts=8)
+            await gepa.run([1, 2], [5, 6])
+    assert gepa.get_best_prompt() == SEED
+    assert gepa.result is not None
+    assert gepa.result["rejected"]
+
+
+async def test_lost_rollouts_and_an_agent_that_always_fails_end_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raylight.store.transitions.FIRST_BACKOFF_S", 0.01)
+    for failure, message in ((LOST, "ConnectionError: gone"), (BROKEN, "ValueError: no")):
+        store = StoreClient(StoreService())
+        async with agents(store, failure), within(60):
+            with pytest.raises(RolloutsFailedError, match=message):
+                await algorithm("http://127.0.0.1:9/v1", store).run([1, 2], [5, 6])
+
+
+async def test_it_can_be_cancelled() -> None:
+    store = StoreClient(StoreService())
+    search = asyncio.create_task(algorithm("http://127.0.0.1:9/v1", store).run([1, 2], [5, 6]))
+    async with within(60):
+        assert await store.dequeue_rollout("w", timeout=60.0) is not None  # nobody executes it
+        search.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await search
+
+
+async def test_it_needs_tasks_and_a_prompt() -> None:
+    store = StoreClient(StoreService())
+    gepa = algorithm("http://127.0.0.1:9/v1", store)
+    with pytest.raises(DatasetError, match="val_dataset is missing"):
+        await gepa.run([1], None)
+    with pytest.raises(ConfigError, match="there is no best prompt yet"):
+        gepa.get_best_prompt()
+    gepa.set_initial_resources({})
+    with pytest.raises(ConfigError, match="have no PromptTemplate"):
+        await gepa.run([1], [2])
+
+
+def test_a_record_has_task_output_and_feedback() -> None:
+    trial = Trial({"a": 1}, "failed", None, notes=["- step"], error="ValueError: no", feedback=["be brief"])
+    assert trial_record(trial) == {
+        "Inputs": '{"a": 1}',
+        "Generated Outputs": "- step",
+        "Feedback": "Reward: none.\nThe rollout failed.\nError: ValueError: no\nbe brief",
+    }
