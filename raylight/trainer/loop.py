@@ -167,9 +167,12 @@ class Training:
         await self._enter(step, rollouts, content)
         rollout_s = cycle_s if self._is_asynchronous else wait_s
         metrics = describe(rollouts, content, rollout_s, algorithm.failure_reward)
-        metrics |= self._groups.task_metrics()
         if self._is_asynchronous:
-            metrics |= self._describe_overlap(step, wait_s)
+            metrics |= {
+                "async/trainer_idle_s": wait_s,
+                "async/publish_lag": float(self._learners.version - self._learners.published),
+                "async/dropped_rollouts": float(len(self._groups.dropped_ids(step))),
+            }
         report.batch(content)
         if not content.has_signal:
             return metrics, False
@@ -186,14 +189,6 @@ class Training:
         records = await self._learners.row_records()
         owners = [row.rollout_id for row in batch.rows]
         await asyncio.to_thread(self._report.row_records, step, records, owners)
-
-    def _describe_overlap(self, step: int, wait_s: float) -> Metrics:
-        """Return the metrics of an asynchronous step, whose rollouts the learners waited for."""
-        return {
-            "async/trainer_idle_s": wait_s,
-            "async/publish_lag": float(self._learners.version - self._learners.published),
-            "async/dropped_rollouts": float(len(self._groups.dropped_ids(step))),
-        }
 
     def _check(self, rollouts: list[FinishedRollout]) -> None:
         """Report the failures of a step's rollouts.

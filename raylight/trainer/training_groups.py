@@ -181,8 +181,8 @@ class TrainingGroups:
         )
 
     async def metrics(self) -> Metrics:
-        """Return metrics of groups that agents outside the run execute; there are none."""
-        return {}
+        """Return metrics of the groups of a step: the state of the sampler of tasks."""
+        return {f"tasks/{name}": value for name, value in self._sampler.metrics().items()}
 
     def dropped_ids(self, step: int) -> list[str]:
         """Return the ids of the rollouts that a step dropped."""
@@ -203,7 +203,7 @@ class TrainingGroups:
 
     @contextlib.asynccontextmanager
     async def dispatching(self) -> AsyncIterator[None]:
-        """Dispatch groups during the block, and end with `_end`."""
+        """Dispatch groups during the block. What is in progress at its end is cancelled."""
         async with task_group() as self._tasks:
             dispatching = self._tasks.create_task(self._dispatch())
             try:
@@ -213,7 +213,6 @@ class TrainingGroups:
                 await self._end()
 
     async def _end(self) -> None:
-        """Cancel what is in progress."""
         await cancel_left(self._run)
 
     async def _dispatch(self) -> NoReturn:
@@ -222,10 +221,8 @@ class TrainingGroups:
             await self._room_changed.wait_for(lambda: self._room() > 0)
             unknown = (group for group in self._taken.rest() if group not in self._decided)
             groups = list(itertools.islice(unknown, self._room()))
-            requests = [
-                self._rollouts.group_requests(group, draw)
-                for group, draw in zip(groups, await self._draw(groups), strict=True)
-            ]
+            draws = await self._draw(groups)
+            requests = [self._rollouts.group_requests(*one) for one in zip(groups, draws, strict=True)]
             self._decided |= dict.fromkeys(groups, 0)
             self._pacer.dispatched += len(groups)
             await self._rollouts.enqueue(list(itertools.chain.from_iterable(requests)))
@@ -259,10 +256,6 @@ class TrainingGroups:
     def sampler_state(self) -> dict[str, Any]:
         """Return the state of the sampler of tasks, as plain JSON."""
         return self._sampler.state_dict()
-
-    def task_metrics(self) -> dict[str, float]:
-        """Return the state of the sampler of tasks as metrics."""
-        return {f"tasks/{name}": value for name, value in self._sampler.metrics().items()}
 
     def _room(self) -> int:
         room = self._pacer.room(self._to_replace())

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from raylight.experience.task_sampler import TaskSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from raylight import algorithms
@@ -28,6 +27,7 @@ from raylight.experience.rewards import is_informative
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
+from raylight.tasks.shuffled import ShuffledSampler
 from raylight.trainer.training_groups import choose_groups
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
@@ -156,7 +156,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
     sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
     rounds = algorithm.max_rounds
-    order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step, 0
+    order, size, taken = ShuffledSampler(tasks, seed), algorithm.tasks_per_step, 0
 
     def gather() -> list[FinishedRollout]:
         """Answer tasks until there are the groups of a step, as the Trainer's loop chooses them."""
@@ -165,7 +165,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
         informative: list[bool] = []
         while choose_groups(range(len(groups)), informative.__getitem__, size, size * rounds) is None:
             numbers = range(taken, taken + size - (sum(informative) if rounds > 1 else 0))
-            new = [order.task(number) for number in numbers]
+            new = [order.draw(number).task for number in numbers]
             answers = sampler.answer(new, algorithm.group_size, f"train-{taken}")
             if algorithm.needs_greedy_rollouts:
                 answers += sampler.answer(new, 1, f"train-{taken}", greedy=True)

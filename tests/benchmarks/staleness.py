@@ -38,12 +38,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from convergence import Sampler
-from raylight.experience.task_sampler import TaskSampler
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
+from raylight.tasks.shuffled import ShuffledSampler
 
 STALENESS = (0, 1, 2, 4, 8)
 REJECTION: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
@@ -100,7 +100,7 @@ def train(case: Case) -> list[float]:
     sampler, newest = Sampler(), Sampler()
     policy = Policy(STARTER_MODEL, learner, algorithm.policy_settings(), case.steps)
     tasks, val = additions(case.seed)
-    order = TaskSampler(tasks, case.seed)
+    order = ShuffledSampler(tasks, case.seed)
     weights = collections.deque([exported(policy)], case.staleness + 1)
 
     def reward() -> float:
@@ -112,7 +112,7 @@ def train(case: Case) -> list[float]:
     for step in range(1, case.steps + 1):
         version = max(policy.version - case.staleness, 0)
         sampler.load(weights[0], version)
-        chosen = [order.task(group) for group in range((step - 1) * TASKS, step * TASKS)]
+        chosen = [order.draw(group).task for group in range((step - 1) * TASKS, step * TASKS)]
         finished = sampler.answer(chosen, algorithm.group_size, f"train-{step}")
         batch, report = algorithm.build_train_batch(finished, learner, version=policy.version)
         assert report.ages is not None

@@ -28,10 +28,7 @@ _ALGORITHM = (
     maps_to("lam", "algorithm.lam"),
     maps_to("norm_adv_by_std_in_grpo", "algorithm.norm_adv_by_std"),
     maps_to(
-        "gdpo_reward_keys",
-        "algorithm.reward_weights",
-        c.reward_weights,
-        reads=(".gdpo_reward_weights",),
+        "gdpo_reward_keys", "algorithm.reward_weights", c.reward_weights, reads=(".gdpo_reward_weights",)
     ),
     used_by("gdpo_reward_weights", ".gdpo_reward_keys"),
     maps_to("use_kl_in_reward", "algorithm.kl_reward_coef", c.kl_in_reward, reads=(".kl_ctrl.kl_coef",)),
@@ -58,11 +55,7 @@ _ALGORITHM = (
         c.if_enabled("algorithm.rollout_correction.rollout_rs"),
     ),
     maps_to("rollout_correction.bypass_mode", "algorithm.bypass_mode"),
-    only(
-        "rollout_correction.loss_type",
-        "ppo_clip",
-        reason="actor.policy_loss.loss_mode selects the loss, and 'cispo' is reinforce",
-    ),
+    only("rollout_correction.loss_type", "ppo_clip", reason="policy_loss.loss_mode selects the loss"),
     maps_to("filter_groups.enable", "algorithm.zero_variance_groups", c.zero_variance_groups),
     maps_to(
         "filter_groups.max_num_gen_batches",

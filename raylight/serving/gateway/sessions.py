@@ -71,7 +71,7 @@ class RewardRequest(_Body):
 
 @dataclass(frozen=True)
 class SessionRules:
-    """What sessions of a run have in common."""
+    """Settings that all sessions of a run have in common."""
 
     group_size: int = 1
     """Sessions of a group; 1: the algorithm compares no groups."""
