@@ -46,7 +46,7 @@ class RecordWriter:
         """Store spans of a group reward for decided attempts, all or none.
 
         Their rewards count, unlike those of other spans that come after the decision. An attempt that has a
-        grade keeps it.
+        grade keeps it, unless that has no reward.
         """
         await self._channel.call("grade", [span_row(span) for span in spans])
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.attempt_state import HOLD, AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
@@ -38,6 +39,7 @@ _ADD_SPAN = (
     f"INSERT INTO spans ({SPAN}) VALUES ({', '.join('?' * len(SPAN.split(', ')))}) ON CONFLICT "
     "(attempt_id, span_id) DO NOTHING"
 )
+_DROP_EMPTY_GRADE = "DELETE FROM spans WHERE attempt_id = ? AND span_id = ? AND reward IS NULL"
 _WITH_BASES = (
     "(? IS NULL OR EXISTS (SELECT 1 FROM calls WHERE attempt_id = ? AND call_id = ? AND generation IS NOT "
     "NULL)) AND (? IS NULL OR EXISTS (SELECT 1 FROM spans WHERE attempt_id = ? AND span_id = ? AND base IS "
@@ -230,12 +232,11 @@ class Records:
         return self._attempts.finish(attempt, values)
 
     def grade(self, spans: list[Row]) -> None:
-        """Store spans of a group reward, with their rewards, for decided attempts.
-
-        A span that is stored already is unchanged, so that an attempt is graded once.
-        """
+        """Store spans of a group reward for decided attempts; a grade without a reward is replaced."""
         for span in spans:
             attempt = self._attempts.get(span[0], span[1])
+            if span[SPAN_ID] == GRADE_SPAN_ID:
+                self._journal.execute(_DROP_EMPTY_GRADE, (attempt.attempt_id, GRADE_SPAN_ID))
             sequence_id = attempt.next_sequence_id
             if self._journal.execute(_ADD_SPAN, (*span[:2], sequence_id, *span[3:])).rowcount:
                 self._attempts.set_next_sequence_id(attempt.attempt_id, sequence_id + 1)

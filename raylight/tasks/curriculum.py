@@ -10,7 +10,7 @@ from raylight.bounds import MAX_FACTOR
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.shuffled import ShuffledTasks, shuffled_indices
-from raylight.tasks.task_set import Draw, TaskSampler, TaskSet
+from raylight.tasks.task_set import Draw, SetSampler, TaskSet
 
 Pool = Literal["untested", "learnable", "unsolved", "solved"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
@@ -80,7 +80,7 @@ class Curriculum(TaskSet):
         return {"curriculum": self._tasks.fingerprint(), "weights": self.weights, **bounds}
 
 
-class CurriculumSampler(TaskSampler):
+class CurriculumSampler(SetSampler):
     """State machine of a curriculum."""
 
     learns = True

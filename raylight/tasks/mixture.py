@@ -9,7 +9,7 @@ from typing import Any
 from raylight.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.task_set import Draw, TaskSampler, TaskSet
+from raylight.tasks.task_set import Draw, SetSampler, TaskSet
 
 
 class Mixture(TaskSet):
@@ -70,10 +70,10 @@ class Mixture(TaskSet):
         }
 
 
-class MixtureSampler(TaskSampler):
+class MixtureSampler(SetSampler):
     """Draws from the source that is furthest below its share."""
 
-    def __init__(self, samplers: Mapping[str, TaskSampler], weights: Mapping[str, float]) -> None:
+    def __init__(self, samplers: Mapping[str, SetSampler], weights: Mapping[str, float]) -> None:
         self._samplers = dict(samplers)
         total = math.fsum(weights.values())
         self._shares = {name: weights[name] / total for name in samplers}

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from raylight.tasks.task_set import Draw, TaskSampler, TaskSet
+from raylight.tasks.task_set import Draw, SetSampler, TaskSet
 
 
 class ShuffledTasks(TaskSet):
@@ -23,7 +23,7 @@ class ShuffledTasks(TaskSet):
         return len(self.tasks)
 
     def sampler(self, seed: int) -> TaskSampler:
-        return ShuffledSampler(self.tasks, seed)
+        return TaskSampler(self.tasks, seed)
 
     def parts(self) -> list[tuple[str | None, Any]]:
         return [(None, task) for task in self.tasks]
@@ -37,7 +37,7 @@ class ShuffledTasks(TaskSet):
         return {"number": len(self.tasks), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-class ShuffledSampler(TaskSampler):
+class TaskSampler(SetSampler):
     """Endless random order of tasks."""
 
     def __init__(self, tasks: Sequence[Any], seed: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from raylight.bounds import MAX_COUNT
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.task_set import Draw, TaskSampler, TaskSet
+from raylight.tasks.task_set import Draw, SetSampler, TaskSet
 
 
 class Stages(TaskSet):
@@ -61,12 +61,12 @@ class Stages(TaskSet):
         }
 
 
-class StageSampler(TaskSampler):
+class StageSampler(SetSampler):
     """State machine of stages."""
 
     learns = True
 
-    def __init__(self, samplers: Mapping[str, TaskSampler], advance_at: float, window: int) -> None:
+    def __init__(self, samplers: Mapping[str, SetSampler], advance_at: float, window: int) -> None:
         self._names, self._samplers = list(samplers), dict(samplers)
         self._advance_at = advance_at
         self._stage = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from raylight.errors import DatasetError
-from raylight.tasks.task_set import Draw, TaskSampler, TaskSet
+from raylight.tasks.task_set import Draw, SetSampler, TaskSet
 
 
 class Stream(TaskSet):
@@ -56,7 +56,7 @@ class Stream(TaskSet):
         return iter(self._source() if callable(self._source) else self._source)
 
 
-class StreamSampler(TaskSampler):
+class StreamSampler(SetSampler):
     """Reads forward; a number before its position is read from the start."""
 
     def __init__(self, rows: Callable[[], Iterator[Any]]) -> None:

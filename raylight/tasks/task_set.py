@@ -22,10 +22,10 @@ class Draw:
     source: str | None = None
     """Name of the source that it comes from; None if there is only one."""
     place: dict[str, Any] = field(default_factory=dict)
-    """Position of the draw, as JSON, with which `TaskSampler.recall` draws it again."""
+    """Argument of `SetSampler.recall`, with which it is drawn again, as JSON."""
 
 
-class TaskSampler(ABC):
+class SetSampler(ABC):
     """Draws tasks from a set."""
 
     learns: bool = False
@@ -69,7 +69,7 @@ class TaskSet(ABC):
         """Number of tasks, of which a run takes `n_epochs` passes; None if it has no end."""
 
     @abstractmethod
-    def sampler(self, seed: int) -> TaskSampler:
+    def sampler(self, seed: int) -> SetSampler:
         """Return a new sampler."""
 
     @abstractmethod

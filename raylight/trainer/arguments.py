@@ -16,7 +16,7 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.base_config import Config
 from raylight.bounds import MAX_COUNT, Seed
-from raylight.components import build_component
+from raylight.components import build_component, import_dotted_name
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward
@@ -93,13 +93,17 @@ def parse_group_reward(spec: Any) -> GroupReward | None:
     Raises:
         ConfigError: it is not callable.
     """
-    function = None if spec is None else build_component(spec, object, "group_reward")
-    if function is not None and not callable(function):
+    if spec is None:
+        return None
+    function = import_dotted_name(spec, "group_reward") if isinstance(spec, str) else spec
+    if isinstance(function, type | Mapping):
+        function = build_component(function, object, "group_reward")
+    if not callable(function):
         raise ConfigError(
             f"group_reward is {function!r:.80}; give a function that takes the rollouts of a group and "
             "returns a reward for each, such as rl.ruler(llm)"
         )
-    return cast("GroupReward | None", function)
+    return cast("GroupReward", function)
 
 
 def parse_store(store: Any) -> StoreConfig | StoreClient:

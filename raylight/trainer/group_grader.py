@@ -15,17 +15,22 @@ from raylight.experience.rewards import group_key
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
 from raylight.store.client import StoreClient
+from raylight.traces.rewards import find_reward_spans, get_rewards_from_span
 from raylight.trainer.run import Run
 from raylight.types import Attempt, FinishedRollout, Span, SpanCoreFields
 
 logger = logging.getLogger(__name__)
+
+MAX_GROUPS = 32
+"""Groups that are graded at a time, whose spans are in memory."""
 
 
 class GroupGrader:
     """Calls a group reward for finished groups, and stores its grades with their attempts.
 
     Only rollouts that succeeded are graded; a group without any is left as it is. If the function raises, the
-    rollouts of the group have no reward, which is stored too.
+    rollouts of the group have no reward, which is stored too. A group that no step took yet is then graded
+    again in a resumed run.
 
     Args:
         note: shows the first failure to the user.
@@ -34,6 +39,7 @@ class GroupGrader:
     def __init__(self, store: StoreClient, function: GroupReward, note: Callable[[str], None]) -> None:
         self._store, self._function, self._note = store, function, note
         self._noted = False
+        self._room = asyncio.Semaphore(MAX_GROUPS)
 
     @classmethod
     def of(cls, run: Run, note: Callable[[str], None]) -> Self | None:
@@ -55,16 +61,22 @@ class GroupGrader:
             if item.rollout.status == "succeeded":
                 groups.setdefault(group_key(item), []).append(item)
         graded: dict[str, FinishedRollout] = {}
-        for group in await asyncio.gather(*map(self._grade, groups.values())):
+        for group in await asyncio.gather(*map(self._grade_one, groups.values())):
             graded |= {item.rollout.rollout_id: item for item in group}
         return [graded.get(item.rollout.rollout_id, item) for item in finished]
 
-    async def _grade(self, group: list[FinishedRollout]) -> list[FinishedRollout]:
-        """Return the rollouts of a group with their grades."""
-        if all(item.graded for item in group):
+    async def _grade_one(self, group: list[FinishedRollout]) -> list[FinishedRollout]:
+        """Return the rollouts of a group with their grades, those that are stored if there are."""
+        if all(map(_is_graded, group)):
             return group
+        async with self._room:
+            return await self._grade(group)
+
+    async def _grade(self, group: list[FinishedRollout]) -> list[FinishedRollout]:
+        """Grade a group."""
         ids = [item.rollout.rollout_id for item in group]
-        with_spans = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
+        stored = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
+        with_spans = [item if _is_graded(item) else _without_grade(item) for item in stored]
         error: str | None = None
         with recording() as recorded:
             try:
@@ -83,10 +95,10 @@ class GroupGrader:
         first = with_spans[0].rollout.attempt
         assert first is not None, "a rollout that succeeded has an attempt"
         spans = [_span(first, core, secrets.token_hex(8)) for core in recorded]
-        spans += [_grade_span(item, given, error) for item, given in grades if not item.graded]
+        spans += [_grade_span(item, given, error) for item, given in grades if not _is_graded(item)]
         await self._store.grade(spans)
         return [
-            item if item.graded else _with_grade(item, given, error)
+            item if _is_graded(item) else _with_grade(item, given, error)
             for item, (_, given) in zip(group, grades, strict=True)
         ]
 
@@ -98,6 +110,20 @@ class GroupGrader:
                 "the group reward failed, and its rollouts are not scored (train/grades_failed counts them): "
                 f"{type(failure).__name__}: {failure}"
             )
+
+
+def _is_graded(item: FinishedRollout) -> bool:
+    """Return True for a rollout whose grade is final."""
+    return item.graded and item.grade_error is None
+
+
+def _without_grade(item: FinishedRollout) -> FinishedRollout:
+    """Return a rollout with the agent's own rewards, from its spans, in place of a failed grade."""
+    if not item.graded:
+        return item
+    emitted = find_reward_spans(span for span in item.spans if span.span_id != GRADE_SPAN_ID)
+    own = {reward.name: reward.value for span in emitted[-1:] for reward in get_rewards_from_span(span)}
+    return replace(item, reward=next(iter(own.values()), None), rewards=own, graded=False, grade_error=None)
 
 
 def _with_grade(item: FinishedRollout, rewards: dict[str, float], error: str | None) -> FinishedRollout:

@@ -27,7 +27,7 @@ from raylight.experience.rewards import is_informative
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
-from raylight.tasks.shuffled import ShuffledSampler
+from raylight.tasks.shuffled import TaskSampler
 from raylight.trainer.training_groups import choose_groups
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 
@@ -156,7 +156,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
     sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
     rounds = algorithm.max_rounds
-    order, size, taken = ShuffledSampler(tasks, seed), algorithm.tasks_per_step, 0
+    order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step, 0
 
     def gather() -> list[FinishedRollout]:
         """Answer tasks until there are the groups of a step, as the Trainer's loop chooses them."""

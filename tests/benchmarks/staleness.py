@@ -43,7 +43,7 @@ from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
-from raylight.tasks.shuffled import ShuffledSampler
+from raylight.tasks.shuffled import TaskSampler
 
 STALENESS = (0, 1, 2, 4, 8)
 REJECTION: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}
@@ -100,7 +100,7 @@ def train(case: Case) -> list[float]:
     sampler, newest = Sampler(), Sampler()
     policy = Policy(STARTER_MODEL, learner, algorithm.policy_settings(), case.steps)
     tasks, val = additions(case.seed)
-    order = ShuffledSampler(tasks, case.seed)
+    order = TaskSampler(tasks, case.seed)
     weights = collections.deque([exported(policy)], case.staleness + 1)
 
     def reward() -> float:

@@ -14,16 +14,15 @@ from raylight.algorithms.apo.history import History
 PAGE = DOCS / "prompt_optimisation.md"
 
 
-def test_the_settings_are_those_of_apo() -> None:
-    settings, _ = tables(PAGE)
+@pytest.mark.parametrize(("place", "cls"), [(0, rl.APO), (2, rl.GEPA)])
+def test_the_settings_are_those_of_the_algorithm(place: int, cls: type) -> None:
+    settings = list(tables(PAGE))[place]
     shown: dict[str, str] = {}
     for row in settings.rows:
         names = re.findall(r"`(\w+)`", row[0])
         defaults = [value.strip().strip("`") for value in row[1].split(",")]
         shown |= dict(zip(names, defaults, strict=True))
-    parameters = {
-        name: p for name, p in inspect.signature(rl.APO.__init__).parameters.items() if name != "self"
-    }
+    parameters = {name: p for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"}
     assert [*shown] == [*parameters]
     for name, p in parameters.items():
         if p.default is not p.empty:
@@ -32,7 +31,7 @@ def test_the_settings_are_those_of_apo() -> None:
 
 
 def test_the_files_and_metrics_are_those_of_a_run() -> None:
-    _, files = tables(PAGE)
+    _, files, _ = tables(PAGE)
     named = " ".join(cell for row in files.rows for cell in row)
     history = History.begin(rl.PromptTemplate(template="x"), "p", "t", {})
     history.candidates[0].val_score, history.candidates[0].batch_scores = 1.0, {1: 1.0}

@@ -25,6 +25,7 @@ import raylight.algorithms.policy_gradient
 from raylight.agent.resources import LLM, SamplingParameters
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.baseline import BaselineSettings
+from raylight.algorithms.gepa.algorithm import GepaSettings
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import flatten, verl_defaults
@@ -170,6 +171,7 @@ def entry_cases() -> dict[str, list[tuple[Callable[[], Any], str, Any]]]:
             EvalSettings, lambda **values: Trainer().evaluate(str, [1], **{"model": "m"} | values)
         ),
         "APO": cases_of(ApoSettings, lambda **values: raylight.APO(client, **values)),
+        "GEPA": cases_of(GepaSettings, lambda **values: raylight.GEPA(client, **values)),
         "Baseline": cases_of(BaselineSettings, raylight.Baseline),
         "MiniGRPO": cases_of(raylight.MiniGRPO, raylight.MiniGRPO, model="m"),
         "LLM": cases_of(SamplingParameters, lambda **values: LLM(sampling_parameters=values)),

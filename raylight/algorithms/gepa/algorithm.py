@@ -22,6 +22,7 @@ from raylight.base_config import Config
 from raylight.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight.errors import CheckpointError, ConfigError, DatasetError
 from raylight.files import write_atomic
+from raylight.traces.rewards import MAX_REWARD
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -36,7 +37,7 @@ class GepaSettings(Config):
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     max_rollouts: int = Field(default=200, ge=1, le=MAX_COUNT)
     minibatch_size: int = Field(default=3, ge=1, le=MAX_SAMPLES)
-    perfect_score: float = 1.0
+    perfect_score: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
     use_merge: bool = False
     rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     seed: Seed = 0
@@ -93,10 +94,6 @@ class GEPA(Algorithm):
     ) -> None:
         from openai import OpenAI
 
-        try:
-            import gepa  # noqa: F401
-        except ModuleNotFoundError:
-            raise ConfigError("rl.GEPA needs the package gepa; pip install 'raylight[gepa]'") from None
         if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
             raise ConfigError(
                 f"async_openai_client is {async_openai_client!r:.80}; GEPA needs an openai.AsyncOpenAI client"
@@ -112,6 +109,10 @@ class GEPA(Algorithm):
             rollout_batch_timeout=rollout_batch_timeout,
             seed=seed,
         )
+        try:
+            import gepa  # noqa: F401
+        except ModuleNotFoundError:
+            raise ConfigError("rl.GEPA needs the package gepa; pip install 'raylight[gepa]'") from None
         self.result: dict[str, Any] | None = None
         """Content of `gepa.json`; None before `run`."""
         self._seed_prompt: PromptTemplate | None = None

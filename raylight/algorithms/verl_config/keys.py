@@ -55,7 +55,7 @@ _ALGORITHM = (
         c.if_enabled("algorithm.rollout_correction.rollout_rs"),
     ),
     maps_to("rollout_correction.bypass_mode", "algorithm.bypass_mode"),
-    only("rollout_correction.loss_type", "ppo_clip", reason="policy_loss.loss_mode selects the loss"),
+    only("rollout_correction.loss_type", "ppo_clip", reason="actor.policy_loss.loss_mode selects the loss"),
     maps_to("filter_groups.enable", "algorithm.zero_variance_groups", c.zero_variance_groups),
     maps_to(
         "filter_groups.max_num_gen_batches",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.tasks.shuffled import ShuffledSampler
+from raylight.tasks.shuffled import TaskSampler
 
 
 @given(st.integers(1, 9), st.integers(0, 3))
 def test_every_pass_has_every_task_once(count: int, seed: int) -> None:
     tasks = list(range(count))
-    sampler = ShuffledSampler(tasks, seed)
+    sampler = TaskSampler(tasks, seed)
     stream = [sampler.draw(group).task for group in range(6 * count)]
     for start in range(0, len(stream), count):
         assert sorted(stream[start : start + count]) == tasks
@@ -19,7 +19,7 @@ def test_every_pass_has_every_task_once(count: int, seed: int) -> None:
 
 
 def test_each_pass_and_each_seed_has_another_order() -> None:
-    samplers = [ShuffledSampler(list(range(20)), seed) for seed in (0, 1)]
+    samplers = [TaskSampler(list(range(20)), seed) for seed in (0, 1)]
     orders = {
         tuple(sampler.draw(start + i).task for i in range(20)) for sampler in samplers for start in (0, 20)
     }
@@ -28,7 +28,7 @@ def test_each_pass_and_each_seed_has_another_order() -> None:
 
 @given(st.lists(st.integers(0, 200), max_size=30))
 def test_the_task_of_a_group_does_not_depend_on_what_was_asked_before(groups: list[int]) -> None:
-    sampler = ShuffledSampler(list(range(3)), seed=5)
+    sampler = TaskSampler(list(range(3)), seed=5)
     assert [sampler.draw(group).task for group in groups] == [
-        ShuffledSampler(list(range(3)), seed=5).draw(group).task for group in groups
+        TaskSampler(list(range(3)), seed=5).draw(group).task for group in groups
     ]

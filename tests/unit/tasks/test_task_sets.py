@@ -15,7 +15,7 @@ import raylight as rl
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.curriculum import POOLS, CurriculumSampler
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.task_set import TaskSampler, TaskSet
+from raylight.tasks.task_set import SetSampler, TaskSet
 from raylight.trainer.inputs import SourcedTasks, as_tasks, as_train_set
 
 SETS: dict[str, TaskSet] = {
@@ -45,7 +45,7 @@ def test_a_resumed_sampler_draws_what_an_uninterrupted_one_does(name: str, data:
     stop = data.draw(st.integers(1, steps - 1))
     ahead = data.draw(st.integers(0, size))  # draws of the next step before the state was saved
 
-    def step(sampler: TaskSampler, number: int) -> list[Any]:
+    def step(sampler: SetSampler, number: int) -> list[Any]:
         drawn = [sampler.draw(n) for n in range(number * size, (number + 1) * size)]
         for n in range(number * size, (number + 1) * size):
             sampler.observe(n, reward_of(n))

@@ -106,6 +106,13 @@ async def test_a_failed_group_reward_is_stored_counted_and_shown_once() -> None:
         assert "the judge is away" in notes[0]
         with pytest.raises(RolloutsFailedError, match="the group reward failed for 3 of them"):
             raise_if_hopeless(stored, None)
+        # a resumed run grades what no step took again
+        function = CountedReward()
+        again = await GroupGrader(box.store, function, print).grade_all(stored)
+        assert [item.reward for item in again] == [1.0, 0.0, 0.0]
+        assert [item.reward for item in await box.store.collect(ids)] == [1.0, 0.0, 0.0]
+        await GroupGrader(box.store, function, print).grade_all(await box.store.collect(ids))
+        assert sorted(function.groups) == [1, 2]
 
 
 async def test_a_wrong_result_ends_the_run_and_stores_nothing() -> None:

@@ -82,6 +82,11 @@ def test_a_policy_reads_a_group_reward(hollow_model: str, planned_runs: list[Fit
     )
     reaches_ray(trainer, rollout(lambda task, llm: 1.0), [1] * 16)
     assert isinstance(planned_runs[0].settings.group_reward, RelativeLength)
+
+    def own(group: list[Any]) -> list[float]:
+        return [0.0] * len(group)
+
+    assert Trainer(algorithm=GRPO(model=hollow_model), group_reward=own).group_reward is own
     for wrong in (3, {"type": "raylight.types:Attempt"}):
         with pytest.raises(ConfigError):
             Trainer(algorithm=GRPO(model=hollow_model), group_reward=wrong)
