@@ -35,9 +35,9 @@ class RowRules:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RowRules:
         """Return the rules in the content of a run's `config.yaml`; the defaults where it has none."""
-        section = config.get("algorithm")
-        algorithm = section if isinstance(section, Mapping) else {}
-        agents = config.get("trained_agents")
+        sections = (config.get("algorithm"), config.get("run"))
+        algorithm, run = (section if isinstance(section, Mapping) else {} for section in sections)
+        agents = run.get("trained_agents")
         return RowRules(
             agents if isinstance(agents, str) else None,
             algorithm.get("train_auxiliary_calls") is True,

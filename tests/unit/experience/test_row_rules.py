@@ -75,10 +75,10 @@ def test_a_call_that_was_sampled_off_policy_is_masked() -> None:
     ("content", "expected"),
     [
         ({}, RowRules()),
-        ({"algorithm": None, "trained_agents": 3}, RowRules()),
+        ({"algorithm": None, "run": {"trained_agents": 3}}, RowRules()),
         (
             {
-                "trained_agents": "solver",
+                "run": {"trained_agents": "solver"},
                 "algorithm": {"train_auxiliary_calls": True, "trajectory_selection": "longest"},
             },
             RowRules("solver", True, "longest"),
