@@ -122,11 +122,14 @@ class RolloutIndex:
         where, values = _where(filters)
         source = _SEARCHED if filters.get("q") else "cards r"
         snippet = _SNIPPET if filters.get("q") else "NULL"
+        by = (
+            "" if sort == "position" else f"r.{sort} IS NULL, r.{sort} {order}, "
+        )  # positions need no sorting
         with self._lock, _query_errors(filters):
             (total,) = self._db.execute(f"SELECT COUNT(*) FROM {source}{where}", values).fetchone()
             rows = self._db.execute(
-                f"SELECT {_CARD}, {snippet} FROM {source}{where} ORDER BY r.{sort} IS NULL, r.{sort} "
-                f"{order}, r.position {order} LIMIT ? OFFSET ?",
+                f"SELECT {_CARD}, {snippet} FROM {source}{where} ORDER BY {by}r.position {order} "
+                "LIMIT ? OFFSET ?",
                 (*values, limit, offset),
             ).fetchall()
         return total, list(map(_card, rows))

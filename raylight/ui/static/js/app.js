@@ -48,11 +48,11 @@ let pressedG = 0;
 /** Go to an address, without loading the document again. */
 export function go(address, { replace = false } = {}) {
   history[replace ? "replaceState" : "pushState"](null, "", address);
-  return show();
+  return show({ isAgain: replace });
 }
 
-/** Show the page of the current address. */
-async function show() {
+/** Show the page of the current address; one that is shown again stays until its new content is there. */
+async function show({ isAgain = false } = {}) {
   leaving.abort();
   leaving = new AbortController();
   const { signal } = leaving;
@@ -62,7 +62,7 @@ async function show() {
   currentRun = path.startsWith("/runs/") ? args[0] : null;
   showTrail(found?.[2]);
   page.setAttribute("aria-busy", "true");
-  const waiting = setTimeout(() => page.replaceChildren(h("p", { class: "empty" }, "loading …")), 150);
+  const waiting = isAgain ? null : setTimeout(() => page.replaceChildren(h("p", { class: "empty" }, "loading …")), 150);
   try {
     if (!found) throw new Error(`there is no page ${path}; the start page lists the runs`);
     const content = await found[1]({ args, query: new URLSearchParams(location.search), signal, go });
@@ -107,8 +107,8 @@ document.addEventListener("click", (event) => {
   go(link.href).then(() => page.focus({ preventScroll: true }));
   scrollTo(0, 0);
 });
-addEventListener("popstate", show);
-addEventListener("refresh", show);
+addEventListener("popstate", () => show());
+addEventListener("refresh", () => show({ isAgain: true }));
 
 // theme
 
@@ -118,7 +118,7 @@ function setTheme(theme) {
 }
 function toggleTheme() {
   setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  show();
+  show({ isAgain: true });
 }
 document.getElementById("theme").addEventListener("click", toggleTheme);
 
