@@ -43,7 +43,7 @@ def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
             if " is served at " in line:
                 break
         assert " is served at " in output, output
-        yield Server(process, output.rpartition(" is served at ")[2].split("/v1")[0], output)
+        yield Server(process, output.rpartition(" is served at ")[2].split("/v1")[0].strip(), output)
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[0]
         assert "Traceback" not in rest, rest

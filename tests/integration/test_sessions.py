@@ -86,7 +86,7 @@ def check_run(folder: Path) -> None:
     )
     assert before != after
     rollouts = rl.read_rollouts(folder / "store.db")
-    assert any(item.rollout.input == {"a": 12, "b": 30} for item in rollouts)
+    assert any(item.generations and item.reward is not None for item in rollouts)
 
 
 def test_the_model_is_trained_on_sessions(learning: Learning) -> None:

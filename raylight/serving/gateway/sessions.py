@@ -71,7 +71,7 @@ class RewardRequest(_Body):
 
 @dataclass(frozen=True)
 class SessionRules:
-    """Settings that all sessions of a run have in common."""
+    """Rules that all sessions of a run have in common."""
 
     group_size: int = 1
     """Sessions of a group; 1: the algorithm compares no groups."""
@@ -157,8 +157,7 @@ class SessionService:
             raise RequestError("give either reward or failed", param="reward")
         rewards = {} if request.reward is None else named_rewards(request.reward)
         session = await self._store.get_session(session_id)
-        attempt = _attempt(session)
-        if attempt.status not in ATTEMPT_FINISHED or _status(attempt) in GIVEN_UP:
+        if _attempt(session).status not in ATTEMPT_FINISHED or _status(session) in GIVEN_UP:
             await self._finish(session, rewards, request)
             session = await self._store.get_session(session_id)
         answer = await self._describe(session)
@@ -203,7 +202,7 @@ class SessionService:
         attempt = _attempt(session)
         (item,) = await self._store.collect([session.state.rollout_id])
         calls = [call for call in item.generations if call.key.attempt_id == session.session_id]
-        status = _status(attempt)
+        status = _status(session)
         return {
             "session_id": session.session_id,
             "status": status,
@@ -300,8 +299,11 @@ def _attempt(session: Session) -> Attempt:
     return session.state.attempt
 
 
-def _status(attempt: Attempt) -> str:
+def _status(session: Session) -> str:
     """Return the state of a session, as clients read it."""
+    attempt = _attempt(session)
+    if session.state.status == "cancelled":  # by the run
+        return "cancelled"
     if attempt.status == "succeeded":
         return "rewarded"
     if attempt.status == "failed":

@@ -140,6 +140,8 @@ class Serving:
             self._monitor_model(self._llm.endpoint, self.model.engine)
             self.resources = fill_resources(self.resources, self._llm, self.model.sampling_overrides)
             self._show_stage(f"the model is served at {self._llm.endpoint}")
+            if self.model.session_rules is not None:
+                self._show_stage(f"sessions are opened at {self._llm.endpoint}/v1/sessions with the API key")
         if self.resources:
             await self._store.add_resources(self.resources)
 

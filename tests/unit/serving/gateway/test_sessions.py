@@ -39,6 +39,7 @@ class Server:
             None,
             sessions=self.service,
             is_finished=box.store.is_attempt_finished,
+            check_budgets=box.store.check_budgets,
         )
         self.client = self.client_of(SECRET)
 
@@ -271,6 +272,7 @@ def test_a_session_expires_and_may_come_back() -> None:
             assert (await server.post(beat)).json()["expires"] == server.box.clock.now + LEASE_S
             await server.box.pass_time(LEASE_S - 1)
             await server.call(session)
+            assert await server.box.service.wait_for_records(session["session_id"], 10)
             await server.box.pass_time(LEASE_S - 1)
             assert await server.status(session) == "open"
             await server.box.pass_time(2)
@@ -368,9 +370,26 @@ def test_a_budget_truncates_a_session() -> None:
             await server.offer(0)
             session = await server.begin()
             await server.call(session)
+            with pytest.raises(openai.BadRequestError, match="max_turns"):
+                await server.call(session)
             await server.post(f"/{session['session_id']}/reward", reward=1.0)
             (attempt,) = await server.box.store.query_attempts("run-train-0-0")
-            assert (attempt.status, attempt.truncated) == ("succeeded", None)
+            assert (attempt.status, attempt.truncated) == ("succeeded", "max_turns")
+
+    asyncio.run(main())
+
+
+def test_a_run_that_gave_a_session_up_says_so() -> None:
+    """As after a resume with other settings."""
+
+    async def main() -> None:
+        async with serving() as server:
+            await server.offer(0)
+            session = await server.begin()
+            await server.box.store.cancel_rollout("run-train-0-0")
+            answer = await server.post(f"/{session['session_id']}/reward", reward=1.0)
+            assert (answer.status_code, "it is cancelled" in message(answer)) == (409, True)
+            assert await server.status(session) == "cancelled"
 
     asyncio.run(main())
 
