@@ -156,7 +156,9 @@ def _without_cache_hints(value: Any, places: Places) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {
-        name: _without_cache_hints(value[name], below) for name, below in places.items() if name in value
+        name: _without_cache_hints(entry, below)
+        for name, below in places.items()
+        if isinstance(entry := value.get(name), list | dict)
     }
     if CACHE_HINT not in value and all(new is value[name] for name, new in inner.items()):
         return value

@@ -18,6 +18,8 @@ def dialect_of(path: str) -> type[Dialect]:
 
     Other paths count as `ChatDialect`, whose error shape they use.
     """
+    if sampling := sampling_dialect(path):
+        return sampling
     segment = path.rpartition("/v1/")[2].partition("/")[0]
     for dialect in DIALECTS.values():
         if f"{dialect.path}/".startswith(f"/v1/{segment}/"):
@@ -27,4 +29,7 @@ def dialect_of(path: str) -> type[Dialect]:
 
 def sampling_dialect(path: str) -> type[Dialect] | None:
     """Return the dialect whose requests to this path sample; None if no dialect's do."""
-    return next((dialect for dialect in DIALECTS.values() if dialect.path == path), None)
+    for dialect in DIALECTS.values():
+        if dialect.path == path:
+            return dialect
+    return None
