@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 
+YOUNG_OBJECTS = 10_000
+"""New objects after which Python collects garbage among them. Its default of 700, which a few rollouts or
+calls exceed, takes 8 % of a runner's CPU time."""
+
 
 def freeze_startup_objects() -> None:
     """Exempt all present objects from further garbage collections.
@@ -13,3 +17,8 @@ def freeze_startup_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def collect_less_often() -> None:
+    """Collect garbage among new objects after `YOUNG_OBJECTS` of them."""
+    gc.set_threshold(YOUNG_OBJECTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pickle import PickleError
@@ -17,7 +16,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError
-from raylight.garbage import freeze_startup_objects
+from raylight.garbage import collect_less_often, freeze_startup_objects
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.runner.runner import Runner, RunnerExit
 from raylight.store.client import StoreClient
@@ -59,11 +58,6 @@ class RunnerPayload:
         return pickled if len(pickled) <= MAX_INLINE_BYTES else ray.put(pickled)
 
 
-YOUNG_OBJECTS = 10_000
-"""New objects after which Python collects garbage among them. Its default of 700, which a few rollouts
-exceed, takes 8 % of a runner's CPU time."""
-
-
 class RunnerActor:
     """A Runner as a Ray actor."""
 
@@ -95,7 +89,7 @@ class RunnerActor:
     async def serve(self) -> RunnerExit:
         """Execute rollouts; see `Runner.serve`."""
         freeze_startup_objects()
-        gc.set_threshold(YOUNG_OBJECTS)
+        collect_less_often()
         self._metrics.start()
         try:
             return await self._runner.serve()

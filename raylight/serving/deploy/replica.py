@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
+from raylight.garbage import collect_less_often
 from raylight.ray_metrics.reporter import MetricReporter
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
@@ -162,6 +163,7 @@ class ReplicaRuntime:
         )
         run = settings.run or settings.app_name
         self._metrics = MetricReporter(metrics.collect, run, replica=self._replica).start()
+        collect_less_often()
         return add_replica_header(gateway, self._replica)
 
     def _session_service(self) -> SessionService | None:
