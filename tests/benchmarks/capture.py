@@ -1,7 +1,7 @@
 """Latency and throughput cost of capture: a mock engine in Ray Serve, bare and behind raylight's gateway.
 
     python tests/benchmarks/capture.py [--count 3000] [--rounds 5] [--engine-ms MS] [--default-ingress]
-                                       [--peer-url URL] [--flame DIR] [--against CHECKOUT]
+                                       [--bound] [--peer-url URL] [--flame DIR] [--against CHECKOUT]
 
 Measures p50 latency with one caller and requests per second with 32, of both targets in turn, in each of some
 rounds. Eight calls in a row belong to one attempt, as those of an agent. Prints the added latency and the
@@ -9,10 +9,12 @@ ratio of the rates as medians over the rounds, with their range, and the CPU tim
 the client, HAProxy, the replicas and the store. Takes two minutes.
 
 The mock engine answers immediately, or after `--engine-ms` milliseconds: work that capture does while the
-engine computes then adds no latency. With `--peer-url`, another project's proxy in front of a mock engine
-gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy instead of
-HAProxy. `--flame` adds a load during which py-spy records the replica and the store, and writes a flame graph
-of each. `--against` compares the medians with those of another checkout, measured before and after this one.
+engine computes then adds no latency. `--bound` adds the barest capture (bare_capture.py): what any capture
+costs that stores the tokens in another process. With `--peer-url`, another project's proxy in front of a mock
+engine gets the same load, and the ratios are printed. `--default-ingress` uses Serve's own HTTP proxy instead
+of HAProxy. `--flame` adds a load during which py-spy records the replica and the store, and writes a flame
+graph of each. `--against` compares the medians with those of another checkout, measured before and after this
+one.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from bare_capture import BareCapture, BareStore
 from flames import FLAME_S, Recorders
 
 from raylight.engines.protocol import EngineLoad
@@ -57,6 +60,8 @@ PROCESSES = {
     "bare replica": "ServeReplica:bare",
     "captured replica": "ServeReplica:captured",
     "store": "StoreActor",
+    "bound replica": "ServeReplica:bound",
+    "bound store": "BareStore",
 }
 """Text in the command lines of the processes whose CPU time is measured."""
 
@@ -171,8 +176,12 @@ class MockEngine:
         return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
 
 
-def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
-    """Serve the engine bare and captured. Return both base URLs."""
+def deploy(store: Any, secret: str, engine_s: float, bare_store: Any = None) -> list[str]:
+    """Serve the engine bare and captured. Return both base URLs.
+
+    Args:
+        bare_store: actor of the barest capture, whose base URL is then the third.
+    """
     from ray import serve
 
     from raylight.serving.capture.recorder import Recorder
@@ -182,27 +191,30 @@ def deploy(store: Any, secret: str, engine_s: float) -> tuple[str, str]:
 
     @serve.ingress()
     class Mock:
-        def __init__(self, captured: bool) -> None:
-            self._captured = captured
+        def __init__(self, kind: str) -> None:
+            self._kind = kind
 
         async def __serve_build_asgi_app__(self) -> Any:
             engine = MockEngine(engine_s)
-            if not self._captured:
+            if self._kind == "bare":
                 return await engine.app()
+            if self._kind == "bound":
+                return BareCapture(await engine.app(), bare_store)
             return build_gateway(await engine.app(), engine, secret, Recorder(store.capture), None)
 
     with ingress_host(ingress.head_node()["NodeID"], own_cluster=True, timeout_s=180) as machine:
         host, port = ingress.start_serve(None, None, machine, 180, deploy=lambda host, port: None)
-    for name in ("bare", "captured"):
+    names = ["bare", "captured"] + (["bound"] if bare_store else [])
+    for name in names:
         options = {"num_cpus": 0, "runtime_env": {"env_vars": ingress.SERVE_FLAGS}}
         app = serve.deployment(
             name=name, ray_actor_options=options, max_ongoing_requests=1000, logging_config=ingress.QUIET
-        )(Mock).bind(name == "captured")
+        )(Mock).bind(name)
         serve.run(app, name=name, route_prefix=f"/{name}")
     if "RAY_SERVE_ENABLE_HA_PROXY" in ingress.SERVE_FLAGS:
-        for name in ("bare", "captured"):
+        for name in names:
             ingress.wait_for_route(f"http://{host}:{port}/{name}/v1/chat/completions", 60.0)
-    return f"http://{host}:{port}/bare/v1", f"http://{host}:{port}/captured"
+    return [f"http://{host}:{port}/{name}" + ("/v1" if name != "captured" else "") for name in names]
 
 
 async def start_attempts(store: Any, count: int) -> list[tuple[str, str]]:
@@ -218,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bound", action="store_true", help="measure the barest capture too")
     parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
@@ -307,7 +320,10 @@ def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
-        bare, captured = deploy(store, "secret", options.engine_ms / 1e3)
+        bare_store = None
+        if options.bound:
+            bare_store = ray.remote(BareStore).options(num_cpus=0).remote(f"{folder}/bare.db")
+        bare, captured, *bound = deploy(store, "secret", options.engine_ms / 1e3, bare_store)
 
         def attempts(count: int) -> list[Target]:
             return [
@@ -319,6 +335,8 @@ def compare(options: argparse.Namespace) -> None:
             "bare": lambda count: [(f"{bare}/chat/completions", "unused")],
             "captured": attempts,
         }
+        if bound:
+            targets["bound"] = lambda count: [(f"{bound[0]}/chat/completions", "unused")]
         if options.peer_url:
             targets["peer"] = lambda count: [(options.peer_url, "unused")]
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
@@ -343,6 +361,9 @@ def print_comparison(runs: dict[str, list[dict[str, float]]]) -> None:
     print(f"\nmedian (range) of {len(pairs)} rounds")
     print(f"added p50 with one caller: {median_and_range(added)} ms")
     print(f"captured / bare requests/s with {CONCURRENT} callers: {median_and_range(ratios)}")
+    if "bound" in runs:
+        limits = [bound[rate] / bare[rate] for bare, bound in zip(runs["bare"], runs["bound"], strict=True)]
+        print(f"bound / bare requests/s with {CONCURRENT} callers: {median_and_range(limits)}")
     if "peer" in runs:
         both = list(zip(runs["peer"], runs["captured"], strict=True))
         print(f"peer / captured p50: {median_and_range([peer[p50] / one[p50] for peer, one in both])}")
@@ -350,8 +371,8 @@ def print_comparison(runs: dict[str, list[dict[str, float]]]) -> None:
             f"captured / peer requests/s: {median_and_range([one[rate] / peer[rate] for peer, one in both])}"
         )
     for name in (name for name in runs["bare"][0] if name.startswith("us/call")):
-        bare, captured = ([run[name] for run in runs[target]] for target in ("bare", "captured"))
-        print(f"{name:26} bare {statistics.median(bare):6.0f}   captured {statistics.median(captured):6.0f}")
+        medians = {target: statistics.median(run[name] for run in runs[target]) for target in runs}
+        print(f"{name:26}" + "".join(f" {target} {median:6.0f}" for target, median in medians.items()))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
     python tests/benchmarks/startup.py [--rounds 3] [--against CHECKOUT]
 
 Each round measures in turn, each in processes of its own: the floor, which is `import ray, torch,
-transformers` with `ray.init()` and one actor; and the quickstart until its first step is logged, which
-includes an evaluation of 256 rollouts. Prints the medians over the rounds with their range, and the ratio of
-the quickstart to the floor; then, of the last round, the quickstart's stages, and its processes in the order
+transformers` with `ray.init()` and one actor; the bound of a run with Ray Serve and a learner of verl, which
+is `ray.init()`, a deployment that loads the quickstart's model, and beside it an actor that imports verl's
+engine and loads the model; and the quickstart until its first step is logged, which includes an evaluation of
+256 rollouts. Prints the medians over the rounds with their range, and the ratio of
+each to the floor; then, of the last round, the quickstart's stages, and its processes in the order
 of their start, with the CPU seconds that each had used at the first step. `import raylight` and `raylight
 --help` are the fastest of ten. With `--against`, another checkout (`git worktree add`) takes turns. A round
 takes half a minute.
@@ -28,6 +30,8 @@ from pathlib import Path
 
 import psutil
 
+from raylight.quickstart import STARTER_MODEL
+
 HERE = Path(__file__).parents[2]
 SAMPLE_INTERVAL_S = 0.2
 FLOOR = """
@@ -37,6 +41,30 @@ class Actor:
     def ready(self):
         return True
 ray.get(ray.remote(Actor).remote().ready.remote())
+print("step 1/", flush=True)
+"""
+BOUND = """
+import socket, sys
+import ray
+from ray import serve
+ray.init(address="local", include_dashboard=True, log_to_driver=False, logging_level="ERROR")
+MODEL = sys.argv[1]
+def load():
+    import transformers
+    return transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+class Learner:
+    def load(self):
+        import raylight.learner.verl_api  # imports torch and verl
+        self.model = load()
+class Engine:
+    def __init__(self):
+        self.model = load()
+loading = ray.remote(Learner).remote().load.remote()
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+serve.start(http_options={"host": "127.0.0.1", "port": port})
+serve.run(serve.deployment(Engine).bind())
+ray.get(loading)
 print("step 1/", flush=True)
 """
 QUICKSTART = "from raylight.cli import main; main()"
@@ -148,9 +176,11 @@ def main() -> None:
     args = parser.parse_args()
     checkouts = {"quickstart": HERE} | ({str(args.against): args.against.resolve()} if args.against else {})
     floors: list[Start] = []
+    bounds: list[Start] = []
     starts: dict[str, list[Start]] = {name: [] for name in checkouts}
     for _ in range(args.rounds):
         floors.append(measure([sys.executable, "-c", FLOOR], HERE))
+        bounds.append(measure([sys.executable, "-c", BOUND, STARTER_MODEL], HERE))
         for name, checkout in checkouts.items():
             with tempfile.TemporaryDirectory() as folder:
                 options = ["--steps", "2", "--output-dir", folder, "--address", "local"]
@@ -158,6 +188,7 @@ def main() -> None:
                 starts[name].append(measure(command, checkout))
     print("| | seconds | CPU s | seconds, of the floor |\n|---|---|---|---|")
     report("floor", floors, floors)
+    report("bound", bounds, floors)
     for name, measured in starts.items():
         report(name, measured, floors)
     for name, checkout in checkouts.items():
