@@ -1,13 +1,14 @@
 """Rollouts per second of raylight's full loop and of TRL's GRPOTrainer, where compute dominates.
 
     python tests/benchmarks/loop_vs_trl.py [--rounds 2] [--max-staleness 0 1] [--trl-python PYTHON]
-                                           [--cpu] [--flame DIR]
+                                           [--async-threads 1,1 2,1] [--cpu] [--flame DIR]
 
 The model has 20 million random parameters; a step has 64 rollouts with answers of 64 tokens. The reward is
 the share of an answer's characters that are digits. The programs run one after the other, each in its own
 process, in every round. With max_staleness 0 all use `--threads` threads to compute; above 0 raylight's
-engine and learner, which then compute at the same time, share them. A ratio is that of the seconds per step
-after the warm-up, all work between two steps included.
+engine and learner compute at the same time, with half of them each, or with each of the pairs that
+`--async-threads` names (engine, learner). A ratio is that of the seconds per step after the warm-up, all work
+between two steps included.
 """
 
 import functools
@@ -58,8 +59,8 @@ def build(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def ours(model: str, steps: int, threads: int, max_staleness: int) -> None:
-    """Train with raylight."""
+def ours(model: str, steps: int, max_staleness: int, engine: int, learner: int) -> None:
+    """Train with raylight, with numbers of threads of engine and learner."""
     import raylight as rl
 
     @rl.rollout
@@ -75,9 +76,8 @@ def ours(model: str, steps: int, threads: int, max_staleness: int) -> None:
     algorithm = functools.partial(
         rl.GRPO, model=model, lr=LEARNING_RATE, tasks_per_step=ROLLOUTS // GROUP, group_size=GROUP
     )
-    threads = threads if max_staleness == 0 else max(threads // 2, 1)
-    compute = {"num_threads": threads}
-    train(agent, list(range(TASKS)), steps, max_staleness, algorithm, engine=compute, learner=compute)
+    threads = {"engine": {"num_threads": engine}, "learner": {"num_threads": learner}}
+    train(agent, list(range(TASKS)), steps, max_staleness, algorithm, **threads)
 
 
 def theirs(model: str, steps: int, threads: int) -> None:
@@ -101,30 +101,44 @@ def theirs(model: str, steps: int, threads: int) -> None:
     )
 
 
+def pair(text: str) -> tuple[int, int]:
+    """Read two numbers."""
+    one, other = map(int, text.split(","))
+    return one, other
+
+
 def main() -> None:
     if sys.argv[1:2] in (["ours"], ["theirs"]):
         function, model, *numbers = sys.argv[1:]
         return globals()[function](model, *map(int, numbers))
     options = parser(__doc__, steps=9, rounds=2)
     options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--async-threads", nargs="+", type=pair, metavar="ENGINE,LEARNER")
     args = options.parse_args()
+    half = max(args.threads // 2, 1)
+    apart = args.async_threads or [(half, half)]
+    runs = {
+        f"S={staleness}, {engine}+{learner} threads": (staleness, engine, learner)
+        for staleness in args.max_staleness
+        for engine, learner in (apart if staleness else [(args.threads, args.threads)])
+    }
     script, rounds = Path(__file__).name, []
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder))
-        common = (folder, args.steps, args.threads)
         for _ in range(args.rounds):
             results = {
-                f"raylight S={staleness}": measure(
+                name: measure(
                     sys.executable,
                     script,
                     "ours",
-                    *common,
-                    staleness,
-                    flames=args.flame and args.flame / f"S{staleness}",
+                    folder,
+                    args.steps,
+                    *run,
+                    flames=args.flame and args.flame / name.partition(",")[0].replace("=", ""),
                 )
-                for staleness in args.max_staleness
+                for name, run in runs.items()
             }
-            results["TRL"] = measure(args.trl_python, script, "theirs", *common)
+            results["TRL"] = measure(args.trl_python, script, "theirs", folder, args.steps, args.threads)
             rounds.append(results)
             print("  ".join(f"{name} {result['step']:.3f}" for name, result in results.items()), flush=True)
     report(rounds, "TRL", args.cpu)
