@@ -34,9 +34,9 @@ docs:
     python docs/generate_api.py
     python docs/architecture_picture.py
 
-# the benchmarks of the learner, the engine, capture and the store: each prints its ratios
+# the figures of docs/performance.md, into the folder figures
 bench:
-    for name in learner_tokens engine_tokens capture store_growth noop_rollouts; do python tests/benchmarks/$name.py; done
+    python tests/benchmarks/figures.py --out figures
 
 # tests with the lowest versions that pyproject.toml allows, in a fresh virtual environment
 lowest:
