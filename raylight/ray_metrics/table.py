@@ -193,6 +193,7 @@ _GATEWAY = (
         "none",
         "field",
     ),
+    _gateway("dropped_tools_total", "Tools of requests that no model here can use", "none", "tool"),
     _gateway("overridden_requests_total", "Training requests whose sampling was replaced", "none"),
     _gateway("auxiliary_requests_total", "Requests of attempts for another model name", "none"),
     _gateway("rejected_keys_total", "Requests without a valid API key", "none"),

@@ -23,8 +23,10 @@ from raylight.types import FinishedRollout, Span
 
 TIMEOUT_S = 240
 """Limit of a rollout; importing a harness takes seconds on a busy machine."""
-SHELLS = ("exec_command", "bash", "Bash", "run_shell_command")
+SHELLS = ("exec_command", "bash", "Bash", "run_shell_command", "exec")
 """Names of the tools with which harnesses run a command."""
+SCRIPT = "text(await tools.exec_command({cmd: %s}))"
+"""Command for the tool `exec` of Codex, which runs JavaScript."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
@@ -112,7 +114,7 @@ class RepairServer(EngineServer):
         return {"role": "assistant", "content": "I run it.", "tool_calls": calls}
 
     def _arguments(self, tool: dict[str, Any], command: str) -> dict[str, Any]:
-        known = {"cmd": command, "command": command}
+        known = {"cmd": command, "command": command, "input": SCRIPT % json.dumps(command)}
         fields = tool["parameters"]["properties"]
         chosen = {name: value for name, value in known.items() if name in fields}
         defaults = {"string": "Repair it", "boolean": False, "integer": 1, "number": 1}

@@ -6,37 +6,20 @@ and `pip install mini-swe-agent mcp`. One that is missing is skipped.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from engine_server import MODEL
-from scripted_repairer import TIMEOUT_S, RepairServer
+from harness_helpers import REPAIR, TASK, TESTS, agent_of, needs
+from scripted_repairer import RepairServer
 
-import raylight as rl
 from raylight.harnesses.presets import PRESETS
 from raylight.semconv import DIALECT, PROMPT_SOURCE
 from raylight.traces.rewards import find_final_reward
 
 pytestmark = pytest.mark.slow
-TASK = {
-    "prompt": "total in shop.py returns a - b. It must return a + b.",
-    "files": {"shop.py": "def total(a, b):\n    return a - b\n"},
-}
-TESTS = {"check.py": "from shop import total\n\nassert total(7, 2) == 9\n"}
-REPAIR = "sed -i 's|a - b|a + b|' shop.py"
 DIALECTS = {"codex": "responses", "claude-code": "messages"}
 """Dialects of presets that do not call chat completions."""
-
-
-def needs(preset: str) -> None:
-    program = PRESETS[preset].command[0]
-    if shutil.which(program) is None:
-        if os.environ.get("RAYLIGHT_REQUIRE_HARNESSES") == "1":
-            raise pytest.UsageError(f"RAYLIGHT_REQUIRE_HARNESSES=1, but there is no program {program}")
-        pytest.skip(f"{program} is not installed: {PRESETS[preset].install}")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +27,6 @@ def server() -> Iterator[RepairServer]:
     server = RepairServer(REPAIR)
     yield server
     server.close()
-
-
-def agent_of(preset: str, **options: Any) -> rl.CommandAgent:
-    judge = rl.RewardCommand(["python3", "check.py"], files=TESTS)
-    return rl.CommandAgent(
-        preset=preset, reward=judge, timeout_s=TIMEOUT_S, max_output_tokens=1024, **options
-    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)

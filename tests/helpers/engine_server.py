@@ -27,6 +27,8 @@ MODEL, SECRET = "policy", "run-secret"
 MAX_MODEL_LEN = 2048
 DEADLINE_S = 60.0
 START_S = 240.0
+KEEP_ALIVE_S = 1.0
+"""Seconds of silence in a stream until a sign of life."""
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
     "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
@@ -83,12 +85,15 @@ class EngineServer:
 
     Attributes:
         kind: kind of the engine.
+        engine: the engine.
+        gateway_options: further arguments of `build_gateway`.
         port: port on which the application is served.
         tokenizer: tokenizer of the model; None if the engine does not return tokens.
     """
 
-    def __init__(self, kind: str, model_path: str) -> None:
+    def __init__(self, kind: str, model_path: str, **gateway_options: Any) -> None:
         self.kind = kind
+        self.gateway_options = gateway_options
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -103,12 +108,13 @@ class EngineServer:
         self._service = StoreService(None, StoreConfig(lease_seconds=600))
         self._stack.push_async_callback(self._service.close)
         self.store = StoreClient(self._service)
-        engine = await self._engine(model_path)
+        self.engine = engine = await self._engine(model_path)
         self._stack.callback(engine.close)
         self.tokenizer = engine.tokenizer
         self.recorder = Recorder(self.store.capture)
         self._stack.push_async_callback(self.recorder.aclose)
-        app = build_gateway(await engine.app(), engine, SECRET, self.recorder, self._add_spans)
+        options = {"keep_alive_s": KEEP_ALIVE_S, **self.gateway_options}
+        app = build_gateway(await engine.app(), engine, SECRET, self.recorder, self._add_spans, **options)
         self.port = await self._serve(app)
 
     async def _add_spans(self, spans: list[Span]) -> None:

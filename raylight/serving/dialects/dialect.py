@@ -8,7 +8,7 @@ shape.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from raylight.engines.capture_context import AttemptScope
@@ -38,6 +38,10 @@ class AnswerStream(ABC):
             RequestError: the answer is incomplete.
         """
 
+    def keep_alive(self) -> list[Event]:
+        """Return the events that show a client that a silent stream lives; none: a comment is sent."""
+        return []
+
     def fail(self, error: RequestError, error_body: Event) -> list[Event]:
         """Return the events that end a broken answer; by default one with the dialect's error body."""
         return [error_body]
@@ -52,9 +56,11 @@ class Translation(ABC):
 
     Attributes:
         engine_path: route of the engine that answers: chat completions, or one that does not sample.
+        dropped_tools: types of the request's tools that the model does not get.
     """
 
     engine_path: ClassVar[str] = "/v1/chat/completions"
+    dropped_tools: Sequence[str] = ()
 
     def __init__(self, engine_request: dict[str, Any], field_names: FieldNames | None = None) -> None:
         self.engine_request = engine_request

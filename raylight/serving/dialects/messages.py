@@ -57,7 +57,9 @@ class MessagesDialect(Dialect):
             count = CountTokensRequest.read(body)
             return TokenCount(count.to_chat(), count.field_names())
         request = MessagesRequest.read(body)
-        return MessagesTranslation(request.to_chat(), request.field_names())
+        translation = MessagesTranslation(request.to_chat(), request.field_names())
+        translation.dropped_tools = request.dropped_tools()
+        return translation
 
     @classmethod
     def error_body(cls, error: RequestError) -> dict[str, Any]:
@@ -118,6 +120,9 @@ class MessagesStream(AnswerStream):
         events = [_event(step) for step in self._reader.finish()]
         end = {"type": "message_delta", "delta": stop, "usage": _usage(turn)}
         return [*events, end, {"type": "message_stop"}]
+
+    def keep_alive(self) -> list[Event]:
+        return [{"type": "ping"}]
 
     def _start(self) -> Event:
         turn = self._reader.turn

@@ -1,8 +1,10 @@
 """Requests of Anthropic's messages dialect, translated to chat requests.
 
 Cache hints (`cache_control`), labels (`metadata`, `service_tier`) and signatures of thinking are accepted and
-ignored. The result of a failed tool begins with "Error: ", because chat has no field for failures. A
-conversation cannot end with a message of the assistant.
+ignored. So is `context_management`, by which a provider shortens a conversation: here one that is too long is
+an error. Tools that a provider runs are dropped: no model here can use them. The result of a failed tool
+begins with "Error: ", because chat has no field for failures. A conversation cannot end with a message of the
+assistant.
 """
 
 from __future__ import annotations
@@ -22,6 +24,14 @@ from raylight.serving.dialects.chat_messages import (
     tool_call,
 )
 from raylight.serving.dialects.field_names import FieldNames, MessageSource
+from raylight.serving.dialects.messages_tools import (
+    AnyTool,
+    CacheableBlock,
+    MessagesTool,
+    as_function,
+    given_tools,
+    provider_tools,
+)
 
 CHAT_FIELDS = {
     "max_completion_tokens": "max_tokens",
@@ -34,8 +44,6 @@ CHAT_FIELDS = {
     "response_format.json_schema": "output_config.format",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.function": "tool_choice",
-    "tools[].function": "tools[]",
-    "tools[].function.parameters": "tools[].input_schema",
 }
 """Fields of a messages request by those of its chat request."""
 INVALID_JSON = "INVALID_JSON"
@@ -44,10 +52,6 @@ INVALID_JSON = "INVALID_JSON"
 
 def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class CacheableBlock(RequestModel):
-    cache_control: Any = None
 
 
 class TextBlock(CacheableBlock):
@@ -90,11 +94,19 @@ class ToolUseBlock(CacheableBlock):
     caller: DirectCaller | None = None
 
 
+class ToolReferenceBlock(CacheableBlock):
+    """Name of a tool that a search has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
 class ToolResultBlock(CacheableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[
-        list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], BeforeValidator(_as_blocks)
+        list[Annotated[TextBlock | ImageBlock | ToolReferenceBlock, Field(discriminator="type")]],
+        BeforeValidator(_as_blocks),
     ] = Field(default=[])
     is_error: bool = False
 
@@ -117,17 +129,6 @@ class AssistantMessage(RequestModel):
 class SystemMessage(RequestModel):
     role: Literal["system"]
     content: Texts
-
-
-class MessagesTool(CacheableBlock):
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    type: Literal["custom"] = "custom"
-    strict: bool | None = None
-    eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] = False
-    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class AnyToolChoice(RequestModel):
@@ -176,25 +177,51 @@ class CountTokensRequest(RequestModel):
         Field(min_length=1),
     ]
     system: Texts = Field(default=[])
-    tools: list[MessagesTool] = Field(default=[])
+    tools: list[AnyTool] = Field(default=[])
     tool_choice: (
         Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
     thinking: Annotated[EnabledThinking | UnbudgetedThinking, Field(discriminator="type")] | None = None
     cache_control: Any = None
+    context_management: Any = None
 
     def to_chat(self) -> dict[str, Any]:
         """Return the fields of a chat request that make the same prompt."""
         chat: dict[str, Any] = {"model": self.model, "messages": [chat for chat, _ in self._messages()]}
-        if self.tools:
-            chat["tools"] = [_tool(tool) for tool in self.tools]
+        if tools := self._given_tools():
+            chat["tools"] = [as_function(tool) for tool in tools.values()]
         if self.thinking:
             chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
         return chat
 
     def field_names(self) -> FieldNames:
         """Return the names of this request's fields by those of its chat request."""
-        return FieldNames(CHAT_FIELDS, self._sources)
+        return FieldNames(CHAT_FIELDS | self._tool_paths(), self._sources)
+
+    def dropped_tools(self) -> list[str]:
+        """Return the types of the tools that the model does not get."""
+        return provider_tools(self.tools)
+
+    def _given_tools(self) -> dict[int, MessagesTool]:
+        """Return the tools that the model gets, by their index in the request."""
+        found = {
+            part.tool_name
+            for message in self.messages
+            if isinstance(message, UserMessage)
+            for block in message.content
+            if isinstance(block, ToolResultBlock)
+            for part in block.content
+            if isinstance(part, ToolReferenceBlock)
+        }
+        return given_tools(self.tools, found)
+
+    def _tool_paths(self) -> dict[str, str]:
+        """Return the paths of the tools in the request by those in its chat request."""
+        paths: dict[str, str] = {}
+        for place, index in enumerate(self._given_tools()):
+            paths[f"tools[{place}].function"] = f"tools[{index}]"
+            paths[f"tools[{place}].function.parameters"] = f"tools[{index}].input_schema"
+        return paths
 
     def _sources(self) -> list[MessageSource]:
         return [source for _, source in self._messages()]
@@ -225,7 +252,7 @@ class MessagesRequest(CountTokensRequest):
         names = {
             chat: name.replace("output_config.format", "output_format") for chat, name in CHAT_FIELDS.items()
         }
-        return FieldNames(names, self._sources)
+        return FieldNames(names | self._tool_paths(), self._sources)
 
     def to_chat(self) -> dict[str, Any]:
         """Return the chat request.
@@ -255,15 +282,6 @@ class MessagesRequest(CountTokensRequest):
         if self.stream:
             chat |= {"stream": True, "stream_options": {"include_usage": True}}
         return chat
-
-
-def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: AnyToolChoice | NamedToolChoice | NoToolChoice | None) -> dict[str, Any]:
@@ -323,9 +341,11 @@ def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any],
     return [*results, (user, {"": path} | places)]
 
 
-def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+def _part(block: TextBlock | ImageBlock | ToolReferenceBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return text_part(block.text)
+    if isinstance(block, ToolReferenceBlock):
+        return text_part(block.tool_name)
     source = block.source
     if isinstance(source, UrlSource):
         return image_part(source.url)

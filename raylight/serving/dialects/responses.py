@@ -9,14 +9,18 @@ from raylight.http.errors import CONTEXT_LENGTH, RequestError
 from raylight.semconv import RESPONSES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
 from raylight.serving.dialects.response_history import ResponseHistory
-from raylight.serving.dialects.responses_items import item_id
+from raylight.serving.dialects.responses_items import ID_PREFIXES, item_id
 from raylight.serving.dialects.responses_request import ResponsesRequest
+from raylight.serving.dialects.responses_tools import GivenTools, custom_input
 from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 
-ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-"""Prefixes of the ids of output items, by kind of block."""
-TEXT_NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-"""Names of a block's text in events, by kind of block."""
+TEXT_NAMES = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "function": "function_call_arguments",
+    "custom": "custom_tool_call_input",
+}
+"""Names of a block's text in events, by the kind of the block or of the called tool."""
 INCOMPLETE_REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """Reasons of an incomplete response, by the engine's finish reason."""
 
@@ -63,7 +67,10 @@ class ResponsesTranslation(Translation):
         self._messages = earlier + request.messages()
         if not self._messages:
             raise RequestError("input: it is empty; send at least one message")
-        super().__init__(request.to_chat(self._messages), request.field_names(len(earlier)))
+        self.tools = request.given_tools()
+        self.dropped_tools = self.tools.dropped
+        chat = request.to_chat(self._messages, self.tools)
+        super().__init__(chat, request.field_names(len(earlier), self.tools))
 
     def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         return self.complete(read_turn(answer))
@@ -81,7 +88,7 @@ class ResponsesTranslation(Translation):
             raise turn.incomplete_error()
         reason = INCOMPLETE_REASONS.get(turn.finish_reason)
         response = self.response(turn, "incomplete" if reason else "completed") | {
-            "output": [_item(turn, block, _status(turn, block)) for block in turn.blocks],
+            "output": [_item(self.tools, turn, block, _status(turn, block)) for block in turn.blocks],
             "incomplete_details": {"reason": reason} if reason else None,
             "usage": _usage(turn),
         }
@@ -134,6 +141,10 @@ class ResponsesStream(AnswerStream):
             self._event("response.failed", response=response),
         ]
 
+    def keep_alive(self) -> list[Event]:
+        # Codex's limit of silence does not count comments; other clients expect `response.created` first
+        return [self._event("keepalive")] if self._sequence_number else []
+
     def _start(self) -> list[Event]:
         if self._sequence_number:
             return []
@@ -141,25 +152,31 @@ class ResponsesStream(AnswerStream):
         return [self._event(name, response=response) for name in ("response.created", "response.in_progress")]
 
     def _events(self, step: Step) -> list[Event]:
-        block = step.block
-        position: dict[str, Any] = {"output_index": block.index, "item_id": _id_of(self._reader.turn, block)}
-        if block.kind != "call":
+        turn, block, tools = self._reader.turn, step.block, self._translation.tools
+        kind, is_call = _kind(tools, block), block.kind == "call"
+        position: dict[str, Any] = {"output_index": block.index, "item_id": _id_of(turn, block, kind)}
+        if not is_call:
             position["content_index"] = 0
         logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-        text, part = f"response.{TEXT_NAMES[block.kind]}", "response.content_part"
+        text, part = f"response.{TEXT_NAMES[kind]}", "response.content_part"
         if step.kind == "delta":
+            if kind == "custom":  # its input is a part of the arguments, and known at their end
+                return []
             return [self._event(f"{text}.delta", **position, delta=step.text, **logprobs)]
         if step.kind == "start":
             empty = Block(block.kind, block.index, call_id=block.call_id, name=block.name)
-            new_item = _item(self._reader.turn, empty, "in_progress")
+            new_item = _item(tools, turn, empty, "in_progress")
             parts = new_item.pop("content", [])
-            started = new_item if block.kind == "call" else new_item | {"content": []}
+            started = new_item if is_call else new_item | {"content": []}
             added = [self._event("response.output_item.added", output_index=block.index, item=started)]
             return added + [self._event(f"{part}.added", **position, part=one) for one in parts]
-        is_call = block.kind == "call"
-        item = _item(self._reader.turn, block, _status(self._reader.turn, block))
-        full_text = {"name": block.name, "arguments": block.text} if is_call else {"text": block.text}
-        done = [self._event(f"{text}.done", **position, **full_text, **logprobs)]
+        item = _item(tools, turn, block, _status(turn, block))
+        if kind == "custom":
+            done = [self._event(f"{text}.delta", **position, delta=item["input"])]
+            done.append(self._event(f"{text}.done", **position, input=item["input"]))
+        else:
+            full_text = {"name": item["name"], "arguments": block.text} if is_call else {"text": block.text}
+            done = [self._event(f"{text}.done", **position, **full_text, **logprobs)]
         done += [self._event(f"{part}.done", **position, part=one) for one in item.get("content", [])]
         return [*done, self._event("response.output_item.done", output_index=block.index, item=item)]
 
@@ -174,16 +191,26 @@ def _status(turn: Turn, block: Block) -> str:
     return "incomplete" if was_cut else "completed"
 
 
-def _id_of(turn: Turn, block: Block) -> str:
-    return item_id(ID_PREFIXES[block.kind], turn.id, block.index)
+def _kind(tools: GivenTools, block: Block) -> str:
+    """Return the kind of a block, or of the tool that it calls."""
+    return tools.of(block.name).kind if block.kind == "call" else block.kind
 
 
-def _item(turn: Turn, block: Block, status: str) -> dict[str, Any]:
+def _id_of(turn: Turn, block: Block, kind: str) -> str:
+    return item_id(ID_PREFIXES[kind], turn.id, block.index)
+
+
+def _item(tools: GivenTools, turn: Turn, block: Block, status: str) -> dict[str, Any]:
     """Return the output item of a block."""
-    head = {"id": _id_of(turn, block), "status": status}
+    head = {"id": _id_of(turn, block, _kind(tools, block)), "status": status}
     if block.kind == "call":
-        call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-        return head | {"type": "function_call"} | call
+        tool = tools.of(block.name)
+        call = {"call_id": block.call_id, "name": tool.name}
+        if tool.namespace is not None:
+            call["namespace"] = tool.namespace
+        if tool.kind == "custom":
+            return head | {"type": "custom_tool_call"} | call | {"input": custom_input(block.text)}
+        return head | {"type": "function_call"} | call | {"arguments": block.text}
     if block.kind == "reasoning":
         content = [{"type": "reasoning_text", "text": block.text}]
         return head | {"type": "reasoning", "summary": [], "content": content}

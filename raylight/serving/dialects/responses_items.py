@@ -20,8 +20,10 @@ from raylight.serving.dialects.chat_messages import (
     tool_call,
 )
 from raylight.serving.dialects.field_names import MessageSource
+from raylight.serving.dialects.responses_tools import ResponsesTool, chat_name, custom_arguments
 
 Status = Literal["in_progress", "completed", "incomplete"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class InputText(RequestModel):
@@ -52,40 +54,55 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-class InputMessageItem(RequestModel):
+class ConversationItem(RequestModel):
+    """An item of the input."""
+
+    id: str | None = None
+    internal_chat_message_metadata_passthrough: Any = None
+    """Codex's notes on an item's origin; ignored."""
+
+
+class InputMessageItem(ConversationItem):
     type: Literal["message"]
     role: Literal["user", "system", "developer"]
     content: Annotated[Parts, BeforeValidator(_as_parts)]
-    id: str | None = None
     status: Status | None = None
 
 
-class AssistantMessageItem(RequestModel):
+class AssistantMessageItem(ConversationItem):
     type: Literal["message"]
     role: Literal["assistant"]
     content: Annotated[
         list[Annotated[InputText | OutputText, Field(discriminator="type")]], BeforeValidator(_as_parts)
     ]
-    id: str | None = None
     status: Status | None = None
 
 
-class FunctionCallItem(RequestModel):
+class FunctionCallItem(ConversationItem):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
-    id: str | None = None
     status: Status | None = None
     parsed_arguments: Any = None
     """The arguments as the SDK's `parse` read them, which the SDK sends back; ignored."""
 
 
-class FunctionCallOutputItem(RequestModel):
-    type: Literal["function_call_output"]
+class CustomToolCallItem(ConversationItem):
+    type: Literal["custom_tool_call"]
     call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    status: Status | None = None
+
+
+class ToolOutputItem(ConversationItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    name: str | None = None
     output: Annotated[list[InputText], BeforeValidator(_as_parts)]
-    id: str | None = None
     status: Status | None = None
 
 
@@ -94,15 +111,36 @@ class ReasoningText(RequestModel):
     text: str
 
 
-class ReasoningItem(RequestModel):
+class ReasoningItem(ConversationItem):
     type: Literal["reasoning"]
-    id: str | None = None
     summary: list[ReasoningText] = Field(default=[])
     content: list[ReasoningText] = Field(default=[])
     status: Status | None = None
 
 
-AssistantItem = AssistantMessageItem | FunctionCallItem | ReasoningItem
+class AdditionalToolsItem(ConversationItem):
+    """Tools besides those of the request."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer", "system"] = "developer"
+    tools: list[ResponsesTool]
+
+
+class UpdatedReasoning(RequestModel):
+    effort: Effort | None = None
+
+
+class ConfigurationUpdateItem(ConversationItem):
+    """Settings that replace those of the request."""
+
+    type: Literal["configuration_update"]
+    reasoning: UpdatedReasoning | None = None
+
+
+CallItem = FunctionCallItem | CustomToolCallItem
+AssistantItem = AssistantMessageItem | CallItem | ReasoningItem
+SettingItem = AdditionalToolsItem | ConfigurationUpdateItem
+"""Items without a message."""
 
 
 def _item_tag(item: Any) -> str:
@@ -116,13 +154,18 @@ InputItem = Annotated[
     Annotated[InputMessageItem, Tag("message")]
     | Annotated[AssistantMessageItem, Tag("assistant")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ToolOutputItem, Tag("function_call_output")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[ToolOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[AdditionalToolsItem, Tag("additional_tools")]
+    | Annotated[ConfigurationUpdateItem, Tag("configuration_update")],
     Discriminator(
         _item_tag,
         custom_error_type="unknown_item",
         custom_error_message="this item is not supported; supported: message, function_call, "
-        "function_call_output, reasoning",
+        "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, additional_tools, "
+        "configuration_update",
     ),
 ]
 
@@ -159,16 +202,20 @@ class _AssistantTurn:
             return answer_id == self.answer_id
         if isinstance(item, ReasoningItem):
             return not (self.texts or self.calls)
-        return isinstance(item, FunctionCallItem) or not (self.texts or self.calls)
+        return isinstance(item, CallItem) or not (self.texts or self.calls)
 
     def add(self, item: AssistantItem, path: str) -> None:
         self.answer_id = self.answer_id or answer_id_of(item.id)
         if isinstance(item, AssistantMessageItem):
             self.texts += [part.text for part in item.content]
-        elif isinstance(item, FunctionCallItem):
+        elif isinstance(item, CallItem):
             index = len(self.calls)
             self.places |= {f"tool_calls[{index}]": path, f"tool_calls[{index}].function": path}
-            self.calls.append(tool_call(item.call_id, item.name, item.arguments))
+            if isinstance(item, FunctionCallItem):
+                arguments = item.arguments
+            else:
+                arguments = custom_arguments(item.input)
+            self.calls.append(tool_call(item.call_id, chat_name(item.name, item.namespace), arguments))
         else:
             self.reasoning += [part.text for part in item.content or item.summary]
 
@@ -179,8 +226,12 @@ class _AssistantTurn:
         return message, {"": self.path} | self.places
 
 
+ID_PREFIXES = {"text": "msg", "reasoning": "rs", "function": "fc", "custom": "ctc"}
+"""Prefixes of the ids of output items, by the kind of a block or of a called tool."""
+
+
 def item_id(prefix: str, answer_id: str, index: int) -> str:
-    """Return the id of an output item: a prefix (`msg`, `fc` or `rs`), the answer's id, the item's index."""
+    """Return the id of an output item: a prefix of `ID_PREFIXES`, the answer's id, the item's index."""
     return f"{prefix}_{answer_id}.{index}"
 
 
@@ -188,7 +239,7 @@ def answer_id_of(item_id: str | None) -> str | None:
     """Return the answer's id in an item's id; None if the id is not one of ours."""
     prefix, _, rest = (item_id or "").partition("_")
     answer_id, dot, index = rest.rpartition(".")
-    return answer_id if dot and prefix in ("msg", "fc", "rs") and index.isdigit() else None
+    return answer_id if dot and prefix in ID_PREFIXES.values() and index.isdigit() else None
 
 
 def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
@@ -197,6 +248,8 @@ def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
     turn: _AssistantTurn | None = None
     for index, item in enumerate(items):
         path = f"input[{index}]"
+        if isinstance(item, SettingItem):
+            continue
         if isinstance(item, AssistantItem):
             if turn is None or not turn.accepts(item):
                 messages += [turn.message()] if turn else []
@@ -210,7 +263,7 @@ def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
 
 
 def _input_message(
-    item: InputMessageItem | FunctionCallOutputItem, path: str
+    item: InputMessageItem | ToolOutputItem, path: str
 ) -> tuple[dict[str, Any], MessageSource]:
     if isinstance(item, InputMessageItem):
         role = "user" if item.role == "user" else "system"

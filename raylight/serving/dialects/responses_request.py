@@ -15,7 +15,15 @@ from pydantic import BeforeValidator, Field
 from raylight.http.body import RequestModel
 from raylight.request_fields import log_dropped
 from raylight.serving.dialects.field_names import FieldNames
-from raylight.serving.dialects.responses_items import InputItem, as_items, to_messages
+from raylight.serving.dialects.responses_items import (
+    AdditionalToolsItem,
+    ConfigurationUpdateItem,
+    Effort,
+    InputItem,
+    as_items,
+    to_messages,
+)
+from raylight.serving.dialects.responses_tools import GivenTools, ResponsesTool
 
 CHAT_FIELDS = {
     "messages": "input",
@@ -28,7 +36,6 @@ CHAT_FIELDS = {
     "response_format.json_schema": "text.format",
     "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.function": "tool_choice",
-    "tools[].function": "tools[]",
 }
 """Fields of a responses request by those of its chat request."""
 INCLUDED = Literal[
@@ -43,25 +50,13 @@ INCLUDED = Literal[
 """Additions to an answer; those of tools that providers run have nothing to add here."""
 
 
-class ResponsesTool(RequestModel):
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Literal[False] | None = Field(default=None, exclude=True)
-    allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
-    output_schema: dict[str, Any] | None = Field(default=None, exclude=True)
-    """Schema of the tool's results, which chat has no field for; ignored."""
-
-
-class FunctionToolChoice(RequestModel):
-    type: Literal["function"]
+class OneToolChoice(RequestModel):
+    type: Literal["function", "custom"]
     name: str
 
 
 class AllowedTool(RequestModel):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -89,7 +84,7 @@ class TextConfig(RequestModel):
 
 
 class Reasoning(RequestModel):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """Reasoning is answered in full, so that there is no summary."""
@@ -124,7 +119,7 @@ class ResponsesRequest(RequestModel):
     tools: list[ResponsesTool] = Field(default=[])
     tool_choice: (
         Annotated[
-            ToolMode | FunctionToolChoice | AllowedToolsChoice,
+            ToolMode | OneToolChoice | AllowedToolsChoice,
             Field(discriminator="type"),
             BeforeValidator(_as_object),
         ]
@@ -143,7 +138,20 @@ class ResponsesRequest(RequestModel):
     include: list[INCLUDED] = Field(default=[])
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
 
-    def to_chat(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def given_tools(self) -> GivenTools:
+        """Return the tools of the request, and those that its input adds.
+
+        Raises:
+            RequestError: 400, two tools have the same name.
+        """
+        added = [
+            (f"input[{index}].tools", item.tools)
+            for index, item in enumerate(self.input)
+            if isinstance(item, AdditionalToolsItem)
+        ]
+        return GivenTools([("tools", self.tools), *added])
+
+    def to_chat(self, messages: list[dict[str, Any]], tools: GivenTools) -> dict[str, Any]:
         """Return the chat request.
 
         Args:
@@ -157,10 +165,10 @@ class ResponsesRequest(RequestModel):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "tools": [_tool(tool) for tool in self.tools] or None,
+            "tools": tools.functions or None,
             "tool_choice": self._chat_tool_choice(),
             "response_format": _response_format(self.text.format),
-            "reasoning_effort": self.reasoning.effort,
+            "reasoning_effort": self._effort(),
             "verbosity": self.text.verbosity,
         }
         chat: dict[str, Any] = {"model": self.model, "messages": system + messages}
@@ -171,7 +179,13 @@ class ResponsesRequest(RequestModel):
         """Return the input as chat messages."""
         return [message for message, _ in to_messages(self.input)]
 
-    def field_names(self, previous: int) -> FieldNames:
+    def _effort(self) -> str | None:
+        """Return the effort of reasoning, which the input may change."""
+        updates = [item for item in self.input if isinstance(item, ConfigurationUpdateItem)]
+        efforts = [update.reasoning.effort for update in updates if update.reasoning]
+        return next((effort for effort in reversed(efforts) if effort), self.reasoning.effort)
+
+    def field_names(self, previous: int, tools: GivenTools) -> FieldNames:
         """Return the names of this request's fields by those of its chat request.
 
         Args:
@@ -179,13 +193,14 @@ class ResponsesRequest(RequestModel):
         """
         before = [{"": "instructions"}] if self.instructions else []
         before += [{"": "previous_response_id"}] * previous
-        return FieldNames(CHAT_FIELDS, lambda: [*before, *(source for _, source in to_messages(self.input))])
+        names = CHAT_FIELDS | tools.paths()
+        return FieldNames(names, lambda: [*before, *(source for _, source in to_messages(self.input))])
 
     def echo(self) -> dict[str, Any]:
         """Return the fields of a response that repeat its request."""
         choice = self.tool_choice
         echoed_choice: Any = choice.type if choice else "auto"
-        if isinstance(choice, FunctionToolChoice | AllowedToolsChoice):
+        if isinstance(choice, OneToolChoice | AllowedToolsChoice):
             echoed_choice = choice.model_dump()
         return {
             "instructions": self.instructions,
@@ -206,16 +221,12 @@ class ResponsesRequest(RequestModel):
         }
 
     def _chat_tool_choice(self) -> str | dict[str, Any] | None:
-        if isinstance(self.tool_choice, FunctionToolChoice):
+        if isinstance(self.tool_choice, OneToolChoice):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         if isinstance(self.tool_choice, AllowedToolsChoice):
             tools = [{"type": "function", "function": {"name": t.name}} for t in self.tool_choice.tools]
             return {"type": "allowed_tools", "allowed_tools": {"mode": self.tool_choice.mode, "tools": tools}}
         return self.tool_choice.type if self.tool_choice else None
-
-
-def _tool(tool: ResponsesTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _response_format(text_format: TextFormat | SchemaFormat) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Chat requests, translated or not, reach the inner layers in normal form.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -17,9 +18,11 @@ from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, sse_bytes
+from raylight.request_fields import log_dropped
 from raylight.serving.dialects.answers import DONE, decode_json
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
-from raylight.serving.dialects.dialect import Dialect, Translation
+from raylight.serving.dialects.dialect import Dialect, Event, Translation
+from raylight.serving.dialects.keep_alive import COMMENT, KEEP_ALIVE_S, KeepAliveSend
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.tool_checks import check_large_schemas, check_response_format
@@ -41,22 +44,40 @@ class TranslationMiddleware:
 
     Args:
         template: the model's chat template; None if the model runs elsewhere.
+        count_dropped: called with the type of each tool that a request has and the model does not get.
+        keep_alive_s: seconds of silence in a stream after which a sign of life is sent.
     """
 
-    def __init__(self, app: ASGIApp, template: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        template: str | None = None,
+        count_dropped: Callable[[str], None] = lambda kind: None,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
         self._app = app
+        self._keep_alive_s = keep_alive_s
+        self._count_dropped = count_dropped
         self._normalizer = ChatNormalizer(template)
         self._dialects: dict[type[Dialect], Dialect] = {}
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        root = scope.get("root_path", "")
-        path = scope["path"].removeprefix(root) if scope["type"] == "http" else ""
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
         dialect = dialect_of(path)
-        if dialect.native:
-            checked = path in NATIVE_PATHS and scope["method"] == "POST"
-            await (self._serve_native if checked else self._app)(scope, receive, send)
+        if dialect.native and not (path in NATIVE_PATHS and scope["method"] == "POST"):
+            await self._app(scope, receive, send)
             return
+        async with KeepAliveSend(send, self._keep_alive_s) as kept:
+            if dialect.native:
+                await self._serve_native(scope, receive, kept)
+            else:
+                await self._translate(dialect, path, scope, receive, kept)
+
+    async def _translate(
+        self, dialect: type[Dialect], path: str, scope: AsgiScope, receive: Receive, send: KeepAliveSend
+    ) -> None:
         answer = _AnswerSender(dialect, send)
+        send.write = answer.keep_alive
         try:
             _check_route(dialect, path, scope["method"])
             fields = (await json_request(scope, receive)).fields
@@ -66,9 +87,12 @@ class TranslationMiddleware:
         except RequestError as error:
             await answer.send_error(error)
             return
+        for kind in translation.dropped_tools:
+            self._count_dropped(kind)
+            log_dropped(f"tools of type {kind}", "no model here can use")
         request = JsonRequest(chat, receive)
-        inner = _inner_scope(scope, root + translation.engine_path) | {DIALECT_KEY: dialect.name}
-        await self._app(request.put_into(inner), request, answer)
+        inner = _inner_scope(scope, scope.get("root_path", "") + translation.engine_path)
+        await self._app(request.put_into(inner | {DIALECT_KEY: dialect.name}), request, answer)
 
     async def _serve_native(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         try:
@@ -149,6 +173,10 @@ class _AnswerSender:
         else:
             await self._send(message)
 
+    def keep_alive(self) -> bytes:
+        """Return a sign of life for a silent stream."""
+        return (self._events.keep_alive() if self._events else b"") or COMMENT
+
     async def send_error(self, error: RequestError) -> None:
         """Answer with an error in place of the application."""
         self._status = error.status
@@ -207,6 +235,10 @@ class _EventStream:
         """Return the translation of a piece, which may be cut anywhere."""
         return b"".join(self._translate(event.data) for event in self._reader.feed(body))
 
+    def keep_alive(self) -> bytes:
+        """Return the dialect's sign of life, if it has one."""
+        return b"" if self._ended else _encode(self._stream.keep_alive())
+
     def finish(self) -> bytes:
         """Return the rest of the dialect's stream at the end of the engine's."""
         return self._translate(DONE)
@@ -226,7 +258,11 @@ class _EventStream:
         except RequestError as error:
             self._ended = True
             events = self._stream.fail(error, self._dialect.error_body(error))
-        return b"".join(sse_bytes(event, event.get("type")) for event in events)
+        return _encode(events)
+
+
+def _encode(events: list[Event]) -> bytes:
+    return b"".join(sse_bytes(event, event.get("type")) for event in events)
 
 
 def _decode_engine_json(body: bytes | str) -> dict[str, Any]:

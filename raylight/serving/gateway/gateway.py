@@ -28,6 +28,7 @@ from raylight.serving.capture.sampling_override import SamplingOverride
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.chat_normalizer import template_of
 from raylight.serving.dialects.ignored_fields import IgnoredFields
+from raylight.serving.dialects.keep_alive import KEEP_ALIVE_S
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
@@ -259,6 +260,7 @@ def build_gateway(
     ignore_fields: Sequence[str] = (),
     training_temperature: float | None = None,
     sessions: SessionService | None = None,
+    keep_alive_s: float = KEEP_ALIVE_S,
 ) -> ASGIApp:
     """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
 
@@ -280,6 +282,7 @@ def build_gateway(
         training_temperature: temperature of all calls of training rollouts, which then sample from the whole
             distribution; None leaves the sampling to the agents.
         sessions: answers requests of agents outside the run; None: they have no sessions.
+        keep_alive_s: seconds of silence in a stream after which a sign of life is sent.
     """
     metrics = metrics or Metrics()
     metrics.watch_load(engine.load)
@@ -297,7 +300,8 @@ def build_gateway(
         if training_temperature is not None:
             count_override = functools.partial(metrics.count, "overridden_requests_total")
             app = SamplingOverride(app, training_temperature, count_override)
-    app = TranslationMiddleware(app, template_of(engine.tokenizer))
+    count_dropped = functools.partial(metrics.count, "dropped_tools_total")
+    app = TranslationMiddleware(app, template_of(engine.tokenizer), count_dropped, keep_alive_s)
     if recorder is not None:
         app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
         app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))

@@ -298,7 +298,7 @@ async def test_counting_tokens() -> None:
         ({"max_tokens": "9"}, "max_tokens: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"temperature": True}, "temperature: "),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: "),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "'role' 'robot' is not supported"),
         (

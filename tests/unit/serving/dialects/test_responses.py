@@ -405,7 +405,7 @@ def test_a_response_remembered_twice_counts_once() -> None:
     ("fields", "message"),
     [
         ({"no_such_field": 1}, "no_such_field: this field is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type: "),
+        ({"tools": [{"type": "local_shell"}]}, "tools[0]: 'type' 'local_shell' is not supported"),
         ({"background": True}, "background: "),
         ({"include": ["message.output_text.logprobs"]}, "include[0]: "),
         ({"conversation": "conv_1"}, "conversation: this field is not supported"),

@@ -1,0 +1,47 @@
+"""The repair that harnesses are tested with, and the harnesses of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_repairer import TIMEOUT_S
+
+import raylight as rl
+from raylight.harnesses.presets import PRESETS
+
+TASK = {
+    "prompt": "total in shop.py returns a - b. It must return a + b.",
+    "files": {"shop.py": "def total(a, b):\n    return a - b\n"},
+}
+TESTS = {"check.py": "from shop import total\n\nassert total(7, 2) == 9\n"}
+REPAIR = "sed -i 's|a - b|a + b|' shop.py"
+
+
+def needs(preset: str) -> None:
+    """Skip a test without the program of a preset; with RAYLIGHT_REQUIRE_HARNESSES=1 it fails."""
+    program = PRESETS[preset].command[0]
+    if shutil.which(program) is None:
+        if os.environ.get("RAYLIGHT_REQUIRE_HARNESSES") == "1":
+            raise pytest.UsageError(f"RAYLIGHT_REQUIRE_HARNESSES=1, but there is no program {program}")
+        pytest.skip(f"{program} is not installed: {PRESETS[preset].install}")
+
+
+def agent_of(preset: str, **options: Any) -> rl.CommandAgent:
+    """Return a harness that is judged by `TESTS`."""
+    judge = rl.RewardCommand(["python3", "check.py"], files=TESTS)
+    settings = {"timeout_s": TIMEOUT_S, "max_output_tokens": 1024, **options}
+    return rl.CommandAgent(preset=preset, reward=judge, **settings)
+
+
+def installation(preset: str) -> tuple[str, list[str]]:
+    """Return the folder of a preset's program, and all folders that a sandbox must be able to read for it."""
+    found = Path(str(shutil.which(PRESETS[preset].command[0])))
+    real = found.resolve()
+    parents = [path for path in real.parents if path.name == "node_modules" or (path / "pyvenv.cfg").exists()]
+    outermost = parents[-1] if parents else real.parent
+    folders = {str(found.parent), str(outermost)}
+    return str(found.parent), [folder for folder in sorted(folders) if not folder.startswith("/usr/")]
