@@ -19,6 +19,8 @@ from raylight.starter.tasks.repairs import repair_tasks
 FOLDER = Path(__file__).resolve().parent
 COMMAND = ["mini", "-c", str(FOLDER / "mini.yaml"), "-c", "{home}/mini.yaml", "-o", "{home}/trajectory.json"]
 """The preset's command with a shorter prompt."""
+CLIENT = {"PYTHONPATH": str(FOLDER / "client")}
+"""Variables of the harness, with which it finds the class of its model."""
 
 
 def tests_of(task: dict[str, Any]) -> dict[str, str]:
@@ -34,6 +36,7 @@ def make_agent() -> rl.CommandAgent:
         timeout_s=300,
         scores_failures=True,
         max_output_tokens=64,
+        env=CLIENT,
     )
 
 
@@ -46,23 +49,23 @@ def make_model(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train mini-swe-agent to repair small Python modules.")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--model", type=Path, default=Path("outputs/harness_starter"))
     parser.add_argument("--output-dir", default="outputs/harness_agent")
     args = parser.parse_args()
-    tasks = repair_tasks(seed=1, count=400)
+    tasks = repair_tasks(seed=1, count=1000)
     algorithm = rl.GRPO(
         model=str(make_model(args.model)),
         n_steps=args.steps,
         tasks_per_step=4,
-        group_size=4,
-        lr=1e-3,
+        group_size=8,
+        lr=5e-4,
         val_every=args.steps,
     )
     trainer = rl.Trainer(
         algorithm=algorithm, n_runners=1, runner={"max_concurrent": 4}, output_dir=args.output_dir
     )
-    trainer.fit(make_agent(), tasks[16:], val_dataset=tasks[:16])
+    trainer.fit(make_agent(), tasks[32:], val_dataset=tasks[:32])
 
 
 if __name__ == "__main__":

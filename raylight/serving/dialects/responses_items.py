@@ -211,11 +211,9 @@ class _AssistantTurn:
         elif isinstance(item, CallItem):
             index = len(self.calls)
             self.places |= {f"tool_calls[{index}]": path, f"tool_calls[{index}].function": path}
-            if isinstance(item, FunctionCallItem):
-                arguments = item.arguments
-            else:
-                arguments = custom_arguments(item.input)
-            self.calls.append(tool_call(item.call_id, chat_name(item.name, item.namespace), arguments))
+            name = chat_name(item.name, item.namespace)
+            text = item.arguments if isinstance(item, FunctionCallItem) else custom_arguments(item.input)
+            self.calls.append(tool_call(item.call_id, name, text))
         else:
             self.reasoning += [part.text for part in item.content or item.summary]
 
