@@ -177,7 +177,8 @@ class ChatMessage(BaseModel):
     def _check_text_only(cls, content: Any) -> Any:
         for part in content if isinstance(content, list) else ():
             if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-                raise ValueError(f"this model accepts text only, not {kind!r:.50}")
+                what = {"image_url": "images", "input_audio": "audio"}.get(str(kind), f"{kind!r:.50}")
+                raise ValueError(f"this model accepts text only, not {what}")
         return content
 
     @model_validator(mode="after")

@@ -44,9 +44,10 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(url: str) -> dict[str, Any]:
+def image_part(url: str, detail: str = "auto") -> dict[str, Any]:
     """Return a part of a message's content with an image at a `data:` or `https:` URL."""
-    return {"type": "image_url", "image_url": {"url": url}}
+    chosen = {} if detail == "auto" else {"detail": detail}
+    return {"type": "image_url", "image_url": {"url": url, **chosen}}
 
 
 def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class OutputText(RequestModel):
 class InputImage(RequestModel):
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto"] = "auto"
+    detail: Literal["auto", "low", "high", "original"] = "auto"
 
 
 Parts = list[Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]]
@@ -102,7 +102,9 @@ class ToolOutputItem(ConversationItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     name: str | None = None
-    output: Annotated[list[InputText], BeforeValidator(_as_parts)]
+    output: Annotated[
+        list[Annotated[InputText | InputImage, Field(discriminator="type")]], BeforeValidator(_as_parts)
+    ]
     status: Status | None = None
 
 
@@ -256,20 +258,28 @@ def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
             continue
         messages += [turn.message()] if turn else []
         turn = None
-        messages.append(_input_message(item, path))
+        messages += _input_messages(item, path)
     return messages + ([turn.message()] if turn else [])
 
 
-def _input_message(
+def _input_messages(
     item: InputMessageItem | ToolOutputItem, path: str
-) -> tuple[dict[str, Any], MessageSource]:
+) -> list[tuple[dict[str, Any], MessageSource]]:
+    """Return the messages of an item. The images of a tool's output become a message of the user, because
+    chat allows only text in those of tools."""
     if isinstance(item, InputMessageItem):
         role = "user" if item.role == "user" else "system"
-        return {"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path}
-    content = join_parts([_part(part) for part in item.output])
-    source = {"": path, "content": f"{path}.output"}
-    return {"role": "tool", "tool_call_id": item.call_id, "content": content}, source
+        return [({"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path})]
+    texts = [text_part(part.text) for part in item.output if isinstance(part, InputText)]
+    images = [(i, part) for i, part in enumerate(item.output) if isinstance(part, InputImage)]
+    output = {"role": "tool", "tool_call_id": item.call_id, "content": join_parts(texts)}
+    messages: list[tuple[dict[str, Any], MessageSource]] = [(output, {"": path, "content": f"{path}.output"})]
+    if images:
+        user = {"role": "user", "content": [_part(image) for _, image in images]}
+        places = {f"content[{k}]": f"{path}.output[{i}]" for k, (i, _) in enumerate(images)}
+        messages.append((user, {"": f"{path}.output"} | places))
+    return messages
 
 
 def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:
-    return image_part(part.image_url) if isinstance(part, InputImage) else text_part(part.text)
+    return image_part(part.image_url, part.detail) if isinstance(part, InputImage) else text_part(part.text)

@@ -145,3 +145,18 @@ async def test_a_streamed_call_of_a_custom_tool_has_the_events_of_the_sdk() -> N
         "response.completed",
     ]
     assert events[3].delta == events[4].input == events[5].item.input == PATCH
+
+
+async def test_images_of_a_tool_become_a_message_of_the_user() -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "high"}
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": [image]},
+    ]
+    fake, _, _ = await ask(Say("ok"), items)
+    part = {"type": "image_url", "image_url": {"url": image["image_url"], "detail": "high"}}
+    assert fake.asked[0]["messages"][2:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": ""},
+        {"role": "user", "content": [part]},
+    ]

@@ -16,6 +16,7 @@ from gateway_helpers import ANSWER, BODY, CHAT, KEY, MINE, SECRET, is_refusal, v
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from raylight.agent.attempt_keys import KeyUse, attempt_key
 from raylight.engines.upstream import UpstreamEngine
 from raylight.http import request
 from raylight.http.request import decode_fields, json_request
@@ -294,3 +295,30 @@ async def test_an_application_that_reads_bodies_itself_gets_them_without_the_ign
     stack = Stack(engine_app=application, secret=None, records=False, ignore_fields=["unheard"])
     assert (await stack.post(path, body=body)).status_code == 200
     assert seen == [BODY]
+
+
+SAMPLING = {"temperature": 0.2, "top_p": 0.5}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": MESSAGES}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5, "top_k": 3}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields"), CALLS)
+async def test_the_trainer_sets_the_sampling_of_training_rollouts(
+    path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    stack = Stack(training_temperature=1.0)
+    body = {"model": "policy", "stream": stream} | SAMPLING | fields
+    uses: tuple[KeyUse, ...] = ("train", "model")
+    for use in uses:
+        answer = await stack.post(MINE + path, attempt_key(SECRET, "ro-1", "at-1", use), body)
+        assert answer.status_code == 200, answer.text
+    trained, other = stack.engine_app.requests
+    assert trained["temperature"] == 1.0
+    assert trained.keys().isdisjoint({"top_p", "top_k"})
+    assert {name: other[name] for name in SAMPLING} == SAMPLING
+    assert trained.get("stream", False) is stream
+    assert stack.value("overridden_requests_total") == 1
