@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,11 @@ def agent_of(preset: str, **options: Any) -> rl.CommandAgent:
 def installation(preset: str) -> tuple[str, list[str]]:
     """Return the folder of a preset's program, and all folders that a sandbox must be able to read for it."""
     found = Path(str(shutil.which(PRESETS[preset].command[0])))
-    real = found.resolve()
-    parents = [path for path in real.parents if path.name == "node_modules" or (path / "pyvenv.cfg").exists()]
-    outermost = parents[-1] if parents else real.parent
-    folders = {str(found.parent), str(outermost)}
-    return str(found.parent), [folder for folder in sorted(folders) if not folder.startswith("/usr/")]
+    folders = {found.parent}
+    for path in found.resolve().parents:
+        if path.name == "node_modules":
+            folders.add(path)
+        elif (settings := path / "pyvenv.cfg").exists():  # a virtual environment needs its Python too
+            home = re.search(r"^home = (.*)$", settings.read_text(), re.MULTILINE)
+            folders |= {path, Path(home[1]).parent} if home else {path}
+    return str(found.parent), sorted(str(path) for path in folders if not path.is_relative_to("/usr"))

@@ -306,6 +306,19 @@ async def test_an_unknown_sandbox_is_refused_at_once() -> None:
         CommandAgent(["true"], sandbox="nowhere")
 
 
+async def test_a_sandbox_that_does_not_start_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = CommandAgent(["true"], sandbox="bubblewrap", reward=["true"])
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/no/such/folder")
+        kind, error = await failure(agent)
+    assert kind == "agent"
+    assert error.startswith("SandboxError: bubblewrap")
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    kind, error = await failure(agent)
+    assert kind == "infrastructure"  # the rollout is retried
+    assert "no folder for a sandbox can be made" in error
+
+
 async def test_nothing_is_left_after_a_failed_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
