@@ -35,16 +35,25 @@ TOO_LONG = (
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
-class HarnessServer(EngineServer):
-    """Gateway whose model is called by harnesses.
+class RepairServer(EngineServer):
+    """Gateway whose model answers by a script; `requests` are those that the model received.
 
     Attributes:
-        requests: requests of the last rollout, as the model received them, if it records them.
+        command: the shell command that the model runs.
+        proxy: URL of a proxy that refuses connections.
+        proxied: what it was asked to connect to.
+        silence_s: seconds in which a stream is silent before its end.
+        is_full: True if the result of the command does not fit into the model's context.
     """
 
-    def __init__(self, kind: str, model_path: str) -> None:
+    def __init__(self, command: str) -> None:
+        self.command = command
         self.requests: list[dict[str, Any]] = []
-        super().__init__(kind, model_path)
+        self.proxied: list[str] = []
+        self.silence_s = 0.0
+        self.is_full = False
+        super().__init__("upstream", "")
+        self.proxy = self.call(self._serve_proxy())
 
     def roll_out(self, task: Any, agent: rl.CommandAgent) -> tuple[list[Span], FinishedRollout]:
         """Run one rollout as a runner does. Return the agent's own spans, and what the store recorded."""
@@ -59,26 +68,6 @@ class HarnessServer(EngineServer):
         (finished,) = self.call(self.store.collect([rollout.rollout_id], with_spans=True))
         assert outcome.status == "succeeded", outcome.failure
         return trace.spans, finished
-
-
-class RepairServer(HarnessServer):
-    """Gateway whose model answers by a script.
-
-    Attributes:
-        command: the shell command that the model runs.
-        proxy: URL of a proxy that refuses connections.
-        proxied: what it was asked to connect to.
-        silence_s: seconds in which a stream is silent before its end.
-        is_full: True if the result of the command does not fit into the model's context.
-    """
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-        self.proxied: list[str] = []
-        self.silence_s = 0.0
-        self.is_full = False
-        super().__init__("upstream", "")
-        self.proxy = self.call(self._serve_proxy())
 
     async def _engine(self, path: str) -> Engine:
         app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
