@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from raylight.agent.attributes import exception_message
-from raylight.agent.operations import operation
 from raylight.environments.environment_class import Factory
 from raylight.environments.instance_thread import InstanceThread
-from raylight.environments.tool_loop import MAX_RESULT, answer_calls, cut_result, parse_arguments
+from raylight.environments.tool_loop import MAX_RESULT, answer_calls, call_tool, cut_result
 from raylight.errors import (
     AgentSignatureError,
     EnvironmentUnavailableError,
@@ -68,20 +67,13 @@ class LiveEnvironment:
         return name in self._names and inspect.iscoroutinefunction(getattr(self._instance, name))
 
     async def _answer(self, name: str, arguments: str) -> str | list[Any]:
-        if name not in self._names:
-            known = ", ".join(self._names)
-            return cut_result(f"error: there is no tool {name!r}; the tools are: {known}", self._max_result)
+        async def execute(given: dict[str, Any]) -> str | list[Any]:
+            method = getattr(self._instance, name)
+            run = execute_async if inspect.iscoroutinefunction(method) else execute_sync
+            return await self._run(name, functools.partial(run, method, given, self._max_result))
+
         try:
-            given = parse_arguments(arguments)
-        except ValueError as error:
-            return cut_result(f"error: {error}", self._max_result)
-        method = getattr(self._instance, name)
-        execute = execute_async if inspect.iscoroutinefunction(method) else execute_sync
-        try:
-            with operation(name=name) as op:
-                op.set_input(arguments=given)
-                content = await self._run(name, functools.partial(execute, method, given, self._max_result))
-                op.set_output(content)
+            return await call_tool(self._names, name, arguments, execute, self._max_result)
         except (EnvironmentUnavailableError, SandboxUnavailableError):
             raise
         except ToolTimeoutError:
@@ -90,7 +82,6 @@ class LiveEnvironment:
             return f"error: the tool did not finish within {self._timeout_s:g} s"
         except Exception as error:
             return cut_result(f"error: {error_text(error)}", self._max_result)
-        return content
 
     async def read_reward(
         self, function: Callable[..., Any] | None, messages: list[dict[str, Any]]
@@ -187,12 +178,12 @@ def tool_content(result: Any, limit: int) -> str | list[Any]:
     """Return the result of a tool as the content of a message: content parts, or else its text.
 
     Args:
-        limit: characters of the text, the rest of which is cut off.
+        limit: characters that content parts may have together; longer ones become text.
     """
     is_parts = isinstance(result, list) and all(isinstance(part, dict) and "type" in part for part in result)
     if is_parts and result and len(str(result)) <= limit:
         return list(result)
-    return cut_result(result if isinstance(result, str) else str(result), limit)
+    return result if isinstance(result, str) else str(result)
 
 
 def error_text(error: BaseException) -> str:

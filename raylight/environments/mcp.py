@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raylight.agent.operations import operation
 from raylight.environments.mcp_connection import MCPConnection, MCPServer, require_mcp, shared_connection
-from raylight.environments.tool_loop import MAX_RESULT, answer_calls, cut_result, parse_arguments
+from raylight.environments.tool_loop import MAX_RESULT, answer_calls, call_tool
 from raylight.errors import ConfigError
 
 
@@ -73,7 +72,7 @@ class OpenMCPTools:
             }
             self.schemas.append({"type": "function", "function": function})
 
-    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str | list[Any]:
         """Call a tool; return its result, or its error as text for the model.
 
         Mistakes of the model (an unknown tool, arguments that are not a JSON object or that the tool rejects)
@@ -87,19 +86,11 @@ class OpenMCPTools:
             EnvironmentUnavailableError: the server died or does not respond; the attempt is retried.
             EnvironmentServerError: what the server sent is no result of MCP.
         """
-        if name not in self._connection_of:
-            known = ", ".join(sorted(self._connection_of))
-            text = f"error: there is no tool {name!r}; the tools are: {known or 'none'}"
-            return cut_result(text, self.max_result)
-        try:
-            given = parse_arguments(arguments)
-        except ValueError as error:
-            return cut_result(f"error: {error}", self.max_result)
-        with operation(name=name) as op:
-            op.set_input(arguments=given)
-            text = cut_result(await self._connection_of[name].call(name, given), self.max_result)
-            op.set_output(text)
-        return text
+
+        async def execute(given: dict[str, Any]) -> str:
+            return await self._connection_of[name].call(name, given)
+
+        return await call_tool(self._connection_of, name, arguments, execute, self.max_result)
 
     async def answer(self, message: Any) -> list[dict[str, Any]]:
         """Execute the tool calls of an assistant message, all at once; return the tool messages in order.

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
-from raylight.environments.openenv_session import (
-    EpisodeStep,
-    InvalidActionError,
-    OpenEnvSession,
-    open_session,
-)
-from raylight.environments.tool_loop import SAMPLING, cut_result, parse_arguments
-from raylight.errors import ConfigError, DatasetError, EnvironmentServerError
-
-TOOL_ACTIONS = ("tool_name", "list_tools")
-"""Words in the schema of actions of environments whose actions are calls of MCP tools."""
-Rewards = Literal["sum", "last"] | Callable[[dict[str, Any]], float]
+from raylight.environments.openenv_episode import Episode, EpisodeDoneError, Rewards
+from raylight.environments.openenv_session import open_session
+from raylight.environments.openenv_text import action_parser, is_tool_schema, observation_text
+from raylight.environments.text_game import play_moves
+from raylight.environments.tool_loop import run_tool_loop
+from raylight.errors import ConfigError, DatasetError
 
 
 def openenv_agent(
@@ -81,174 +75,16 @@ def openenv_agent(
         async with open_session(base, headers, timeout_s) as session:
             schema = await session.action_schema() if parse is None and not tools else {}
             with_tools = (parse is None and is_tool_schema(schema)) if tools is None else tools
-            episode = Episode(session, llm, {**SAMPLING, **(sampling or {})}, prompt or observation_text)
-            if system is not None:
-                episode.messages.append({"role": "system", "content": system})
-            await episode.begin(task)
-            play = episode.play_tools if with_tools else episode.play_text
-            await play(max_turns, parse or action_parser(schema))
+            episode = Episode(session, parse or action_parser(schema), prompt or observation_text)
+            messages = [] if system is None else [{"role": "system", "content": system}]
+            limits: dict[str, Any] = {"max_turns": max_turns, "sampling": sampling}
+            with contextlib.suppress(EpisodeDoneError):
+                messages.append({"role": "user", "content": await episode.begin(task)})
+                if with_tools:
+                    await episode.list_tools()
+                    await run_tool_loop(llm, messages, episode, **limits)
+                else:
+                    await play_moves(llm, messages, episode.step, **limits)
             return await episode.total(reward)
 
     return openenv
-
-
-class Episode:
-    """Conversation of the model with an environment."""
-
-    def __init__(
-        self,
-        session: OpenEnvSession,
-        llm: LLM,
-        sampling: dict[str, Any],
-        prompt: Callable[[dict[str, Any]], str],
-    ) -> None:
-        self.messages: list[Any] = []
-        self._session = session
-        self._llm = llm
-        self._sampling = {**sampling, **llm.sampling_parameters}
-        self._prompt = prompt
-        self._rewards: list[float] = []
-        self._done = False
-
-    async def begin(self, task: Mapping[str, Any]) -> None:
-        """Reset the environment; its observation is the first message of the user."""
-        try:
-            step = await self._session.reset(task)
-        except InvalidActionError as error:
-            raise DatasetError(
-                f"openenv_agent: the environment rejects the task {task!r:.200}: {error}"
-            ) from None
-        self._done = step.done
-        self._say(self._prompt(step.observation))
-
-    async def play_text(self, max_turns: int, parse: Callable[[str], Mapping[str, Any]]) -> None:
-        """Let the model answer observations until the episode is done."""
-        for _ in range(max_turns):
-            if self._done:
-                return
-            text = (await self._ask({})).content or ""
-            self.messages.append({"role": "assistant", "content": text})
-            try:
-                step = await self._session.step(parse(text))
-            except (ValueError, InvalidActionError) as error:
-                self._say(f"error: {error}")
-            else:
-                self._count(step)
-                self._say(self._prompt(step.observation))
-
-    async def play_tools(self, max_turns: int, _: Any) -> None:
-        """Let the model call the environment's tools until it calls none or the episode is done."""
-        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
-        schemas = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description") or "",
-                    "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-                },
-            }
-            for tool in listed
-        ]
-        for _ in range(max_turns):
-            if self._done or not (message := await self._ask({"tools": schemas})).tool_calls:
-                return
-            self.messages.append(message)
-            for call in message.tool_calls:
-                content = "error: the episode is over" if self._done else await self._call(call.function)
-                self.messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-
-    async def total(self, reward: Rewards) -> float:
-        """Return the reward of the episode.
-
-        Raises:
-            EnvironmentServerError: no step had a reward.
-        """
-        if callable(reward):
-            return reward(await self._session.state())
-        if not self._rewards:
-            raise EnvironmentServerError(
-                "the OpenEnv environment gave no reward in this episode; give openenv_agent(reward=...), a "
-                "function of its state, or a larger max_turns"
-            )
-        return sum(self._rewards) if reward == "sum" else self._rewards[-1]
-
-    async def _ask(self, options: dict[str, Any]) -> Any:
-        reply = await self._llm.client().chat.completions.create(
-            model=self._llm.model, messages=self.messages, **options, **self._sampling
-        )
-        return reply.choices[0].message
-
-    async def _call(self, function: Any) -> str:
-        """Execute a tool call as an action; return its result, or the error that the model reads."""
-        try:
-            arguments = parse_arguments(function.arguments)
-            step = await self._session.step(
-                {"type": "call_tool", "tool_name": function.name, "arguments": arguments}
-            )
-        except (ValueError, InvalidActionError) as error:
-            return f"error: {error}"
-        self._count(step)
-        if failure := step.observation.get("error"):
-            return cut_result(
-                f"error: {failure.get('message', failure) if isinstance(failure, dict) else failure}"
-            )
-        return cut_result(tool_text(step.observation.get("result")))
-
-    def _count(self, step: EpisodeStep) -> None:
-        self._done = step.done
-        if step.reward is not None:
-            self._rewards.append(step.reward)
-
-    def _say(self, text: str) -> None:
-        self.messages.append({"role": "user", "content": cut_result(text)})
-
-
-def is_tool_schema(schema: Mapping[str, Any]) -> bool:
-    """Return True if actions of this JSON schema are calls of MCP tools."""
-    return any(word in json.dumps(schema) for word in TOOL_ACTIONS) or set(fields_of(schema)) == set()
-
-
-def fields_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of an action's JSON schema, without its metadata."""
-    return {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
-
-
-def action_parser(schema: Mapping[str, Any]) -> Callable[[str], dict[str, Any]]:
-    """Return a function that makes an action of a JSON schema from the model's answer."""
-    fields = fields_of(schema)
-    required = [name for name in schema.get("required", fields) if name in fields] or list(fields)
-
-    def parse(text: str) -> dict[str, Any]:
-        if len(required) == 1:
-            (name,) = required
-            kind = fields[name].get("type")
-            return {name: text if kind in ("string", None) else read_json(text, kind)}
-        return read_json(text, f"object with {', '.join(required)}", dict)
-
-    return parse
-
-
-def read_json(text: str, what: str, expected: type = object) -> Any:
-    """Return the value of a JSON text; a ValueError with a message for the model if it has none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if value is None or not isinstance(value, expected):
-        raise ValueError(f"answer with JSON: {what}")
-    return value
-
-
-def observation_text(observation: dict[str, Any]) -> str:
-    """Return an observation as text: the value of its only field, or all as JSON, without the metadata."""
-    fields = {name: value for name, value in observation.items() if name != "metadata"}
-    values = list(fields.values())
-    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields)
-
-
-def tool_text(result: Any) -> str:
-    """Return the result of a tool as text."""
-    if isinstance(result, dict) and "data" in result:  # the result of fastmcp
-        result = result["data"]
-    return result if isinstance(result, str) else json.dumps(result)

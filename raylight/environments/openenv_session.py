@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raylight.errors import EnvironmentServerError, EnvironmentUnavailableError
 
@@ -18,19 +19,28 @@ MAX_MESSAGE = 100 * 1024 * 1024
 """Bytes of the longest message, as in OpenEnv's own client."""
 CLOSE_S = 2.0
 """Time in which the server must answer the end of a connection."""
+SPOKEN = "raylight speaks the WebSocket protocol of openenv 0.10"
 
 
 class InvalidActionError(Exception):
     """The server does not accept an action: a mistake of the model, which reads the message."""
 
 
-@dataclass(frozen=True)
-class EpisodeStep:
+class EpisodeStep(BaseModel):
     """Answer to a reset or an action."""
 
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
     observation: dict[str, Any]
-    reward: float | None
-    done: bool
+    reward: float | None = None
+    done: bool = False
+
+
+class ServerMessage(BaseModel):
+    """Message of the server. Its data depends on the type."""
+
+    type: str
+    data: dict[str, Any]
 
 
 class OpenEnvSession:
@@ -100,20 +110,18 @@ class OpenEnvSession:
                 f"the OpenEnv server {self._url} closed the connection in an episode (code {frame.data}); "
                 "the attempt is retried. See the log of the server"
             )
-        answer: Any = None
+        answer = None
         if frame.type == WSMsgType.TEXT:
-            with contextlib.suppress(ValueError, RecursionError):
-                answer = json.loads(frame.data)
-        kind, data = (answer.get("type"), answer.get("data")) if isinstance(answer, dict) else (None, None)
-        if kind == "error" and isinstance(data, dict):
-            raise self._error(data)
-        if kind != expected or not isinstance(data, dict):
+            with contextlib.suppress(ValidationError):
+                answer = ServerMessage.model_validate_json(frame.data)
+        if answer is not None and answer.type == "error":
+            raise self._error(answer.data)
+        if answer is None or answer.type != expected:
             shown = f"a frame {frame.type.name} with {frame.data!r:.200}"
             raise EnvironmentServerError(
-                f"the OpenEnv server {self._url} answered with {shown}, and not with {expected!r}; raylight "
-                "speaks the WebSocket protocol of openenv 0.10"
+                f"the OpenEnv server {self._url} answered with {shown}, and not with {expected!r}; {SPOKEN}"
             )
-        return data
+        return answer.data
 
     def _error(self, data: dict[str, Any]) -> Exception:
         code, message = data.get("code"), str(data.get("message"))[:1000]
@@ -130,17 +138,13 @@ class OpenEnvSession:
         )
 
     def _step(self, data: dict[str, Any]) -> EpisodeStep:
-        observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
-        if (
-            not isinstance(observation, dict)
-            or not isinstance(done, bool)
-            or not isinstance(reward, int | float | None)
-        ):
+        try:
+            return EpisodeStep.model_validate(data)
+        except ValidationError:
             raise EnvironmentServerError(
                 f"the OpenEnv server {self._url} sent no observation with reward and done: {data!r:.200}; "
-                "raylight speaks the WebSocket protocol of openenv 0.10"
-            )
-        return EpisodeStep(observation, None if reward is None else float(reward), done)
+                f"{SPOKEN}"
+            ) from None
 
     @contextlib.asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:

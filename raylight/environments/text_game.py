@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from raylight.agent.decorators import FunctionalLitAgent
@@ -63,18 +63,39 @@ class GameRollouts:
         try:
             await live.start(self._make)
             messages = await live.call("reset", {"task": task})
-            for _ in range(self._max_turns):
-                message = await next_message(llm, messages, self._sampling)
-                if message is None:
-                    break
-                messages.append(message.model_dump(exclude_none=True))
-                observation = await live.call("step", {"answer": message.content or ""})
-                if observation is None:
-                    break
-                messages.append({"role": "user", "content": observation})
+
+            async def step(answer: str) -> str | None:
+                return await live.call("step", {"answer": answer})
+
+            await play_moves(llm, messages, step, max_turns=self._max_turns, sampling=self._sampling)
             return await live.read_reward(None, messages)
         finally:
             await live.close()
+
+
+async def play_moves(
+    llm: LLM,
+    messages: list[dict[str, Any]],
+    step: Callable[[str], Awaitable[str | None]],
+    *,
+    max_turns: int,
+    sampling: Mapping[str, Any] | None = None,
+) -> None:
+    """Let the model answer until the game ends, `max_turns` answers were given, or its context is full.
+
+    Args:
+        messages: the conversation, to which answers and observations are appended.
+        step: plays the move that an answer names; it returns the next observation, or None at the end.
+    """
+    for _ in range(max_turns):
+        message = await next_message(llm, messages, sampling)
+        if message is None:
+            return
+        messages.append(message.model_dump(exclude_none=True))
+        observation = await step(message.content or "")
+        if observation is None:
+            return
+        messages.append({"role": "user", "content": observation})
 
 
 def game_agent(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from raylight.agent.operations import operation
 from raylight.agent.resources import LLM
 from raylight.aio import task_group
 
@@ -136,6 +137,37 @@ async def answer_calls(
                 if second == (requested.type == "function" and is_second(requested.function.name)):
                     answers[index] = group.create_task(answer(requested))
     return [answers[index].result() for index in range(len(calls))]
+
+
+async def call_tool(
+    tools: Collection[str],
+    name: str,
+    arguments: str | Mapping[str, Any],
+    execute: Callable[[dict[str, Any]], Awaitable[str | list[Any]]],
+    max_result: int = MAX_RESULT,
+) -> str | list[Any]:
+    """Execute a tool call as a span; return its result, or the model's mistake as text for the model.
+
+    Args:
+        tools: names of all tools.
+        name: name that the model called.
+        arguments: the arguments, or their JSON, as the model wrote it.
+        execute: receives the arguments and returns the result as text or content parts.
+        max_result: characters of a text that the model receives.
+    """
+    if name not in tools:
+        known = ", ".join(sorted(tools)) or "none"
+        return cut_result(f"error: there is no tool {name!r}; the tools are: {known}", max_result)
+    try:
+        given = parse_arguments(arguments)
+    except ValueError as error:
+        return cut_result(f"error: {error}", max_result)
+    with operation(name=name) as op:
+        op.set_input(arguments=given)
+        result = await execute(given)
+        content = cut_result(result, max_result) if isinstance(result, str) else result
+        op.set_output(content)
+    return content
 
 
 def parse_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:

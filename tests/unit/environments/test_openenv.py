@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 import raylight as rl
-from raylight.environments.openenv import action_parser, is_tool_schema, observation_text
+from raylight.environments.openenv_text import action_parser, is_tool_schema, observation_text
 from raylight.environments.tool_loop import MAX_RESULT
 from raylight.errors import (
     ConfigError,
@@ -96,7 +96,7 @@ class Server:
     @property
     def said(self) -> list[tuple[str, Any]]:
         """Roles and contents of the last model call."""
-        return [(message["role"], message["content"]) for message in self.requests[-1]["messages"]]
+        return [(message["role"], message.get("content")) for message in self.requests[-1]["messages"]]
 
 
 @contextlib.asynccontextmanager
