@@ -6,15 +6,15 @@ import asyncio
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.errors import ConfigError, SandboxError
 from raylight.sandboxes import relay_inside
 from raylight.sandboxes.exec_sandbox import ExecSandbox
+from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import remove_folder
+from raylight.sandboxes.process import make_folder
 from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
 
@@ -60,19 +60,15 @@ class BubblewrapSandbox(ExecSandbox):
         if image is not None:
             raise ConfigError(f'the sandbox "bubblewrap" has no images; leave {image!r} out')
         self._readable = list(readable)
-        self._folder: str | None = None
+        self._folder: SandboxFolder | None = None
         self._relay: UnixRelay | None = None
         self._user = FIRST_USER + secrets.randbelow(2**16)
 
     async def start(self) -> None:
         if self._folder is not None:
             return
-        try:
-            self._folder = await asyncio.to_thread(self._make_root)
-        except OSError as error:
-            raise SandboxUnavailableError(
-                f"no folder for a sandbox can be made: {error}; free disk space, or set TMPDIR"
-            ) from None
+        self._folder = await make_folder()
+        await asyncio.to_thread(self._make_root, self._folder.path)
         self._workspace = WORKSPACE
         ended = await self.exec(["true"], cwd="/")
         if ended.status != 0:
@@ -123,10 +119,9 @@ class BubblewrapSandbox(ExecSandbox):
             await relay.stop()
         folder, self._folder, self._workspace = self._folder, None, None
         if folder is not None:
-            await asyncio.to_thread(remove_folder, folder)
+            await asyncio.to_thread(folder.remove)
 
-    def _make_root(self) -> str:
-        folder = tempfile.mkdtemp(prefix="raylight-")
+    def _make_root(self, folder: str) -> None:
         for path in (WORKSPACE, "/tmp", os.path.dirname(RELAY)):
             os.makedirs(f"{folder}/root{path}")
         if os.geteuid() == 0:
@@ -134,12 +129,11 @@ class BubblewrapSandbox(ExecSandbox):
                 for name in folders:
                     os.chown(os.path.join(parent, name), self._user, self._user)
             os.chmod(folder, 0o711)
-        return folder
 
     def _root_folder(self) -> str:
         if self._folder is None:
             raise SandboxError("the sandbox is not started; call start() first")
-        return f"{self._folder}/root"
+        return f"{self._folder.path}/root"
 
     def _wrapper(self) -> list[str]:
         """Return the command that makes the namespaces."""

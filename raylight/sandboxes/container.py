@@ -10,39 +10,28 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 
-from raylight.errors import SandboxError, SandboxUnavailableError
+from raylight.errors import SandboxError
 from raylight.sandboxes import relay_inside
-from raylight.sandboxes.exec_sandbox import ExecSandbox
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import inherited_environment, remove_folder
+from raylight.sandboxes.process import inherited_environment
 from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
-from raylight.sandboxes.remote_program import run_remote_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
+from raylight.sandboxes.tool_sandbox import STOP_S, ToolSandbox, runner_lives
 
 LABEL = "raylight.runner"
 """Label of a container: the machine and process that made it, so that one without its runner is removed."""
 RELAY_FOLDER = "/run/raylight"
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 """First program of a container. It reaps the processes that others leave behind."""
-START_S, STOP_S = 120.0, 60.0
-BUILD_S = 3600.0
-MISSING_IMAGE = (
-    "no such image",
-    "not known",
-    "pull access denied",
-    "manifest unknown",
-    "unable to find image",
-)
-"""Parts of the messages of an image that is not there."""
+START_S, BUILD_S = 120.0, 3600.0
 SLIRP_HOST = "10.0.2.2"
 """Address of the machine's loopback in a network of slirp4netns."""
 
 
-class ContainerSandbox(ExecSandbox):
+class ContainerSandbox(ToolSandbox):
     """A container, which is removed with everything in it.
 
     Programs run as the image's user in the image's working directory, which is the workspace. What they leave
@@ -60,9 +49,14 @@ class ContainerSandbox(ExecSandbox):
         SandboxError: the tool or the image is missing. SandboxUnavailableError: the tool failed otherwise.
     """
 
-    TOOL: ClassVar[str]
-    orphans_removed: ClassVar[set[str]] = set()
-    """Tools whose containers without a runner this process has removed."""
+    START_S = START_S
+    MISSING_IMAGE = (
+        "no such image",
+        "not known",
+        "pull access denied",
+        "manifest unknown",
+        "unable to find image",
+    )
 
     def __init__(
         self,
@@ -72,46 +66,26 @@ class ContainerSandbox(ExecSandbox):
         network: str | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        super().__init__(image, limits)
-        self.require_image("python:3.12")
+        super().__init__(image, limits, f"raylight-{secrets.token_hex(8)}")
         self.refuse_limits("file_mb")
         self._network = network
         self._arguments = list(arguments)
-        self._name = f"raylight-{secrets.token_hex(8)}"
-        self._folder: str | None = None
         self._relay: UnixRelay | None = None
 
-    async def start(self) -> None:
-        if self._folder is not None:
-            return
-        if self.TOOL not in self.orphans_removed:
-            self.orphans_removed.add(self.TOOL)
-            await self.remove_orphans()
-        self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="raylight-")
-        ended = await self._tool(self._run_arguments(), START_S)
+    async def _start_inside(self, folder: str) -> tuple[ExecResult, str]:
+        ended = await self._tool(self._run_arguments(folder), START_S)
         if ended.status == 0:
             ended = await self._tool(["inspect", "--format", "{{.Config.WorkingDir}}", self._name], START_S)
-        if ended.status != 0:
-            await self.stop()
-            raise self._start_error(ended)
-        self._workspace = ended.stdout.strip() or "/"
+        return ended, ended.stdout.strip() or "/"
 
-    async def exec(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes = b"",
-        timeout_s: float | None = None,
-    ) -> ExecResult:
-        folder = self.path(cwd or "")
+    def _exec_arguments(
+        self, program: Sequence[str], variables: Mapping[str, str], cwd: str
+    ) -> Sequence[str]:
+        names = [part for name in variables for part in ("--env", name)]  # the values are inherited
+        return ["exec", "--interactive", "--workdir", cwd, *names, self._name, *program]
 
-        def wrap(program: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-            names = [part for name in variables for part in ("--env", name)]  # the values are inherited
-            return [self.TOOL, "exec", "--interactive", "--workdir", folder, *names, self._name, *program]
-
-        return await run_remote_program(wrap, command, env=env or {}, stdin=stdin, timeout_s=timeout_s)
+    def _stop_arguments(self) -> Sequence[str]:
+        return ["rm", "--force", "--volumes", self._name]
 
     async def forward(self, url: str) -> str:
         if self.limits.network:
@@ -119,12 +93,11 @@ class ContainerSandbox(ExecSandbox):
             return with_address(url, SLIRP_HOST, port) if host in ("127.0.0.1", "localhost") else url
         address_of(url)
         if self._relay is None:
-            if self._folder is None:
-                raise SandboxError("the sandbox is not started; call start() first")
-            relay = UnixRelay(f"{self._folder}/relay.sock", url)
+            folder = self._folder_path()
+            relay = UnixRelay(f"{folder}/relay.sock", url)
             await relay.start()
             self._relay = relay
-            await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{self._folder}/relay.py")
+            await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{folder}/relay.py")
             program, path = f"{RELAY_FOLDER}/relay.py", f"{RELAY_FOLDER}/relay.sock"
             relaying = ["python3", program, path, str(INSIDE_PORT), "true"]
             ended = await self.exec(relaying, cwd="/", timeout_s=START_S)
@@ -139,11 +112,7 @@ class ContainerSandbox(ExecSandbox):
         relay, self._relay = self._relay, None
         if relay is not None:
             await relay.stop()
-        folder, self._folder, self._workspace = self._folder, None, None
-        if folder is None:
-            return
-        await self._tool(["rm", "--force", "--volumes", self._name], STOP_S)
-        await asyncio.to_thread(remove_folder, folder)
+        await super().stop()
 
     async def remove_orphans(self) -> None:
         """Remove the containers whose runner on this machine has ended."""
@@ -186,10 +155,10 @@ class ContainerSandbox(ExecSandbox):
             raise SandboxError(f"{cls.TOOL} build of {folder} {reason}: {ended.stderr.strip()[-400:]}")
         return image.strip()
 
-    def _run_arguments(self) -> list[str]:
+    def _run_arguments(self, folder: str) -> list[str]:
         limits = self.limits
         arguments = ["run", "--detach", "--name", self._name, "--label", f"{LABEL}={_own_label()}"]
-        arguments += ["--volume", f"{self._folder}:{RELAY_FOLDER}:ro", "--entrypoint", "sh"]
+        arguments += ["--volume", f"{folder}:{RELAY_FOLDER}:ro", "--entrypoint", "sh"]
         if limits.memory_mb is not None:
             arguments += ["--memory", f"{limits.memory_mb}m"]
         if limits.processes is not None:
@@ -203,29 +172,6 @@ class ContainerSandbox(ExecSandbox):
 
     def _is_slirp(self) -> bool:
         return (self._network or self._default_network()).startswith("slirp4netns")
-
-    def _start_error(self, ended: ExecResult) -> SandboxError:
-        message = ended.stderr.strip()[-400:]
-        if ended.timed_out:
-            message = f"no answer within {START_S:g} s"
-        if any(part in message.lower() for part in MISSING_IMAGE):
-            return SandboxError(
-                f"{self.TOOL} has no image {self.image} ({message}); pull or build it on every machine"
-            )
-        return SandboxUnavailableError(f"{self.TOOL} cannot start a container of {self.image}: {message}")
-
-    async def _tool(self, arguments: Sequence[str], timeout_s: float) -> ExecResult:
-        try:
-            return await run_program(
-                [self.TOOL, *arguments],
-                env=inherited_environment(),
-                timeout_s=timeout_s,
-                ends_children=False,  # a network's service stays with its container
-            )
-        except (OSError, ValueError) as error:
-            raise SandboxError(
-                f"{self.TOOL} cannot be started: {error}; install it on every machine with runners"
-            ) from None
 
 
 class PodmanSandbox(ContainerSandbox):
@@ -247,11 +193,3 @@ def _own_label() -> str:
     """Return the machine, the id and the start of this process."""
     process = psutil.Process()
     return f"{socket.gethostname()} {process.pid} {process.create_time():.0f}"
-
-
-def runner_lives(pid: str, started: str) -> bool:
-    """Return True if a process of this machine with this id and start, in seconds since 1970, is alive."""
-    try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 2
-    except (psutil.NoSuchProcess, ValueError):
-        return False

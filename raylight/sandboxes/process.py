@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
 
@@ -20,6 +19,20 @@ PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHE
 def inherited_environment() -> dict[str, str]:
     """Return the variables of this process that a program on this machine receives."""
     return {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
+
+
+async def make_folder() -> SandboxFolder:
+    """Return a new folder for a sandbox.
+
+    Raises:
+        SandboxUnavailableError: it cannot be made.
+    """
+    try:
+        return await asyncio.to_thread(SandboxFolder)
+    except OSError as error:
+        raise SandboxUnavailableError(
+            f"no folder for a sandbox can be made: {error}; free disk space, or set TMPDIR"
+        ) from None
 
 
 class ProcessSandbox:
@@ -43,13 +56,13 @@ class ProcessSandbox:
                     f'the sandbox "process" cannot limit {name}; use "bubblewrap" or "podman:IMAGE"'
                 )
         self._limits = limits
-        self._folder: str | None = None
+        self._folder: SandboxFolder | None = None
 
     @property
     def workspace(self) -> str:
         if self._folder is None:
             raise SandboxError("the sandbox has no workspace, because it is not started; call start() first")
-        return self._folder
+        return self._folder.path
 
     @property
     def root(self) -> str:
@@ -57,12 +70,7 @@ class ProcessSandbox:
 
     async def start(self) -> None:
         if self._folder is None:
-            try:
-                self._folder = tempfile.mkdtemp(prefix="raylight-")
-            except OSError as error:
-                raise SandboxUnavailableError(
-                    f"no folder for a sandbox can be made: {error}; free disk space, or set TMPDIR"
-                ) from None
+            self._folder = await make_folder()
 
     async def exec(
         self,
@@ -97,7 +105,7 @@ class ProcessSandbox:
     async def stop(self) -> None:
         folder, self._folder = self._folder, None
         if folder is not None:
-            await asyncio.to_thread(remove_folder, folder)
+            await asyncio.to_thread(folder.remove)
 
     def _limited(self, command: Sequence[str]) -> list[str]:
         """Return the command behind a shell that sets its limits."""
@@ -112,12 +120,3 @@ class ProcessSandbox:
         path.write_bytes(content)
         if executable:
             path.chmod(0o755)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder, also the parts that were made read-only."""
-    for parent, folders, _ in os.walk(folder):
-        for path in (os.path.join(parent, name) for name in folders):
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)

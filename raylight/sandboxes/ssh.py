@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-import tempfile
 from collections.abc import Mapping, Sequence
 
 from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
+from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import inherited_environment, remove_folder
+from raylight.sandboxes.process import inherited_environment, make_folder
 from raylight.sandboxes.relay import address_of, with_address
 from raylight.sandboxes.remote_program import MARK_VARIABLE, run_remote_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
@@ -46,7 +46,7 @@ class SshSandbox(ExecSandbox):
         self._host = self.require_image("user@host")
         self.refuse_limits("processes", "network")
         self._arguments = list(arguments)
-        self._folder: str | None = None
+        self._folder: SandboxFolder | None = None
         self._forwarded: dict[tuple[str, int], int] = {}
 
     @property
@@ -56,7 +56,7 @@ class SshSandbox(ExecSandbox):
     async def start(self) -> None:
         if self._folder is not None:
             return
-        self._folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="raylight-")
+        self._folder = await make_folder()
         # the connection stays in the background for the programs that follow
         ended = await self._ssh(
             ["-o", "ControlMaster=auto", "-o", f"ControlPersist={PERSIST_S}"],
@@ -124,7 +124,7 @@ class SshSandbox(ExecSandbox):
             await self._ssh([], remove)
         await self._ssh(["-O", "exit"], None)
         self._folder = None
-        await asyncio.to_thread(remove_folder, folder)
+        await asyncio.to_thread(folder.remove)
 
     async def _send_variables(self, variables: Mapping[str, str]) -> str:
         """Write variables to a file there, and return the script that reads and removes it.
@@ -151,7 +151,7 @@ class SshSandbox(ExecSandbox):
             "-o",
             f"ConnectTimeout={CONNECT_S}",
             "-S",
-            f"{self._folder}/connection",
+            f"{self._folder.path}/connection",
         ]
         return ["ssh", *fixed, *self._arguments, *arguments, self._host, *([remote] if remote else [])]
 

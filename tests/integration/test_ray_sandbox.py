@@ -12,7 +12,7 @@ import ray
 from ray_cluster import Cluster, eventually
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
-from raylight.sandboxes.process import remove_folder
+from raylight.sandboxes.folders import abandoned_folders, remove_abandoned
 from raylight.sandboxes.ray_node import RaySandbox
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
@@ -93,7 +93,9 @@ async def test_a_dead_actor_is_a_transient_failure(sandbox: RaySandbox) -> None:
             await work
         with pytest.raises(SandboxUnavailableError, match="is lost"):
             await sandbox.read("started")
-    remove_folder(folder)  # which a killed process leaves
+    eventually(lambda: folder in abandoned_folders(), DEADLINE_S, "the end of the sandbox's actor")
+    remove_abandoned(folder)
+    assert not await asyncio.to_thread(os.path.exists, folder)
 
 
 async def test_a_node_that_does_not_exist_is_a_transient_failure() -> None:
@@ -133,7 +135,8 @@ def test_an_actor_ends_with_its_runner(label: str) -> None:
     holder = psutil.Process(pid)
     ray.kill(runner)
     eventually(lambda: not holder.is_running(), DEADLINE_S, "the end of the sandbox's actor")
-    remove_folder(folder)
+    assert folder in abandoned_folders()
+    remove_abandoned(folder)
 
 
 @pytest.mark.parametrize(

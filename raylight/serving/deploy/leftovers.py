@@ -1,9 +1,9 @@
 """Remains of runs on this machine that ended without cleaning up, and their removal.
 
-A killed run may leave HAProxy's folder, the folder of its Ray session and, without the launcher of
-`haproxy_launcher`, HAProxy itself. Only what belongs to this user and was made by raylight is considered, and
-nothing whose run is alive: its processes are visible, or its sockets accept connections (those of a container
-that shares the file system).
+A killed run may leave HAProxy's folder, the folder of its Ray session, folders of sandboxes and, without the
+launcher of `haproxy_launcher`, HAProxy itself. Only what belongs to this user and was made by raylight is
+considered, and nothing whose run is alive: its processes are visible, its sockets accept connections (those
+of a container that shares the file system), or its lock is held.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Literal
 
 import psutil
 
+from raylight.sandboxes.folders import abandoned_folders, remove_abandoned
+
 logger = logging.getLogger(__name__)
 
 SESSION_MARK = "started-by-raylight"
@@ -36,8 +38,9 @@ SOCKET_PATH_LENGTH = 107
 class Leftover:
     """A process or a folder of a run that has ended."""
 
-    kind: Literal["process", "folder", "session"]
-    """`folder` is one of HAProxy; `session` is one of Ray, with logs and spilled objects."""
+    kind: Literal["process", "folder", "session", "sandbox"]
+    """`folder` is one of HAProxy; `session` is one of Ray, with logs and spilled objects; `sandbox` is the
+    temporary folder of one whose runner was killed."""
     name: str
     """Process ID or path."""
     size: int = 0
@@ -48,7 +51,7 @@ class Leftover:
     def __str__(self) -> str:
         if self.kind == "process":
             return f"HAProxy, process {self.name}, whose Ray Serve has ended"
-        of = "HAProxy" if self.kind == "folder" else "Ray session"
+        of = {"folder": "HAProxy", "session": "Ray session", "sandbox": "sandbox"}[self.kind]
         return f"folder of an ended {of}: {self.name} ({self.size / 2**20:.1f} MiB)"
 
 
@@ -95,6 +98,7 @@ def find_leftovers(sessions: bool = True) -> list[Leftover]:
     if _is_own(_folder_path()):
         folders = [path for path in _folder_path().iterdir() if NODE_ID.fullmatch(path.name)]
         found += [Leftover("folder", str(path), _size(path)) for path in _ended(folders)]
+    found += [Leftover("sandbox", path, _size(Path(path))) for path in abandoned_folders()]
     if sessions:
         marks = filter(_is_own, ray_folder().glob(f"session_*/{SESSION_MARK}"))
         found += [Leftover("session", str(path), _size(path)) for path in _ended_sessions(marks)]
@@ -109,6 +113,8 @@ def remove(leftover: Leftover) -> bool:
             if process.create_time() == leftover.started:
                 process.kill()
                 process.wait(KILL_TIMEOUT_S)
+        elif leftover.kind == "sandbox":
+            remove_abandoned(leftover.name)
         else:
             shutil.rmtree(leftover.name)
     except (psutil.NoSuchProcess, FileNotFoundError):

@@ -35,7 +35,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.chmod(0o755)
     tool.with_name("apptainer.answer").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(ApptainerSandbox, "removed_orphans", True)
+    monkeypatch.setattr(ApptainerSandbox, "orphans_removed", {"apptainer"})
     return tool
 
 
@@ -128,7 +128,7 @@ async def test_a_tool_that_is_not_installed_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(ApptainerSandbox, "removed_orphans", True)
+    monkeypatch.setattr(ApptainerSandbox, "orphans_removed", {"apptainer"})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sandbox = SandboxSpec("apptainer", "x").create()
     for call in (sandbox.start, sandbox.stop):

@@ -27,6 +27,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         monkeypatch.setattr(leftovers, "_folder_path", lambda: Path(name))
         monkeypatch.setattr(leftovers, "ray_folder", lambda: Path(name, "ray"))
+        monkeypatch.setattr(leftovers, "abandoned_folders", lambda: iter(()))
         Path(name, "ray").mkdir()
         yield Path(name)
 

@@ -1,0 +1,88 @@
+"""Temporary folders of sandboxes on this machine, and the removal of those whose process was killed.
+
+Beside each folder is a file that its process holds locked. The kernel releases the lock however the process
+ends, so a folder whose lock is free has been abandoned, also in a container that shares the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+PREFIX = "raylight-sandbox-"
+_swept: set[str] = set()
+"""Folders for temporary files from which this process has removed what killed processes left."""
+
+
+class SandboxFolder:
+    """A new temporary folder, which belongs to this process.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self) -> None:
+        parent = tempfile.gettempdir()
+        if parent not in _swept:
+            _swept.add(parent)
+            for path in abandoned_folders():
+                remove_abandoned(path)
+        self.path = os.path.join(parent, PREFIX + secrets.token_hex(4))
+        self._lock = _lock_of(self.path)
+        self._lock.acquire()  # before there is a folder, so that no folder is ever without a lock
+        try:
+            os.mkdir(self.path, 0o700)
+        except OSError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        remove_folder(self.path)
+        _unlock(self._lock)
+
+
+def abandoned_folders() -> Iterator[str]:
+    """Yield the folders of this user whose process has ended."""
+    for file in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*.lock")):
+        path = str(file.with_suffix(""))
+        with contextlib.suppress(OSError, Timeout):  # removed meanwhile, or in use
+            if file.lstat().st_uid == os.getuid():
+                with _lock_of(path).acquire(blocking=False):
+                    pass
+                yield path
+
+
+def remove_abandoned(path: str) -> None:
+    """Remove a folder of `abandoned_folders`, unless another process does it at this moment."""
+    lock = _lock_of(path)
+    with contextlib.suppress(Timeout):
+        lock.acquire(blocking=False)
+        remove_folder(path)
+        _unlock(lock)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder, also the parts that were made read-only."""
+    for parent, folders, _ in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in folders):
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_of(path: str) -> FileLock:
+    return FileLock(f"{path}.lock", thread_local=False)
+
+
+def _unlock(lock: FileLock) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(lock.lock_file)
+    lock.release()
