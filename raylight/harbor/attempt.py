@@ -18,6 +18,8 @@ LOG_FOLDERS = (REWARDS, "/logs/agent", "/logs/artifacts")
 ARCHIVE = "artifacts.tar"
 READERS = {"reward.json": read_json_reward, "reward.txt": read_text_reward}
 """Files that may have the reward, in the order in which they are looked for."""
+SETUP = 'cd "$1" && "$(command -v bash || echo sh)" ./setup.sh'
+"""Shell script that runs the setup of a step in the working directory, its argument."""
 OUTPUT_LETTERS = 400
 """Length of the end of the tests' output that an error shows."""
 
@@ -50,6 +52,29 @@ class HarborAttempt:
         """
         return await self._make_environment(sandbox, self._task.environment)
 
+    async def begin(self, sandbox: Sandbox) -> str:
+        """Begin a step in the task's environment: remove the tests of the step before, and add its files.
+
+        Returns:
+            the working directory of the agent.
+
+        Raises:
+            SandboxError: the step's setup.sh failed.
+        """
+        environment, files = self._task.environment, self._task.files
+        paths = self._paths(sandbox, environment)
+        workdir = self._workdir(sandbox, environment, paths)
+        await self._remove_tests(sandbox, paths)
+        if files is not None:
+            inside = workdir.removeprefix(sandbox.root)
+            await copy_folder(sandbox, files, inside, paths)
+            if (files / "setup.sh").is_file():
+                await self._run(
+                    sandbox,
+                    ["sh", "-c", 'cd "$1" && "$(command -v bash || echo sh)" ./setup.sh', "sh", workdir],
+                )
+        return workdir
+
     def prompt(self, sandbox: Sandbox) -> str:
         """Return the instruction, with the paths of the sandbox."""
         return self._paths(sandbox, self._task.environment).text(self._task.instruction)
@@ -81,10 +106,10 @@ class HarborAttempt:
             await self._make_environment(place, environment)
             await self._carry_artifacts(sandbox, place)
         paths = self._paths(place, environment)
-        # what an agent left where the tests and their reward belong does not count
-        left = ("/tests", *(f"{REWARDS}/{name}" for name in READERS))
-        await self._run(place, ["rm", "-rf", *map(paths.path, left)])
-        await copy_folder(place, self._task.tests, "/tests", paths)
+        if self._task.tests_folders:
+            await self._remove_tests(place, paths)
+        for folder in self._task.tests_folders:
+            await copy_folder(place, folder, "/tests", paths)
         variables = {**environment.env, **self._task.tests_env}
         ended = await place.exec(
             [paths.path("/tests/test.sh")],
@@ -93,6 +118,11 @@ class HarborAttempt:
             timeout_s=self._task.tests_timeout_s,
         )
         return await self._read_reward(place, paths, ended)
+
+    async def _remove_tests(self, place: Sandbox, paths: PathMap) -> None:
+        """Remove what is where the tests and their reward belong: an agent may have left it."""
+        left = ("/tests", *(f"{REWARDS}/{name}" for name in READERS))
+        await self._run(place, ["rm", "-rf", *map(paths.path, left)])
 
     async def _read_reward(
         self, place: Sandbox, paths: PathMap, ended: ExecResult

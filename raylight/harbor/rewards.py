@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 from raylight.errors import RewardError
-
-PRIMARY = "reward"
-"""Name of the reward that is trained, if reward.json has several."""
+from raylight.harbor.task_folder import PRIMARY
 
 
 def read_json_reward(content: bytes) -> float | dict[str, float]:
@@ -44,6 +43,15 @@ def read_text_reward(content: bytes) -> float:
     except ValueError:
         raise RewardError(f"reward.txt of the tests has {content[:80]!r}; write a number") from None
     return _number(value, "reward.txt")
+
+
+def mean_rewards(rewards: Sequence[float | dict[str, float]]) -> float | dict[str, float]:
+    """Return the mean rewards of several steps, by name if one has names. A missing one counts as 0."""
+    if not any(isinstance(reward, dict) for reward in rewards):
+        return math.fsum(rewards) / len(rewards)  # type: ignore[arg-type]
+    named = [reward if isinstance(reward, dict) else {PRIMARY: reward} for reward in rewards]
+    names = sorted(dict.fromkeys(name for step in named for name in step), key=lambda name: name != PRIMARY)
+    return {name: math.fsum(step.get(name, 0.0) for step in named) / len(named) for name in names}
 
 
 def _number(value: object, place: str) -> float:

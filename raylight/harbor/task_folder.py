@@ -5,8 +5,9 @@
     environment/          Dockerfile and the files that it copies
     tests/test.sh         writes /logs/verifier/reward.json or reward.txt
     solution/solve.sh     a solution, which an agent never sees
+    steps/NAME/           in a task of several steps: instruction.md, tests/, and workdir/ with further files
 
-Source: the format of Harbor 0.25 (harborframework.com/docs/tasks). Only tasks of a single step are read.
+Source: the format of Harbor 0.26 (schema 1.4, harborframework.com/docs/tasks).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from raylight.errors import DatasetError, UnsupportedTaskError
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 """A line of a benchmark's mark against training on it, which an agent must not see."""
 VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+PRIMARY = "reward"
+"""Name of the reward that counts, of several."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([GMK])", re.IGNORECASE)
 MB_OF_UNIT = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 UNSUPPORTED_ENVIRONMENT = {
@@ -72,14 +75,20 @@ class HarborTask:
     tests_env: Mapping[str, str] = field(default_factory=dict)
     tests_environment: TaskEnvironment | None = None
     """Environment of the tests; None: the agent's own, after the agent has ended."""
+    tests_folders: tuple[Path, ...] = ()
+    """Folders that are copied to /tests, a later one over an earlier. Empty: the image of `tests_environment`
+    has the tests."""
     artifacts: tuple[str, ...] = ()
     """Paths that are copied from the agent's environment into that of the tests."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def tests(self) -> Path:
-        """Folder of the tests."""
-        return self.folder / "tests"
+    steps: tuple[HarborTask, ...] = ()
+    """Steps of a task that has several, in their order, each with the environment of the task."""
+    files: Path | None = None
+    """Folder that is copied to the working directory before a step; its setup.sh is run there."""
+    min_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards by name without which the steps after this one are left out."""
+    reward_strategy: str = "mean"
+    """Reward of several steps: the mean of those that were taken, or that of the last one ("final")."""
 
 
 def read_task(folder: str | os.PathLike[str]) -> HarborTask:
@@ -91,12 +100,64 @@ def read_task(folder: str | os.PathLike[str]) -> HarborTask:
     """
     folder = Path(folder).resolve()
     settings = _read_toml(folder / "task.toml")
-    if settings.get("steps"):
-        raise _unsupported(folder, "several steps ([[steps]])")
-    instruction = _read_text(folder / "instruction.md")
-    if not (folder / "tests" / "test.sh").is_file():
-        raise DatasetError(f"the task {folder} has no tests/test.sh; write the script that judges the result")
     agent, tests = _table(folder, settings, "agent"), _table(folder, settings, "verifier")
+    name = str(_table(folder, settings, "task").get("name", folder.name))
+    entries = settings.get("steps")
+    if not entries:
+        return _read_part(folder, settings, name, folder, agent, tests)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise DatasetError(f"the task {folder}: steps is {entries!r:.80}; write a [[steps]] table for each")
+    steps = tuple(_read_step(folder, settings, entry, agent, tests) for entry in entries)
+    strategy = settings.get("multi_step_reward_strategy", "mean")
+    if strategy not in ("mean", "final"):
+        raise DatasetError(
+            f"the task {folder}: multi_step_reward_strategy is {strategy!r}; give mean or final"
+        )
+    return replace(steps[0], name=name, files=None, min_rewards={}, steps=steps, reward_strategy=strategy)
+
+
+def _read_step(
+    folder: Path,
+    settings: Mapping[str, Any],
+    entry: dict[str, Any],
+    agent: Mapping[str, Any],
+    tests: Mapping[str, Any],
+) -> HarborTask:
+    """Read a step, whose settings go before those of the task."""
+    name = entry.get("name")
+    place = folder / "steps" / str(name)
+    if not isinstance(name, str) or Path(name).name != name or not place.is_dir():
+        raise DatasetError(f"the task {folder} has no folder of the step {name!r:.80}; add steps/NAME")
+    own_agent, own_tests = _table(folder, entry, "agent"), _table(folder, entry, "verifier")
+    tests = {**tests, **own_tests, "env": {**_variables(folder, tests), **_variables(folder, own_tests)}}
+    if entry.get("healthcheck"):
+        raise _unsupported(folder, "a health check of a step")
+    if tests.get("environment") is not None or tests.get("environment_mode") == "separate":
+        raise _unsupported(folder, "steps whose tests have an environment of their own")
+    step = _read_part(folder, settings, name, place, {**agent, **own_agent}, tests)
+    least = entry.get("min_reward")
+    files = place / "workdir"
+    return replace(
+        step,
+        files=files if files.is_dir() else None,
+        min_rewards={} if least is None else least if isinstance(least, dict) else {PRIMARY: float(least)},
+    )
+
+
+def _read_part(
+    folder: Path,
+    settings: Mapping[str, Any],
+    name: str,
+    place: Path,
+    agent: Mapping[str, Any],
+    tests: Mapping[str, Any],
+) -> HarborTask:
+    """Read a task of one step, or a step.
+
+    Args:
+        place: folder of the instruction and of tests that go before those of the task.
+    """
+    instruction = _read_text(place / "instruction.md")
     environment = _environment(folder, _table(folder, settings, "environment"), folder / "environment", agent)
     if environment.image is None and environment.folder is None:
         raise DatasetError(
@@ -107,16 +168,24 @@ def read_task(folder: str | os.PathLike[str]) -> HarborTask:
             raise _unsupported(folder, f"[{section}].user = {table['user']!r}")
     if tests.get("collect"):
         raise _unsupported(folder, "[[verifier.collect]]")
-    name = _table(folder, settings, "task").get("name", folder.name)
+    tests_environment, bundled = _tests_environment(folder, settings, tests, environment)
+    if tests_environment is None and _network(folder, _table(folder, settings, "environment"), tests) != (
+        environment.network
+    ):
+        raise _unsupported(folder, "tests with another network than the agent's in one environment")
+    folders = tuple(dict.fromkeys(path for path in (folder / "tests", place / "tests") if path.is_dir()))
+    if not bundled and not any((path / "test.sh").is_file() for path in folders):
+        raise DatasetError(f"the task {folder} has no tests/test.sh; write the script that judges the result")
     return HarborTask(
         folder=folder,
-        name=str(name),
+        name=name,
         instruction=strip_canary(instruction),
         environment=environment,
         agent_timeout_s=_seconds(folder, agent, "timeout_sec", None),
         tests_timeout_s=_seconds(folder, tests, "timeout_sec", 600.0) or 600.0,
         tests_env=_variables(folder, tests),
-        tests_environment=_tests_environment(folder, settings, tests, environment),
+        tests_environment=tests_environment,
+        tests_folders=() if bundled else folders,
         artifacts=_artifacts(folder, settings),
         metadata=_table(folder, settings, "metadata"),
     )
@@ -181,22 +250,24 @@ def _environment(
 
 def _tests_environment(
     folder: Path, settings: Mapping[str, Any], tests: Mapping[str, Any], agents: TaskEnvironment
-) -> TaskEnvironment | None:
-    """Return the environment of the tests if they do not run in the agent's."""
+) -> tuple[TaskEnvironment | None, bool]:
+    """Return the environment of tests that do not run in the agent's, and True if its image has them."""
     own = tests.get("environment")
     mode = tests.get("environment_mode") or ("separate" if own is not None else "shared")
-    if mode not in ("shared", "separate"):
-        raise DatasetError(f"the task {folder}: environment_mode is {mode!r}; give shared or separate")
+    if mode not in ("shared", "separate") or (mode == "shared" and own is not None):
+        raise DatasetError(
+            f"the task {folder}: environment_mode is {mode!r}; give shared or separate, and separate with "
+            "[verifier.environment]"
+        )
     if mode == "shared":
-        return None
-    if own is None and not (folder / "tests" / "Dockerfile").is_file():
-        return agents
-    table = own if own is not None else _table(folder, settings, "environment")
-    files = folder / "tests" if (folder / "tests" / "Dockerfile").is_file() else folder / "environment"
-    environment = _environment(folder, table, files, tests)
-    if environment.image is None and files.name == "environment":
-        return agents
-    return environment
+        return None, False
+    table = _table(folder, settings, "environment") if own is None else own
+    has_image = own is not None and bool(own.get("docker_image"))
+    if has_image or (folder / "tests" / "Dockerfile").is_file():
+        table = dict(table) if has_image else {**table, "docker_image": None}
+        return _environment(folder, table, folder / "tests", tests), True
+    environment = _environment(folder, table, folder / "environment", tests)
+    return replace(environment, image=agents.image, folder=agents.folder), False
 
 
 def _network(folder: Path, table: Mapping[str, Any], phase: Mapping[str, Any]) -> bool:

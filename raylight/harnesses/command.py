@@ -144,15 +144,24 @@ class CommandAgent(LitAgent[Any]):
                 asked = await asked.prepare(sandbox)
             if llm.endpoint:
                 llm = llm.model_copy(update={"endpoint": await sandbox.forward(llm.endpoint)})
-            program = await self._configure(sandbox, task, asked, llm, rollout)
-            result = await program.run(asked.timeout_s or self._timeout_s)
-            if self._reward == "exit_status" and asked.score is None and result.status in (0, 1):
-                return 1.0 - result.status
-            if not self._scores_failures and not (asked.scores_timeouts and result.timed_out):
-                program.check(result)
-            if asked.score is not None:
-                return await asked.score(sandbox)
-            return await self._score(program, task, result)
+            while True:
+                program = await self._configure(sandbox, task, asked, llm, rollout)
+                reward = await self._run(program, task, asked)
+                following = None if asked.follow is None else await asked.follow(sandbox)
+                if following is None:
+                    return reward
+                asked = following
+
+    async def _run(self, program: HarnessProgram, task: Any, asked: HarnessTask) -> RolloutResult:
+        """Run the program, and return the reward of what it left."""
+        result = await program.run(asked.timeout_s or self._timeout_s)
+        if self._reward == "exit_status" and asked.score is None and result.status in (0, 1):
+            return 1.0 - result.status
+        if not self._scores_failures and not (asked.scores_timeouts and result.timed_out):
+            program.check(result)
+        if asked.score is not None:
+            return await asked.score(program.sandbox)
+        return await self._score(program, task, result)
 
     async def describe(self, task: Any) -> HarnessTask:
         """Return what a task asks of the command.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from raylight.errors import ConfigError
-from raylight.harbor.attempt import HarborAttempt
-from raylight.harbor.task_folder import HarborTask, TaskEnvironment, read_task
+from raylight.harbor.attempt import HarborAttempt, RunSteps
+from raylight.harbor.rewards import mean_rewards
+from raylight.harbor.task_folder import PRIMARY, HarborTask, TaskEnvironment, read_task
 from raylight.harbor.tasks import RUN_STEPS_KEY, TASK_KEY
 from raylight.harnesses.task import HarnessTask
 from raylight.sandboxes.registry import SandboxSpec
@@ -35,32 +37,80 @@ async def describe_harbor_task(row: Mapping[str, Any], spec: SandboxSpec) -> Har
         SandboxError: the image cannot be built.
     """
     task = read_task(row[TASK_KEY])
-    attempt = HarborAttempt(task, row.get(RUN_STEPS_KEY, "error"))
-    place = await _place(spec, task, task.environment)
+    run = HarborRun(task, row.get(RUN_STEPS_KEY, "error"), spec)
+    return await run.describe()
 
-    async def prepare(sandbox: Sandbox) -> HarnessTask:
-        workdir = await attempt.prepare(sandbox)
-        return replace(described, cwd=workdir, prompt=attempt.prompt(sandbox))
 
-    async def score(sandbox: Sandbox) -> Any:
-        if task.tests_environment is None:
-            return await attempt.judge(sandbox)
-        async with contextlib.AsyncExitStack() as stack:
-            tests_sandbox = (await _place(spec, task, task.tests_environment)).create()
-            stack.push_async_callback(tests_sandbox.stop)
-            await tests_sandbox.start()
-            return await attempt.judge(sandbox, tests_sandbox)
+class HarborRun:
+    """One run of a task: its steps one after another in one sandbox, and their rewards.
 
-    described = HarnessTask(
-        prompt=task.instruction,
-        sandbox=place,
-        env=attempt.environment_variables(),
-        timeout_s=task.agent_timeout_s,
-        scores_timeouts=True,
-        prepare=prepare,
-        score=score,
-    )
-    return described
+    Args:
+        run_steps: as in `HarborAttempt`.
+        spec: the agent's sandbox.
+    """
+
+    def __init__(self, task: HarborTask, run_steps: RunSteps, spec: SandboxSpec) -> None:
+        self._task = task
+        self._spec = spec
+        self._attempts = [HarborAttempt(step, run_steps) for step in task.steps or (task,)]
+        self._rewards: list[float | dict[str, float]] = []
+        """Rewards of the steps that have ended."""
+
+    async def describe(self) -> HarnessTask:
+        """Return the demands of the first step."""
+        place = await _place(self._spec, self._task, self._task.environment)
+        return replace(self._demands(), sandbox=place, prepare=self._prepare)
+
+    def _demands(self) -> HarnessTask:
+        """Return the demands of the next step, whose paths are not known."""
+        step, attempt = self._step(), self._attempts[len(self._rewards)]
+        return HarnessTask(
+            prompt=step.instruction,
+            env=attempt.environment_variables(),
+            timeout_s=step.agent_timeout_s,
+            scores_timeouts=True,
+            score=self._score,
+            follow=self._follow,
+        )
+
+    def _step(self) -> HarborTask:
+        return (self._task.steps or (self._task,))[len(self._rewards)]
+
+    async def _prepare(self, sandbox: Sandbox) -> HarnessTask:
+        workdir = await self._attempts[0].prepare(sandbox)
+        return await self._begin(sandbox) if self._task.steps else self._placed(sandbox, workdir)
+
+    async def _begin(self, sandbox: Sandbox) -> HarnessTask:
+        return self._placed(sandbox, await self._attempts[len(self._rewards)].begin(sandbox))
+
+    def _placed(self, sandbox: Sandbox, workdir: str) -> HarnessTask:
+        prompt = self._attempts[len(self._rewards)].prompt(sandbox)
+        # a sandbox in the demands keeps the files of the agent apart from the runner's
+        return replace(self._demands(), sandbox=self._spec, cwd=workdir, prompt=prompt)
+
+    async def _score(self, sandbox: Sandbox) -> float | dict[str, float]:
+        attempt, environment = self._attempts[len(self._rewards)], self._task.tests_environment
+        if environment is None:
+            self._rewards.append(await attempt.judge(sandbox))
+        else:
+            async with contextlib.AsyncExitStack() as stack:
+                tests_sandbox = (await _place(self._spec, self._task, environment)).create()
+                stack.push_async_callback(tests_sandbox.stop)
+                await tests_sandbox.start()
+                self._rewards.append(await attempt.judge(sandbox, tests_sandbox))
+        if len(self._attempts) == 1 or self._task.reward_strategy == "final":
+            return self._rewards[-1]
+        return mean_rewards(self._rewards)
+
+    async def _follow(self, sandbox: Sandbox) -> HarnessTask | None:
+        """Begin the next step, unless the last one missed the reward that it needs."""
+        if len(self._rewards) == len(self._attempts):
+            return None
+        reward, least = self._rewards[-1], self._task.steps[len(self._rewards) - 1].min_rewards
+        named = reward if isinstance(reward, dict) else {PRIMARY: reward}
+        if any(named.get(name, -math.inf) < value for name, value in least.items()):
+            return None
+        return await self._begin(sandbox)
 
 
 async def _place(spec: SandboxSpec, task: HarborTask, environment: TaskEnvironment) -> SandboxSpec:

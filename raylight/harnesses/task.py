@@ -34,3 +34,6 @@ class HarnessTask:
     score: Callable[[Sandbox], Awaitable[Any]] | None = None
     """Coroutine function, called with the sandbox after the program has ended; it returns the reward. None:
     the agent's `reward` is used."""
+    follow: Callable[[Sandbox], Awaitable[HarnessTask | None]] | None = None
+    """Coroutine function, called with the sandbox after `score`. It returns the demands of a further step in
+    the same sandbox, whose `score` returns the reward of all steps so far, or None at the end."""

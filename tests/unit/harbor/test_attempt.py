@@ -148,6 +148,6 @@ async def test_an_image_needs_a_sandbox_with_images(tmp_path: Path, make_sandbox
 async def test_a_link_out_of_the_tests_is_an_error(tmp_path: Path, make_sandbox: Callable) -> None:
     task = make(tmp_path / "task")
     (tmp_path / "secret").write_text("x")
-    (task.tests / "link").symlink_to(tmp_path / "secret")
+    (task.tests_folders[0] / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(SandboxError, match="leads out of"):
         await attempt(task, await make_sandbox(), "true")

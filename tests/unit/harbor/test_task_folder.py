@@ -81,11 +81,96 @@ def test_separate_tests_have_an_environment_of_their_own(tmp_path: Path) -> None
     assert environment.dockerfile == built.resolve() / "tests" / "Dockerfile"
 
 
+def test_an_image_of_the_tests_has_them(tmp_path: Path) -> None:
+    toml = (
+        '[environment]\ndocker_image = "agent:1"\nmemory_mb = 9\n[verifier.environment]\nworkdir = "/judge"\n'
+    )
+    own = read_task(make_task(tmp_path / "own", toml))
+    assert own.tests_environment is not None
+    assert (own.tests_environment.image, own.tests_environment.workdir) == ("agent:1", "/judge")
+    assert own.tests_folders == (own.folder / "tests",)
+    built = make_task(
+        tmp_path / "built", '[environment]\ndocker_image = "a"\n[verifier]\nenvironment_mode = "separate"'
+    )
+    (built / "tests" / "Dockerfile").write_text("FROM scratch")
+    task = read_task(built)
+    assert task.tests_environment is not None
+    assert (task.tests_environment.image, task.tests_folders) == (None, ())
+    bare = make_task(tmp_path / "bare", '[verifier.environment]\ndocker_image = "judge:1"')
+    (bare / "tests" / "test.sh").unlink()
+    assert read_task(bare).tests_folders == ()
+
+
+STEPS = """
+[agent]
+timeout_sec = 100
+[verifier]
+env = {A = "task", B = "task"}
+[[steps]]
+name = "first"
+min_reward = 0.5
+[steps.verifier]
+env = {B = "step"}
+[[steps]]
+name = "second"
+min_reward = {style = 1}
+[steps.agent]
+timeout_sec = 5
+"""
+
+
+def make_steps(folder: Path, toml: str = STEPS) -> Path:
+    """Write a task of two steps, the second of which has tests of its own."""
+    make_task(folder, toml)
+    (folder / "instruction.md").unlink()
+    for name in ("first", "second"):
+        (folder / "steps" / name / "tests").mkdir(parents=True)
+        (folder / "steps" / name / "instruction.md").write_text(f"Do the {name}.")
+    (folder / "steps" / "first" / "workdir").mkdir()
+    return folder
+
+
+def test_a_task_of_several_steps(tmp_path: Path) -> None:
+    task = read_task(make_steps(tmp_path / "task"))
+    first, second = task.steps
+    assert (task.name, task.instruction, task.reward_strategy) == ("task", "Do the first.", "mean")
+    assert (first.name, first.files, first.min_rewards) == (
+        "first",
+        task.folder / "steps" / "first" / "workdir",
+        {"reward": 0.5},
+    )
+    assert (second.files, second.min_rewards, second.agent_timeout_s) == (None, {"style": 1}, 5)
+    assert (first.tests_env, first.agent_timeout_s) == ({"A": "task", "B": "step"}, 100)
+    assert second.tests_folders == (task.folder / "tests", task.folder / "steps" / "second" / "tests")
+    final = read_task(make_steps(tmp_path / "final", 'multi_step_reward_strategy = "final"\n' + STEPS))
+    assert final.reward_strategy == "final"
+
+
+@pytest.mark.parametrize(
+    ("toml", "error", "message"),
+    [
+        ("steps = 3", DatasetError, r"\[\[steps\]\] table"),
+        ('[[steps]]\nname = "third"', DatasetError, "no folder of the step 'third'"),
+        ('[[steps]]\nname = "../task"', DatasetError, "no folder of the step"),
+        ('multi_step_reward_strategy = "best"\n' + STEPS, DatasetError, "mean or final"),
+        (STEPS + '[steps.healthcheck]\ncommand = "true"', UnsupportedTaskError, "health check of a step"),
+        (
+            STEPS + '[steps.verifier]\nenvironment_mode = "separate"',
+            UnsupportedTaskError,
+            "steps whose tests have an environment",
+        ),
+    ],
+)
+def test_damaged_steps_are_errors(tmp_path: Path, toml: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_task(make_steps(tmp_path / "task", toml))
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
         ("[environment]\ngpus = 1", "GPUs"),
-        ('[[steps]]\nname = "one"', "several steps"),
+        ('[agent]\nnetwork_mode = "no-network"', "another network than the agent's"),
         ('[environment]\nnetwork_mode = "allowlist"\nallowed_hosts = ["x.org"]', "allowlist"),
         ('[environment]\nos = "windows"', "windows"),
         ('[agent]\nuser = "nobody"', "nobody"),

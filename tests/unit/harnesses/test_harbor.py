@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from raylight.errors import ConfigError
+from raylight.harbor.rewards import mean_rewards
 from raylight.harbor.tasks import HarborTasks
 from raylight.harnesses.command import CommandAgent
 from raylight.runner.outcome import Outcome
 from raylight.sandboxes.registry import SandboxSpec
+from raylight.semconv import OPERATION_NAME
 from raylight.traces.rewards import find_final_reward
 
 from ..harbor.test_task_folder import make_task
@@ -75,6 +77,65 @@ async def test_tests_of_their_own_environment_see_the_artifacts(tmp_path: Path) 
     (task,) = make(tmp_path / "task", toml=toml)
     outcome, spans = await run(agent("process"), task)
     assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 1.0)
+
+
+STEPS = """
+[[steps]]
+name = "first"
+min_reward = 1
+[[steps]]
+name = "second"
+"""
+STEP_TESTS = """#!/bin/sh
+if grep -q "$(cat /tests/wanted)" /app/answer.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+STEP_AGENT = """
+test ! -e ../tests/test.sh && test ! -e /tests/test.sh || exit 9
+cat given.txt >> seen.txt
+echo "$0" >> answer.txt
+"""
+
+
+def make_steps(folder: Path, image: str, instruction: str) -> dict[str, Any]:
+    """Write a task of two steps with shared tests; the second step adds a file by its setup."""
+    make_task(folder, STEPS, tests=STEP_TESTS)
+    (folder / "environment" / "Dockerfile").write_text(f"FROM {image}\nWORKDIR /app\nCOPY given.txt .\n")
+    (folder / "environment" / "given.txt").write_text("first ")
+    for name, asked in (("first", instruction), ("second", "Write two to /app/answer.txt")):
+        step = folder / "steps" / name
+        (step / "tests").mkdir(parents=True)
+        (step / "instruction.md").write_text(asked)
+        (step / "tests" / "wanted").write_text({"first": "one", "second": "two"}[name])
+    (folder / "steps" / "second" / "workdir").mkdir()
+    setup = "grep -q 'first ' seen.txt && echo second > given.txt\n"
+    (folder / "steps" / "second" / "workdir" / "setup.sh").write_text(setup)
+    (task,) = HarborTasks(folder)
+    return task
+
+
+def commands(spans: list[Any]) -> int:
+    return sum(span.attributes.get(OPERATION_NAME) == "command" for span in spans)
+
+
+@pytest.mark.parametrize("sandbox", [*SANDBOXES, "podman"])
+async def test_steps_follow_in_one_sandbox(
+    tmp_path: Path, sandbox: str, request: pytest.FixtureRequest
+) -> None:
+    image = request.getfixturevalue("podman_image") if sandbox == "podman" else "scratch"
+    agent = CommandAgent(["sh", "-c", STEP_AGENT, "{prompt}"], sandbox=sandbox)
+    both = make_steps(tmp_path / "both", image, "Write one to /app/answer.txt")
+    outcome, spans = await run(agent, both, timeout=55)
+    assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 1.0)
+    assert commands(spans) == 2
+    first = make_steps(tmp_path / "first", image, "Write zero to /app/answer.txt")
+    outcome, spans = await run(agent, first, timeout=55)
+    assert (outcome, find_final_reward(spans)) == (Outcome("succeeded"), 0.0)
+    assert commands(spans) == 1, "the first step missed its min_reward"
+
+
+def test_the_reward_of_steps_is_the_mean_by_name() -> None:
+    assert mean_rewards([1.0, 0.0]) == 0.5
+    assert mean_rewards([1.0, {"style": 1.0, "reward": 0.5}]) == {"reward": 0.75, "style": 0.5}
 
 
 async def test_what_an_agent_left_at_its_limit_is_judged(tmp_path: Path) -> None:
