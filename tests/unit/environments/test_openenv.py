@@ -13,7 +13,7 @@ from aiohttp import web
 
 import raylight as rl
 from raylight.environments.openenv_text import action_parser, is_tool_schema, observation_text
-from raylight.environments.tool_loop import MAX_RESULT
+from raylight.environments.tool_loop import CONTEXT_LENGTH, MAX_RESULT
 from raylight.errors import (
     ConfigError,
     DatasetError,
@@ -30,6 +30,8 @@ TOOL_SCHEMA = {
     "properties": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {}},
     "required": ["tool_name"],
 }
+TOO_LONG = {"message": "too long", "type": "invalid_request_error", "code": CONTEXT_LENGTH}
+"""Error of a conversation that is longer than the model's context."""
 Handle = Callable[[dict[str, Any]], Any]
 """Answer of the server to a message: a dict, a text or bytes as they are, "silence", or None for its end."""
 
@@ -85,6 +87,8 @@ class Server:
     async def chat(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         answer = self._answers[len(self.requests) - 1]
+        if answer == TOO_LONG:
+            return web.json_response({"error": TOO_LONG}, status=400)
         message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -162,6 +166,11 @@ async def test_the_model_answers_observations_until_the_episode_is_done() -> Non
 async def test_the_reward_is_of_the_steps_or_of_the_state(options: dict[str, Any], expected: float) -> None:
     async with serving(guessing, "one", "two") as (_, url):
         assert await play(url, **options) == expected
+
+
+async def test_a_conversation_longer_than_the_context_ends_with_the_rewards_so_far() -> None:
+    async with serving(guessing, "one", TOO_LONG) as (_, url):
+        assert await play(url) == 0.25
 
 
 async def test_functions_of_the_user_format_and_parse() -> None:
@@ -242,6 +251,7 @@ async def test_tools_of_the_environment_are_the_models() -> None:
             "no observation",
         ),
         (observation("x", "much"), EnvironmentServerError, "no observation with reward"),  # type: ignore[arg-type]
+        (observation("x", float("nan")), EnvironmentServerError, "no observation with reward"),
     ],
 )
 @pytest.mark.parametrize("kind", ["reset", "step"])
