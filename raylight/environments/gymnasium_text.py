@@ -12,8 +12,16 @@ ACTION_NAMES = {
     "Blackjack": ("stick", "hit"),
 }
 """Words for the actions of environments that number them, by name without version."""
-OBSERVATIONS = {"Blackjack": "Your sum: {0}. The dealer shows: {1}. Usable ace: {2}."}
+CELL = "Row {0}, column {1}."
+OBSERVATIONS = {
+    "Blackjack": "Your sum: {0}. The dealer shows: {1}. Usable ace: {2}.",
+    "CliffWalking": CELL,
+    "FrozenLake": CELL,
+    "Taxi": "Taxi: row {0}, column {1}. Passenger: {2}. Destination: {3}.",
+}
 """Words for the values of environments without a picture, by name without version."""
+STANDS = ("red", "green", "yellow", "blue", "in the taxi")
+"""Places of a passenger of Taxi, as the environment numbers them."""
 COLOUR = re.compile(r"\x1b\[([\d;]*)m")
 MARKS = {"41": ("[", "]"), "42": ("{", "}"), "43": ("[", "]"), "34;1": ("(", ")"), "35": ("<", ">")}
 """Brackets in place of a colour: [] for the agent, {} for a taxi with its passenger, () for the passenger who
@@ -42,10 +50,10 @@ def instructions(env: Any) -> str:
 
 
 def observation_text(env: Any, observation: Any) -> str:
-    """Return an observation as text: the picture if `render_mode` is "ansi", else the value."""
+    """Return an observation as text: the picture if `render_mode` is "ansi", else the value in words."""
     if env.render_mode != "ansi":
         words = OBSERVATIONS.get(environment_name(env))
-        return words.format(*observation) if words else str(observation)
+        return words.format(*observed_values(env, observation)) if words else str(observation)
     picture = LAST_ACTION.sub("", env.render())
     shown, closing = "", list[str]()
     position = 0
@@ -59,6 +67,18 @@ def observation_text(env: Any, observation: Any) -> str:
             shown += left
             closing.append(right)
     return (shown + picture[position:]).strip("\n")
+
+
+def observed_values(env: Any, observation: Any) -> tuple[Any, ...]:
+    """Return the values for the words of `OBSERVATIONS`; some environments pack them into one number."""
+    name, inner = environment_name(env), env.unwrapped
+    if name == "Taxi":
+        row, column, passenger, destination = inner.decode(observation)
+        return row, column, STANDS[passenger], STANDS[destination]
+    if name in ("CliffWalking", "FrozenLake"):
+        columns = (inner.shape if name == "CliffWalking" else inner.desc.shape)[1]
+        return divmod(int(observation), columns)
+    return tuple(observation)
 
 
 def parse_action(env: Any, text: str) -> int | None:

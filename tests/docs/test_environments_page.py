@@ -47,14 +47,21 @@ def test_the_class_of_the_page_learns(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow("a learning run, with packages of the extra environments")
 @pytest.mark.parametrize(
-    ("name", "package", "task", "settings", "steps"),
+    ("name", "package", "task", "settings", "steps", "gain"),
     [
-        ("lake", "gymnasium", "gymnasium:FrozenLake-v1", {"is_slippery": False}, 8),
-        ("puzzles", "reasoning_gym", "reasoning_gym:chain_sum", {"max_terms": 2, "max_digits": 2}, 16),
+        ("lake", "gymnasium", "gymnasium:FrozenLake-v1", {"is_slippery": False}, 8, 0.3),
+        ("puzzles", "reasoning_gym", "reasoning_gym:spell_backward", {"max_word_len": 6}, 10, 0.2),
     ],
 )
 def test_a_starter_model_learns(
-    name: str, package: str, task: str, settings: dict[str, Any], steps: int, cluster: Cluster, tmp_path: Path
+    name: str,
+    package: str,
+    task: str,
+    settings: dict[str, Any],
+    steps: int,
+    gain: float,
+    cluster: Cluster,
+    tmp_path: Path,
 ) -> None:
     pytest.importorskip(package)
     made = rl.make_starter(task, tmp_path / "model", options=settings)
@@ -62,7 +69,7 @@ def test_a_starter_model_learns(
     tasks = (names["tasks"], names["val_tasks"])
     learning = learn(names["agent"], made.path, tmp_path / "run", steps=steps, tasks=tasks)
     assert learning.failures == []
-    assert learning.after > learning.before + 0.05
+    assert learning.after > learning.before + gain
 
 
 @pytest.mark.slow("needs a package of the extra environments")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -60,6 +61,21 @@ async def test_taxi_cliff_and_blackjack(monkeypatch: pytest.MonkeyPatch) -> None
     cliff = rl.gymnasium_agent("CliffWalking-v1", max_turns=1)
     reward, requests = await play(monkeypatch, cliff, {"seed": 0}, "right")
     assert reward == -100
+    worded = rl.gymnasium_agent("CliffWalking-v1", render_mode=None, max_turns=2)
+    reward, requests = await play(monkeypatch, worded, {"seed": 0}, "up", "right")
+    assert (reward, [request[-1]["content"] for request in requests]) == (
+        -2,
+        ["Row 3, column 0.", "Row 2, column 0."],
+    )
+    lake = rl.gymnasium_agent("FrozenLake-v1", is_slippery=False, render_mode=None, max_turns=2)
+    _, requests = await play(monkeypatch, lake, {"seed": 0}, "right", "right")
+    assert requests[1][-1]["content"] == "Row 0, column 1."
+    taxi = rl.gymnasium_agent("Taxi-v4", render_mode=None, max_turns=1)
+    _, requests = await play(monkeypatch, taxi, {"seed": 1}, "south")
+    shown = re.fullmatch(
+        r"Taxi: row \d, column \d\. Passenger: \w+\. Destination: \w+\.", requests[0][-1]["content"]
+    )
+    assert shown is not None
     jack = rl.gymnasium_agent("Blackjack-v1")
     reward, requests = await play(monkeypatch, jack, {"seed": 0}, "stick")
     assert reward in (-1, 0, 1)
