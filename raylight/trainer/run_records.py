@@ -9,17 +9,16 @@ from typing import Any
 
 import yaml
 
-from raylight.errors import ConfigError, UnknownIdError
+from raylight.errors import UnknownIdError
 from raylight.experience.row_rules import RowRules
 from raylight.experience.transcript import transcript, transcript_json
 from raylight.printable import printable
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer.blocking import run_blocking
+from raylight.trainer.stored_rollouts import store_file
 from raylight.types import FINISHED, FinishedRollout
 
-STORE_FILES = ("store.db", "eval.db")
-"""Names of the store in the directory of a training run and of an evaluation."""
 UNSUCCESSFUL = sorted(FINISHED - {"succeeded"})
 
 
@@ -42,7 +41,7 @@ def read_rollouts(
         ConfigError: there is no store.
         UnknownIdError: the store does not have one of `rollout_ids`.
     """
-    file = _store_file(Path(path))
+    file = store_file(Path(path))
 
     async def read() -> list[FinishedRollout]:
         service = StoreService(file, read_only=True)
@@ -85,7 +84,7 @@ def print_traces(
         as_json: print one JSON object per line and rollout.
     """
     rollouts = read_rollouts(path, rollout_ids=rollout_ids, failed=failed, last=last)
-    rules = RowRules.from_config(read_config(_store_file(Path(path)).parent) or {})
+    rules = RowRules.from_config(read_config(store_file(Path(path)).parent) or {})
     for finished in rollouts:
         if as_json:
             print(json.dumps(transcript_json(finished, full=full, rules=rules)))
@@ -102,13 +101,3 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _store_file(path: Path) -> Path:
-    candidates = [path / name for name in STORE_FILES] if path.is_dir() else [path]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise ConfigError(
-        f"there is no store at {path}; give a run directory, which contains {' or '.join(STORE_FILES)}"
-    )

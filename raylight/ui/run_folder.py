@@ -16,7 +16,8 @@ from typing import Any
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError
 from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
-from raylight.trainer.run_records import STORE_FILES, read_config
+from raylight.trainer.run_records import read_config
+from raylight.trainer.stored_rollouts import STORE_FILES
 
 MAX_RUNS = 500
 """Run directories that are looked for in a folder."""

@@ -1,0 +1,65 @@
+"""Selection of recorded rollouts to learn from: by reward, the best of each group, or pairs of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from raylight.store.overview import RolloutLine
+
+
+@dataclass(frozen=True)
+class RolloutSelection:
+    """Rules that select rollouts. Only those that succeeded and have a reward are considered.
+
+    Args:
+        split: mode of the rollouts, or "all".
+        min_reward: smallest reward; None for no limit. In a pair it holds for the chosen rollout.
+        best_of_group: only the highest reward of each group, the first one of several; a rollout without a
+            group is one of its own.
+    """
+
+    split: str = "train"
+    min_reward: float | None = None
+    best_of_group: bool = False
+
+    def choose(self, lines: Iterable[RolloutLine]) -> list[str]:
+        """Return the ids of the selected rollouts, in their order."""
+        if not self.best_of_group:
+            return [line.rollout_id for line in lines if self._is_good(line)]
+        best: dict[str, tuple[float, str]] = {}
+        for line in filter(self._is_good, lines):
+            assert line.reward is not None
+            group = line.group_id or line.rollout_id
+            if group not in best or line.reward > best[group][0]:
+                best[group] = line.reward, line.rollout_id
+        return [rollout_id for _, rollout_id in best.values()]
+
+    def pairs(self, lines: Iterable[RolloutLine]) -> list[tuple[str, str]]:
+        """Return the ids of the best and of the worst rollout of each group whose rewards differ."""
+        best: dict[str, RolloutLine] = {}
+        worst: dict[str, RolloutLine] = {}
+        for line in lines:
+            if line.group_id is None or not self._is_scored(line):
+                continue
+            for extremes, sign in ((best, 1), (worst, -1)):
+                known = extremes.get(line.group_id)
+                if known is None or sign * (_reward(line) - _reward(known)) > 0:
+                    extremes[line.group_id] = line
+        return [
+            (line.rollout_id, worst[group].rollout_id)
+            for group, line in best.items()
+            if self._is_good(line) and _reward(line) > _reward(worst[group])
+        ]
+
+    def _is_scored(self, line: RolloutLine) -> bool:
+        in_split = self.split in ("all", line.mode)
+        return in_split and line.status == "succeeded" and line.reward is not None
+
+    def _is_good(self, line: RolloutLine) -> bool:
+        return self._is_scored(line) and (self.min_reward is None or _reward(line) >= self.min_reward)
+
+
+def _reward(line: RolloutLine) -> float:
+    assert line.reward is not None, "only scored rollouts are compared"
+    return line.reward

@@ -1,0 +1,49 @@
+"""Selection of recorded rollouts by reward and group."""
+
+from __future__ import annotations
+
+import pytest
+
+from raylight.experience.rollout_selection import RolloutSelection
+from raylight.store.overview import RolloutLine
+
+
+def line(name: str, reward: float | None, group: str | None = "g", **changes) -> RolloutLine:
+    known = {"status": "succeeded", "mode": "train"} | changes
+    return RolloutLine(
+        1, name, known["status"], known["mode"], group, 0.0, "at", 0.0, 1.0, None, reward, 5, 1, {}
+    )
+
+
+LINES = [
+    line("a0", 0.0, "a"),
+    line("b0", 0.5, "b"),
+    line("a1", 1.0, "a"),
+    line("a2", 1.0, "a"),
+    line("b1", 0.5, "b"),
+    line("c0", 1.0, "c", status="failed"),
+    line("c1", None, "c"),
+    line("d0", 0.9, None),
+    line("v0", 1.0, "v", mode="val"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rules", "chosen"),
+    [
+        ({}, ["a0", "b0", "a1", "a2", "b1", "d0"]),
+        ({"min_reward": 0.9}, ["a1", "a2", "d0"]),
+        ({"best_of_group": True}, ["a1", "b0", "d0"]),
+        ({"best_of_group": True, "min_reward": 0.6}, ["a1", "d0"]),
+        ({"split": "val"}, ["v0"]),
+        ({"split": "all", "min_reward": 1.0}, ["a1", "a2", "v0"]),
+        ({"min_reward": 2.0}, []),
+    ],
+)
+def test_rollouts_are_chosen_by_reward_group_and_split(rules, chosen):
+    assert RolloutSelection(**rules).choose(LINES) == chosen
+
+
+def test_a_pair_has_the_best_and_the_worst_of_a_group_whose_rewards_differ():
+    assert RolloutSelection().pairs([*LINES, line("b2", 0.7, "b")]) == [("a1", "a0"), ("b2", "b0")]
+    assert RolloutSelection(min_reward=0.8).pairs(LINES) == [("a1", "a0")]
