@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from raylight.experience.batch import TrainBatch
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import PolicySettings
+from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.types import IntArray, LogprobArray, MaskArray, Trajectory, VersionArray
 
 
@@ -94,7 +95,9 @@ class BatchShard:
     """Mini-batches of the critic; none without a critic."""
 
 
-def shard_batch(batch: TrainBatch, settings: PolicySettings, ranks: int) -> Iterator[BatchShard]:
+def shard_batch(
+    batch: TrainBatch, settings: PolicySettings | SupervisedSettings, ranks: int
+) -> Iterator[BatchShard]:
     """Yield the shard of each rank, so that only one is in memory at a time.
 
     Mini-batches are split by rollout, and balanced across ranks by tokens.

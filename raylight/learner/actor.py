@@ -19,6 +19,7 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard
+from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
@@ -120,7 +121,7 @@ class LearnerActor:
         self,
         address: tuple[str, int],
         model_path: str,
-        settings: PolicySettings,
+        settings: PolicySettings | SupervisedSettings,
         total_steps: int,
         seed: int,
     ) -> None:
@@ -136,6 +137,7 @@ class LearnerActor:
             keep_freed_memory()
         from raylight.learner.policy import Policy
         from raylight.learner.rank_states import RankStates
+        from raylight.learner.supervised import SupervisedModel
 
         if self._store is None:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=self._timeout)
@@ -144,7 +146,10 @@ class LearnerActor:
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
         )
-        self._policy = Policy(model_path, self._config, settings, total_steps)
+        if isinstance(settings, SupervisedSettings):
+            self._policy = SupervisedModel(model_path, self._config, settings, total_steps)
+        else:
+            self._policy = Policy(model_path, self._config, settings, total_steps)
         self._states = RankStates(self._policy)
         self._release_memory()
         self._metrics.start()
@@ -163,11 +168,23 @@ class LearnerActor:
             shards: object references of the batch's shards. This rank fetches its own only.
         """
         start = time.perf_counter()
-        shard: BatchShard = ray.get(shards[self._policy.engine.get_data_parallel_rank()])
-        metrics = self._policy.update_shard(shard)
+        metrics = self._policy.update_shard(self._own(shards))
         self._release_memory()
         self._update_s = time.perf_counter() - start
         return metrics | {"learner/update_s": self._update_s}
+
+    def evaluate(self, shards: list[Any]) -> dict[str, float]:
+        """Return sums of a supervised model's figures over a batch, and their count, equal on all ranks.
+
+        Args:
+            shards: as for `update`.
+        """
+        totals = self._policy.evaluate_shard(self._own(shards))
+        self._release_memory()
+        return totals
+
+    def _own(self, shards: list[Any]) -> BatchShard:
+        return ray.get(shards[self._policy.engine.get_data_parallel_rank()])
 
     def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of this rank's rows."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.settings import CriticSettings, OptimizerSettings, PolicySettings
+from raylight.experience.settings import CriticSettings, OptimizerSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
@@ -30,7 +30,7 @@ packing mixes rows."""
 def build_policy(
     model_path: str,
     config: LearnerConfig,
-    settings: PolicySettings,
+    settings: OptimizerSettings,
     total_steps: int,
     module: torch.nn.Module | None = None,
 ) -> RaylightEngine:

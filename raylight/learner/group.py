@@ -22,6 +22,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import shard_batch
+from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
 from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
@@ -74,7 +75,7 @@ class LearnerGroup:
         self._placement = placement
         remote: Any = ray.remote  # its type stubs lack concurrency groups
         self._class = remote(concurrency_groups={WATCHDOG_GROUP: WATCHDOG_THREADS, SENDING_GROUP: 1})(actor)
-        self._setup_args: tuple[str, PolicySettings, int, int] | None = None
+        self._setup_args: tuple[str, PolicySettings | SupervisedSettings, int, int] | None = None
         self._failure: asyncio.Future[LearnerError] = asyncio.Future()
         """Done with the error that made the ranks unusable."""
         self._actors = self._start()
@@ -99,7 +100,9 @@ class LearnerGroup:
         """Return the id of the node of each bundle."""
         return placement_group_table(self._placement)["bundles_to_node_id"]
 
-    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+    async def setup(
+        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
+    ) -> None:
         """Set up all ranks in parallel. `restart` uses the arguments again.
 
         Raises:
@@ -156,6 +159,11 @@ class LearnerGroup:
         """Update the policy with a batch, and return metrics. Each rank receives its own rows only."""
         shards = await asyncio.to_thread(self._put_shards, batch)
         return (await self._call("update", shards))[0]
+
+    async def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        """Return sums of a supervised model's figures over a batch, and their count."""
+        shards = await asyncio.to_thread(self._put_shards, batch)
+        return (await self._call("evaluate", shards))[0]
 
     async def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of each row. A row may come several times."""

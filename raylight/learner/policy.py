@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from raylight.config import LearnerConfig
@@ -12,11 +11,9 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard, shard_batch
 from raylight.experience.token_records import RowRecord
-from raylight.learner import correction, weights
+from raylight.learner import correction
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic
-from raylight.learner.engines import build_policy, build_reference
-from raylight.learner.faults import GradientGuard
 from raylight.learner.losses import PolicyLoss
 from raylight.learner.metrics import all_reduce_metrics, mean_over_steps, rename_metrics
 from raylight.learner.rows import (
@@ -24,15 +21,13 @@ from raylight.learner.rows import (
     TrainRow,
     build_minibatches,
     build_rows,
-    make_probe_row,
     record_row,
 )
+from raylight.learner.trained_model import TrainedModel
 
 
-class Policy:
-    """The trained model of one rank.
-
-    Every method is a collective that all ranks call with the same arguments.
+class Policy(TrainedModel):
+    """The trained model of one rank, with its critic.
 
     Args:
         model_path: folder of a Hugging Face model.
@@ -48,18 +43,12 @@ class Policy:
         total_steps: int,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self._config = config
         self._settings = settings
         warmup = settings.critic.warmup_steps if settings.critic else 0
-        self.engine = build_policy(model_path, config, settings, max(total_steps - warmup, 1), module)
-        # with LoRA the reference is the policy without its adapter
-        separate_reference = settings.needs_reference and config.lora is None
-        self._reference = build_reference(model_path, config) if separate_reference else None
+        super().__init__(model_path, config, settings, max(total_steps - warmup, 1), module)
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
         self._kl = KlController(settings)
-        self._gradients = GradientGuard()
         self._has_dropout = config.lora is not None and config.lora.dropout > 0
-        self.version = 0
         self.row_records: list[RowRecord] = []
         """Log-probs and advantages of this rank's rows in the last update."""
 
@@ -70,15 +59,11 @@ class Policy:
 
     def progress(self) -> dict[str, Any]:
         """Return the version, the KL coefficient, and the count of non-finite gradients."""
-        return {
-            "version": self.version,
-            "kl_coef": self._kl.adapted_coef,
-            "non_finite": self._gradients.consecutive,
-        }
+        return super().progress() | {"kl_coef": self._kl.adapted_coef}
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
         """Continue from the numbers that `progress` returned."""
-        self.version, self._gradients.consecutive = progress["version"], progress["non_finite"]
+        super().restore_progress(progress)
         self._kl.restore(progress["kl_coef"])
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -134,20 +119,6 @@ class Policy:
         self.row_records = [record_row(row) for row in own_rows]
         return metrics
 
-    def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the log-probs of `ids[1:]` at temperature 1, each given the tokens before it."""
-        return self.engine.infer([make_probe_row(ids)])[0].tolist()
-
-    def export(self) -> dict[str, np.ndarray] | None:
-        """Return the full model as float32 arrays by Hugging Face name, its adapter merged; rank 0 only."""
-        tensors = weights.gather_model(self.engine)
-        return None if tensors is None else weights.copy_to_numpy(tensors)
-
-    def export_adapter(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-        """Return the adapter's peft configuration and float32 arrays by peft's names; rank 0 only."""
-        adapter = weights.gather_adapter(self.engine)
-        return None if adapter is None else (adapter[0], weights.copy_to_numpy(adapter[1]))
-
     def _infer_before_update(self, rows: list[TrainRow], infers: bool) -> None:
         """Set the rows' values and log-probs, those of the policy only if `infers`."""
         settings = self._settings
@@ -167,19 +138,13 @@ class Policy:
                 logprobs = self.engine.infer(rows)
             self._set(rows, name, logprobs)
         if settings.needs_reference:
-            self._set(rows, "ref_logprobs", self._infer_reference(rows))
+            self._set(rows, "ref_logprobs", self.infer_reference(rows))
         if self.critic is not None:
             self.critic.add_values(rows)
 
     def _set(self, rows: list[TrainRow], name: str, values: list[torch.Tensor]) -> None:
         for row, value in zip(rows, values, strict=True):
             setattr(row, name, value)
-
-    def _infer_reference(self, rows: list[TrainRow]) -> list[torch.Tensor]:
-        if self._reference is not None:
-            return self._reference.infer(rows)
-        with self.engine.disable_adapter():
-            return self.engine.infer(rows)
 
     def _step(self, minibatch: Minibatch) -> dict[str, float]:
         """Take an optimizer step on one mini-batch. The old policy is the same for all of them."""

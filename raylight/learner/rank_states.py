@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.learner import state, state_files
-from raylight.learner.policy import Policy
+from raylight.learner.trained_model import TrainedModel
 
 WRITING_TIMEOUT = datetime.timedelta(days=1)
 """Longest wait of a rank that has written its part of a state for the others. `checkpoint.write_timeout_s`
@@ -19,7 +19,7 @@ ends a write earlier, and the death of a rank at once."""
 class RankStates:
     """Saves and loads the training state of a policy. `save` and `load` are collectives, as is making one."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: TrainedModel) -> None:
         self._policy = policy
         self._writer, self._copies = BackgroundWriter(), state_files.HostCopies()
         self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)

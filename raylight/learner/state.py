@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import CheckpointError
-from raylight.learner.policy import Policy
 from raylight.learner.state_files import StateReader, Tensors, document, parse_document
+from raylight.learner.trained_model import TrainedModel
 
 PLAIN = "plain"
 """Name of the document with the numbers that are the same on all ranks."""
 
 
-def collect(policy: Policy) -> Tensors:
+def collect(policy: TrainedModel) -> Tensors:
     """Return this rank's part of the training state: the live tensors, which training changes."""
     rank, tensors = dist.get_rank(), Tensors()
     for engine_name, engine in policy.engines.items():
@@ -45,7 +45,7 @@ def collect(policy: Policy) -> Tensors:
     return tensors | {PLAIN: document(plain)}
 
 
-def load(policy: Policy, url: str, group: Any = None) -> None:
+def load(policy: TrainedModel, url: str, group: Any = None) -> None:
     """Load a training state into the policy. A collective.
 
     The random number generators continue if the state has as many ranks as there are now; otherwise each rank

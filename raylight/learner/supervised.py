@@ -1,0 +1,114 @@
+"""Updates from examples with known answers: supervised fine-tuning, and preferences between two answers.
+
+Both losses are linear in the log-probs of the answers once a weight is known for each token, so that rows can
+be in any micro-batch and on any rank. The weights of supervised fine-tuning are 1. The weights of a pair are
+the derivatives of its loss, which a pass before the update computes: the gradient is the same as that of the
+loss itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raylight.config import LearnerConfig
+from raylight.experience.shards import BatchOutline, BatchShard
+from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
+from raylight.learner import verl_api as verl
+from raylight.learner.metrics import all_reduce_metrics
+from raylight.learner.micro_batch import MicroBatch
+from raylight.learner.preferences import pair_losses, pair_statistics
+from raylight.learner.rows import Minibatch, TrainRow, build_minibatches, build_rows
+from raylight.learner.trained_model import TrainedModel
+
+
+class SupervisedModel(TrainedModel):
+    """The model of one rank, which learns answers."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: LearnerConfig,
+        settings: SupervisedSettings,
+        total_steps: int,
+    ) -> None:
+        super().__init__(model_path, config, settings, total_steps)
+        self._settings = settings
+
+    def update_shard(self, shard: BatchShard) -> dict[str, float]:
+        """Take an optimizer step on this rank's shard of a batch, and return metrics, equal on all ranks.
+
+        Raises:
+            NonFiniteGradientError: the gradient was not finite several times in a row.
+        """
+        minibatch = _minibatch(shard)
+        loss, known = self._loss(minibatch.rows, shard.outline)
+        found = all_reduce_metrics(self.engine.train(minibatch, loss))
+        metrics = {"train/loss": found["loss"], "learner/grad_norm": found["grad_norm"]} | known
+        metrics |= self._gradients.check(found["grad_norm"])
+        metrics["learner/lr"] = float(self.engine.lr_scheduler_step())
+        self.version += 1
+        return metrics
+
+    def evaluate_shard(self, shard: BatchShard) -> dict[str, float]:
+        """Return the sums of the loss and of other figures over a batch of all ranks, and their `count`."""
+        rows = _minibatch(shard).rows
+        if isinstance(self._settings, PreferenceSettings):
+            ratios, tokens = self._log_ratios(rows, shard.outline)
+            return pair_statistics(ratios, tokens, self._settings)
+        totals = torch.zeros(2, dtype=torch.float64)
+        for row, logprobs in zip(rows, self.engine.infer(rows), strict=True):
+            totals[0] -= (logprobs.double() * row.mask).sum()
+            totals[1] += row.mask.sum()
+        loss, count = self._sum(totals).tolist()
+        return {"loss": loss, "count": count}
+
+    def _loss(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[Any, dict[str, float]]:
+        """Return the loss function of an update, and the metrics that are known before it."""
+        settings = self._settings
+        if not isinstance(settings, PreferenceSettings):
+            return answer_loss, {}
+        ratios, tokens = self._log_ratios(rows, outline)
+        ratios.requires_grad_()
+        losses = pair_losses(ratios, tokens, settings)
+        (weights,) = torch.autograd.grad(losses.mean(), ratios)
+        for row in rows:
+            row.advantages = torch.full(row.mask.shape, -float(weights[row.rollout]))
+        known = pair_statistics(ratios.detach(), tokens, settings)
+        pairs = known.pop("count")
+        return weighted_loss, {f"train/{name}": total / pairs for name, total in known.items()}
+
+    def _log_ratios(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, for each answer of the batch, the log ratio of its probability to the initial model's, and
+        the number of its tokens."""
+        totals = torch.zeros(2, len(outline.rewards), dtype=torch.float64)
+        for row, own, initial in zip(rows, self.engine.infer(rows), self.infer_reference(rows), strict=True):
+            totals[0, row.rollout] += ((own - initial).double() * row.mask).sum()
+            totals[1, row.rollout] += row.mask.sum()
+        ratios, tokens = self._sum(totals)
+        return ratios, tokens
+
+    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks that have different rows."""
+        values = values.to(self.engine.collective_device)
+        torch.distributed.all_reduce(values, group=self.engine.get_data_parallel_group())
+        return values.cpu()
+
+
+def answer_loss(outputs: dict[str, torch.Tensor], batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return a micro-batch's part of the mean negative log-prob of all learned tokens."""
+    loss = -outputs["log_probs"].where(batch.mask, 0.0).sum() * (batch.dp_size / batch.tokens)
+    return loss, {"loss": verl.Metric("sum", loss)}
+
+
+def weighted_loss(outputs: dict[str, torch.Tensor], batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the sum of the log-probs times the negative weights of their tokens."""
+    weighted = -batch.matrix("advantages") * outputs["log_probs"]
+    loss = weighted.where(batch.mask, 0.0).sum() * batch.dp_size
+    return loss, {"loss": verl.Metric("sum", loss)}
+
+
+def _minibatch(shard: BatchShard) -> Minibatch:
+    (minibatch,) = build_minibatches(build_rows(shard.rows, shard.outline.owners.tolist()), shard.minibatches)
+    return minibatch

@@ -1,0 +1,78 @@
+"""One rank that learns answers: python supervised_ranks.py RANK RANKS RENDEZVOUS_FILE. Rank 0 prints metrics
+and log-probs after two updates, of supervised fine-tuning and of preferences, as JSON."""
+
+import json
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ranks import ANSWERS, PROBE, PROMPTS
+
+from raylight.config import LearnerConfig
+from raylight.experience.batch import TrainBatch
+from raylight.experience.shards import shard_batch
+from raylight.experience.supervised_batches import Example, LearnedRow, build_supervised_batch
+from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
+from raylight.quickstart import STARTER_MODEL
+
+SETTINGS = {
+    "sft": SupervisedSettings(lr=1e-4),
+    "dpo": PreferenceSettings(lr=1e-4, beta=0.5, loss_type="sigmoid"),
+}
+
+
+def row(prompt: list[int], answer: list[int]) -> LearnedRow:
+    mask = np.array([0] * len(prompt) + [1] * len(answer), np.int8)
+    return LearnedRow(np.array(prompt + answer, np.int32), mask)
+
+
+def conversations() -> list[Example]:
+    """Seven conversations, the last of them of two rows."""
+    rows = [row(prompt, answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
+    return [Example(str(i), ((each,),)) for i, each in enumerate(rows[:6])] + [Example("6", ((*rows[6:],),))]
+
+
+def pairs() -> list[Example]:
+    """Four pairs: each prompt with its own answer, which is chosen, and another one."""
+    return [
+        Example(str(i), ((row(PROMPTS[i], ANSWERS[i]),), (row(PROMPTS[i], ANSWERS[i + 1][::-1]),)))
+        for i in range(4)
+    ]
+
+
+def batch(kind: str) -> TrainBatch:
+    return build_supervised_batch(conversations() if kind == "sft" else pairs())
+
+
+def make_model(kind: str, learner=None, **settings):
+    from raylight.learner.supervised import SupervisedModel
+
+    known = SETTINGS[kind].model_copy(update=settings)
+    return SupervisedModel(STARTER_MODEL, LearnerConfig(**learner or {}), known, total_steps=4)
+
+
+def shard_of(model, content: TrainBatch):
+    ranks, rank = model.engine.get_data_parallel_size(), model.engine.get_data_parallel_rank()
+    return list(shard_batch(content, model._settings, ranks))[rank]
+
+
+def main(rank: int, ranks: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
+    found = {}
+    for kind in SETTINGS:
+        model = make_model(kind, {"n": ranks, "max_tokens_per_micro_batch": 64})
+        for step in (1, 2):
+            metrics = model.update_shard(shard_of(model, batch(kind)))
+            found |= {f"{kind}/{step}/{name}": value for name, value in metrics.items()}
+        totals = model.evaluate_shard(shard_of(model, batch(kind)))
+        found |= {f"{kind}/val/{name}": value for name, value in totals.items()}
+        found |= {f"{kind}/probe/{i}": value for i, value in enumerate(model.logprobs(PROBE))}
+    if rank == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,263 @@
+"""Supervised and preference updates against plain torch, TRL, and other shapes of the same batch."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import PROBE, plain_probe
+from supervised_ranks import SETTINGS, batch, make_model, pairs, shard_of
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from raylight.experience.supervised_batches import build_supervised_batch
+from raylight.quickstart import STARTER_MODEL
+
+PADDING = 0
+LOSSES = {
+    "sigmoid": ("sigmoid", 0.0),
+    "smoothed": ("sigmoid", 0.1),
+    "ipo": ("ipo", 0.0),
+    "hinge": ("hinge", 0.0),
+    "robust": ("robust", 0.1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+
+
+def answer_logprobs(model, row) -> torch.Tensor:
+    """Log-probs of a row's learned tokens by plain transformers."""
+    tokens, mask = torch.tensor(row.tokens).long(), torch.tensor(row.mask) == 1
+    logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, tokens[1:, None])[:, 0][mask[1:]]
+
+
+def plain_sft_loss(model) -> torch.Tensor:
+    found = [answer_logprobs(model, row) for row in batch_rows("sft")]
+    return -torch.cat(found).mean()
+
+
+def batch_rows(kind):
+    from supervised_ranks import conversations
+
+    examples = conversations() if kind == "sft" else pairs()
+    return [row for example in examples for rows in example.answers for row in rows]
+
+
+def plain_dpo_loss(model, initial, beta, loss_type, smoothing) -> torch.Tensor:
+    """Mean loss of the pairs, by the formulas of the papers."""
+    losses = []
+    for example in pairs():
+        ratios, lengths = [], []
+        for (row,) in example.answers:
+            own, reference = answer_logprobs(model, row), answer_logprobs(initial, row).detach()
+            ratios.append((own - reference).sum())
+            lengths.append(len(own))
+        margin = ratios[0] - ratios[1]
+        if loss_type == "hinge":
+            losses.append(torch.relu(1 - beta * margin))
+        elif loss_type == "ipo":
+            losses.append((ratios[0] / lengths[0] - ratios[1] / lengths[1] - 1 / (2 * beta)) ** 2)
+        else:
+            right, wrong = -logsigmoid(beta * margin), -logsigmoid(-beta * margin)
+            mixed = (1 - smoothing) * right + (smoothing if loss_type == "sigmoid" else -smoothing) * wrong
+            losses.append(mixed if loss_type == "sigmoid" else mixed / (1 - 2 * smoothing))
+    return torch.stack(losses).mean()
+
+
+def plain_step(model, loss, settings) -> float:
+    """Take the step of AdamW that the settings describe; return the norm of the gradient."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+    optimizer.step()
+    return float(norm)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_sft_step_is_that_of_plain_torch(plain, packed):
+    reference, model = copy.deepcopy(plain), make_model("sft", {"packed": packed})
+    loss = plain_sft_loss(reference)
+    metrics = model.update_shard(shard_of(model, batch("sft")))
+    norm = plain_step(reference, loss, SETTINGS["sft"])
+    assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert model.logprobs(PROBE) == pytest.approx(plain_probe(reference), abs=1e-4)
+    found = model.evaluate_shard(shard_of(model, batch("sft")))
+    with torch.no_grad():
+        assert found["loss"] / found["count"] == pytest.approx(float(plain_sft_loss(reference)), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_preference_step_is_that_of_plain_torch(plain, name):
+    loss_type, smoothing = LOSSES[name]
+    reference = copy.deepcopy(plain)
+    settings = SETTINGS["dpo"].model_copy(update={"loss_type": loss_type, "label_smoothing": smoothing})
+    model = make_model("dpo", loss_type=loss_type, label_smoothing=smoothing)
+    for step in (1, 2):  # the first one begins at the initial model, where the margin is 0
+        loss = plain_dpo_loss(reference, plain, settings.beta, loss_type, smoothing)
+        metrics = model.update_shard(shard_of(model, batch("dpo")))
+        assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-6 if step == 1 else 1e-4)
+        reference.zero_grad()
+        if step == 1:
+            norm = plain_step(reference, loss, settings)
+            assert metrics["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
+            # AdamW's first step divides gradients near 0 by themselves, so that rounding shows
+            assert model.logprobs(PROBE) == pytest.approx(plain_probe(reference), abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_micro_batches_do_not_change_an_update(kind):
+    whole, split = make_model(kind), make_model(kind, {"max_tokens_per_micro_batch": 16})
+    first, second = (model.update_shard(shard_of(model, batch(kind))) for model in (whole, split))
+    assert first == pytest.approx(second, rel=1e-5, abs=1e-6)
+    assert whole.logprobs(PROBE) == pytest.approx(split.logprobs(PROBE), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_an_adapter_learns_and_its_base_is_the_reference(kind):
+    model = make_model(kind, {"lora": {"rank": 4}}, lr=1e-2)
+    losses = [model.update_shard(shard_of(model, batch(kind)))["train/loss"] for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.05
+    if kind == "dpo":
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_the_rows_of_an_answer_count_together(plain):
+    """A chosen answer of two rows has the sum of their log-probs."""
+    examples = pairs()
+    extra = examples[1].answers[0][0]
+    examples[0] = type(examples[0])("0", ((*examples[0].answers[0], extra), examples[0].answers[1]))
+    model = make_model("dpo")
+    model.update_shard(shard_of(model, batch("dpo")))
+    moved = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
+    moved.load_state_dict({name: torch.from_numpy(array) for name, array in model.export().items()})
+    with torch.no_grad():
+        ratio = sum(
+            float((answer_logprobs(moved, row) - answer_logprobs(plain, row)).sum())
+            for row in examples[0].answers[0]
+        )
+    found = model.evaluate_shard(shard_of(model, build_supervised_batch(examples[:1])))
+    assert found["chosen_reward"] == pytest.approx(SETTINGS["dpo"].beta * ratio, abs=1e-5)
+
+
+def test_two_ranks_learn_as_one(tmp_path):
+    found = []
+    for ranks in (1, 2):
+        command = [sys.executable, str(Path(__file__).with_name("supervised_ranks.py"))]
+        processes = [
+            subprocess.Popen(
+                [*command, str(r), str(ranks), str(tmp_path / str(ranks))], stdout=subprocess.PIPE
+            )
+            for r in range(ranks)
+        ]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        assert all(process.returncode == 0 for process in processes)
+        found.append(json.loads(outputs[0].splitlines()[-1]))
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
+
+
+# TRL
+
+
+def trl_inputs(rows, mask_name):
+    """A padded batch as TRL's collators return it."""
+    width = max(len(row.tokens) for row in rows)
+    ids = torch.full((len(rows), width), PADDING)
+    attention, learned = torch.zeros_like(ids), torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.tensor(row.tokens).long()
+        attention[i, : len(row.tokens)] = 1
+        learned[i, : len(row.tokens)] = torch.tensor(row.mask).long()
+    inputs = {"input_ids": ids, "attention_mask": attention}
+    if mask_name == "labels":
+        return inputs | {"labels": ids.where(learned == 1, -100)}
+    return inputs | {"completion_mask": learned}
+
+
+def test_the_sft_loss_is_that_of_trl(plain, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    rows = batch_rows("sft")
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    trainer = trl.SFTTrainer(
+        copy.deepcopy(plain),
+        arguments,
+        train_dataset=Dataset.from_dict({"input_ids": [[1]]}),
+        processing_class=AutoTokenizer.from_pretrained(STARTER_MODEL),
+    )
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = float(trainer.compute_loss(trainer.model, trl_inputs(rows, "labels")))
+    metrics = (model := make_model("sft")).update_shard(shard_of(model, batch("sft")))
+    assert metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "hinge", "robust"])
+def test_the_preference_loss_is_that_of_trl(plain, name, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    loss_type, smoothing = LOSSES[name]
+    moved = make_model("sft")  # a policy that differs from the reference
+    moved.update_shard(shard_of(moved, batch("sft")))
+    policy = copy.deepcopy(plain)
+    weights = {key: torch.from_numpy(array) for key, array in moved.export().items()}
+    policy.load_state_dict(weights)
+    arguments = trl.DPOConfig(
+        output_dir=str(tmp_path),
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        beta=0.5,
+        loss_type=[loss_type],
+        label_smoothing=smoothing,
+    )
+    message = [{"role": "user", "content": "1+1="}]
+    one = {"prompt": [message], "chosen": [[{"role": "assistant", "content": "2"}]]}
+    trainer = trl.DPOTrainer(
+        policy,
+        ref_model=copy.deepcopy(plain),
+        args=arguments,
+        train_dataset=Dataset.from_dict(one | {"rejected": [[{"role": "assistant", "content": "3"}]]}),
+        processing_class=AutoTokenizer.from_pretrained(STARTER_MODEL),
+    )
+    answers = [rows for example in pairs() for rows in example.answers]
+    ordered = [rows[0] for rows in [*answers[0::2], *answers[1::2]]]  # all chosen answers first
+    expected = trainer.compute_loss(trainer.model, trl_inputs(ordered, "completion_mask"))
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e9)
+    model = make_model("dpo", loss_type=loss_type, label_smoothing=smoothing)
+    with torch.no_grad():
+        for key, param in model.engine.module.named_parameters():
+            param.copy_(weights[key])
+    metrics = model.update_shard(shard_of(model, batch("dpo")))
+    assert metrics["train/loss"] == pytest.approx(float(expected), abs=1e-6)
+    assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
