@@ -1,5 +1,5 @@
 """The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `ui`, `scale`,
-`trace`, `export`, `grafana` and `doctor`.
+`trace`, `export`, `export-traces`, `grafana` and `doctor`.
 
 A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
 is the dotted name of a setting, VALUE is read as YAML.
@@ -26,7 +26,7 @@ from raylight.cli_options import (
     apply_assignments,
     import_from_here,
 )
-from raylight.cli_runs import export, grafana, scale, trace, ui_command
+from raylight.cli_runs import export, export_traces_command, grafana, scale, trace, ui_command
 from raylight.cli_serve import serve
 from raylight.cli_starter import starter
 from raylight.errors import RaylightError
@@ -275,6 +275,7 @@ def runner(
 
 
 app.command("ui")(ui_command)
+app.command("export-traces")(export_traces_command)
 for _command in (scale, trace, export, grafana, starter):
     app.command()(_command)
 

@@ -1,7 +1,11 @@
-"""Commands on a run in progress or its records: `raylight ui`, `scale`, `trace`, `export`, `grafana`."""
+"""Commands on a run in progress or its records: `raylight ui`, `scale`, `trace`, `export`,
+`export-traces`, `grafana`."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -118,6 +122,63 @@ def export(
 
     export_state(state, output, model)
     print(f"wrote {output}")
+
+
+class TraceFormat(StrEnum):
+    """Values of `--format`."""
+
+    sft = "sft"
+    dpo = "dpo"
+    messages = "messages"
+    jsonl = "jsonl"
+
+
+class Split(StrEnum):
+    """Values of `--split`."""
+
+    train = "train"
+    val = "val"
+    test = "test"
+    all = "all"
+
+
+def export_traces_command(
+    run: Annotated[Path, typer.Argument(help="Run directory, or the file of a store.", metavar="RUN")],
+    format: Annotated[
+        TraceFormat,
+        typer.Option(
+            help="sft: messages and tools; dpo: pairs of a group; messages: with rewards; jsonl: also the "
+            "token ids, log-probs and masks."
+        ),
+    ] = TraceFormat.sft,
+    min_reward: Annotated[
+        float | None, typer.Option(help="Smallest reward; of a pair, that of the chosen rollout.")
+    ] = None,
+    best_of_group: Annotated[
+        bool, typer.Option("--best-of-group", help="Only the best rollout of each group.")
+    ] = False,
+    split: Annotated[Split, typer.Option(help="Mode of the rollouts.")] = Split.train,
+    output: Annotated[
+        Path | None, typer.Option(help="File to write; by default the lines are printed.")
+    ] = None,
+) -> None:
+    """Write the rollouts of a run as training data, one JSON object per line. The run may still be in
+    progress.
+
+    rl.SFT and rl.DPO, TRL and OpenAI's fine-tuning read the files; rl.SFT and rl.DPO also read RUN itself.
+    """
+    from raylight.experience.rollout_selection import RolloutSelection
+    from raylight.files import atomic_file
+    from raylight.trainer.trace_export import PAIRED, export_traces
+
+    if format == PAIRED and best_of_group:
+        raise ConfigError("nothing reads --best-of-group: a pair has the best rollout of a group already")
+    selection = RolloutSelection(split.value, min_reward, best_of_group)
+    with contextlib.ExitStack() as stack:
+        file = sys.stdout.buffer if output is None else stack.enter_context(atomic_file(output))
+        counts = export_traces(run, format.value, selection, file)
+    left_out = f", {counts.left_out} of {counts.selected} left out" if counts.left_out else ""
+    print(f"{counts.written} lines{left_out}", file=sys.stderr)
 
 
 def grafana() -> None:
