@@ -64,6 +64,7 @@ _EXPORTS = {
         "ReinforcePlusPlusBaseline",
     ),
     "algorithms.policy": ("GRPO", "PolicyAlgorithm"),
+    "algorithms.supervised": ("DPO", "SFT"),
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "environments.environment": ("environment",),

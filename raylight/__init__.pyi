@@ -53,6 +53,8 @@ from raylight.algorithms.policy_gradient import ReMax as ReMax
 from raylight.algorithms.policy_gradient import ReinforcePlusPlus as ReinforcePlusPlus
 from raylight.algorithms.policy_gradient import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
 from raylight.algorithms.policy_gradient import SAPO as SAPO
+from raylight.algorithms.supervised import DPO as DPO
+from raylight.algorithms.supervised import SFT as SFT
 from raylight.algorithms.verl import VERL as VERL
 from raylight.config import EngineConfig as EngineConfig
 from raylight.config import LearnerConfig as LearnerConfig

@@ -7,10 +7,11 @@ those do that drop reasoning, makes several rows of a conversation.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from raylight.errors import DatasetError
 
@@ -31,7 +32,7 @@ class Demonstration:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def parse(cls, value: Any, source: str) -> Demonstration:
+    def parse(cls, value: Any, source: str) -> Self:
         """Return the demonstration that a value describes: `{"messages": [...], "tools": [...]}`, where
         `tools` may be missing, or a list of messages.
 
@@ -59,6 +60,40 @@ class Demonstration:
                 f"{source} has no answer of the assistant to learn; add a message with this role"
             )
         return cls(messages, [dict(tool) for tool in tools])
+
+    @classmethod
+    def parse_pair(cls, value: Any, source: str) -> tuple[Self, Self]:
+        """Return the chosen and the rejected conversation that a value describes: `{"prompt": [...],
+        "chosen": [...], "rejected": [...], "tools": [...]}`, each a list of messages. Without `prompt`, what
+        `chosen` and `rejected` have in common at their beginning is the prompt. Only answers after the prompt
+        are learned.
+
+        Raises:
+            DatasetError: as for `parse`; or the value is no pair, or both conversations are equal.
+        """
+        names = ("chosen", "rejected")
+        if not isinstance(value, Mapping) or not all(isinstance(value.get(n), list | tuple) for n in names):
+            raise DatasetError(
+                f"{source} is {value!r:.80}; a pair is {{'prompt': [...], 'chosen': [...], 'rejected': "
+                "[...]}}, each a list of OpenAI messages"
+            )
+        chosen, rejected = list(value["chosen"]), list(value["rejected"])
+        if chosen == rejected:
+            raise DatasetError(f"{source}: the chosen and the rejected answer are equal; leave the pair out")
+        prompt = value.get("prompt")
+        if prompt is None:
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+            prompt = [message for message, _ in same]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        if not isinstance(prompt, list | tuple):
+            raise DatasetError(f"{source}: prompt is {prompt!r:.80}; give a list of OpenAI messages")
+        context = [{**m, "weight": 0} if isinstance(m, Mapping) else m for m in prompt]
+        tools = value.get("tools") or []
+        parsed = [
+            cls.parse({"messages": [*context, *answer], "tools": tools}, f"{source}, {name}")
+            for answer, name in zip((chosen, rejected), names, strict=True)
+        ]
+        return parsed[0], parsed[1]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
 from raylight.bounds import MAX_COUNT, Seed
 from raylight.components import build_component, import_dotted_name
@@ -39,7 +40,7 @@ class TrainerArguments(Config):
 
 PROCESS_ARGUMENTS = ("address", "progress", "ui", "log_to_driver")
 """Arguments about the Trainer's own process."""
-TrainerAlgorithm = PolicyAlgorithm | Algorithm
+TrainerAlgorithm = PolicyAlgorithm | SupervisedAlgorithm | Algorithm
 Role = Literal["both", "algorithm", "runner"]
 
 
@@ -141,7 +142,7 @@ def parse_algorithm(spec: Any, num_epochs: int | None) -> TrainerAlgorithm | Non
         raise ConfigError(
             f"nothing reads num_epochs: {type(algorithm).__name__} has no n_epochs; leave it out"
         )
-    if isinstance(algorithm, PolicyAlgorithm):
+    if isinstance(algorithm, PolicyAlgorithm | SupervisedAlgorithm):
         if algorithm.n_steps is not None:
             raise ConfigError(
                 "num_epochs and the algorithm's n_steps both set the length of training; give one of them"
@@ -173,3 +174,32 @@ def chosen_algorithm(algorithm: TrainerAlgorithm | None, dev: bool) -> TrainerAl
             "the agent"
         )
     return algorithm
+
+
+def given_names(**arguments: Any) -> list[str]:
+    """Return the names of the arguments that are not None, in alphabetical order."""
+    return sorted(name for name, value in arguments.items() if value is not None)
+
+
+def check_no_proxy(algorithm: PolicyAlgorithm, llm_proxy: Any) -> None:
+    """Raise a ConfigError if a proxy was given, which an algorithm that trains a policy does not read."""
+    if llm_proxy is not None:
+        raise ConfigError(
+            f"nothing reads llm_proxy: raylight's own engine serves the model of {type(algorithm).__name__}; "
+            "leave it out"
+        )
+
+
+def check_unread(algorithm: SupervisedAlgorithm, inputs: Iterable[Any], arguments: Iterable[str]) -> None:
+    """Raise a ConfigError if something was given that a run without rollouts does not read.
+
+    Args:
+        inputs: agents and tasks, None if not given.
+        arguments: names of the given arguments that only an algorithm with rollouts reads.
+    """
+    given = ["agent or dataset"] if any(value is not None for value in inputs) else []
+    if unread := [*given, *arguments]:
+        raise ConfigError(
+            f"nothing reads {', '.join(unread)}: {type(algorithm).__name__} learns from the examples of its "
+            "`data` and `val_data`, without rollouts; leave these arguments out"
+        )

@@ -142,7 +142,7 @@ def plan_evaluation(
     Raises:
         ConfigError, ModelNotFoundError: the agent, the model or the adapter does not exist or cannot be used.
     """
-    settings.payload.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
+    settings.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
     serving = fixed_model(chosen.model, engine)
     serving = replace(serving, sampling_overrides=chosen.sampling)
     if chosen.lora_adapter is not None:
@@ -214,7 +214,7 @@ def describe_evaluation(
     primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
     failures = [item.rollout.failure for item in finished if item.rollout.failure]
     return {
-        "agent": settings.payload.agent.display_name,
+        "agent": settings.agent.display_name,
         "model": config["model"],
         "lora_adapter": config["lora_adapter"],
         "tasks": scores.tasks,

@@ -12,6 +12,7 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
@@ -34,8 +35,15 @@ from raylight.trainer.resume import (
     highest_logged_version,
 )
 from raylight.trainer.run_resources import must_have_endpoints, with_policy
-from raylight.trainer.settings import MODEL_NAME, ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.settings import (
+    MODEL_NAME,
+    ResolvedSettings,
+    ServingSettings,
+    SupervisedTraining,
+    TrainingSettings,
+)
 from raylight.trainer.stop_request import StopRequest
+from raylight.trainer.supervised_data import batch_schedule, load_supervised_data
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
 """Arguments of a Trainer that an algorithm with its own loop and a served model reads."""
@@ -46,12 +54,14 @@ class Fit:
     """The run that a call of `Trainer.fit` asks for."""
 
     algorithm: TrainerAlgorithm
-    inputs: Inputs
+    inputs: Inputs | None
+    """The agent and its tasks; None for a run without rollouts."""
     settings: ResolvedSettings
     requested: RunSettings
     """Settings of the Trainer, as the algorithm adjusts them."""
     train: Any
-    """Training tasks, a TaskSet; those of an algorithm with its own loop may be any dataset, or None."""
+    """Training tasks, a TaskSet; those of an algorithm with its own loop may be any dataset, or None.
+    SupervisedData of a run without rollouts."""
     val: Any
     total_steps: int
     """Planned number of steps; 0 if only the algorithm knows it."""
@@ -71,7 +81,7 @@ class Fit:
     @property
     def remedy(self) -> str:
         """Advice on how to continue after the cluster was lost."""
-        if self.settings.training is None:
+        if self.settings.learning is None:
             return f"Start the run again; its records are in {self.folder}"
         if self.settings.sessions is not None:
             return f"Go on with `raylight serve --learn --resume --output-dir {self.folder}`"
@@ -83,7 +93,7 @@ class Fit:
     @property
     def last_logged_step(self) -> int | None:
         """Last step whose metrics are kept; None if the run directory starts empty."""
-        if self.settings.training is not None:
+        if self.settings.learning is not None:
             return self.start.last_logged_step
         # the algorithm itself continues after its last step, so all rows are kept
         return None if self.resume_file is None else sys.maxsize
@@ -91,7 +101,7 @@ class Fit:
     @property
     def reports_training(self) -> bool:
         """True if the summary is that of a run that trains a model."""
-        return self.settings.training is not None or getattr(self.algorithm, "serves_model", False)
+        return self.settings.learning is not None or getattr(self.algorithm, "serves_model", False)
 
     @property
     def state_config(self) -> dict[str, Any]:
@@ -104,7 +114,7 @@ class Fit:
         Raises:
             ConfigError: there is none, or it does not fit.
         """
-        if (training := self.settings.training) is None:
+        if (training := self.settings.learning) is None:
             return
         metrics = self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
@@ -164,6 +174,34 @@ def plan_policy(
     settings = replace(settings, rollout=algorithm.rollout, serving=serving, training=training)
     _check_has_run(resume, requested)
     return Fit(algorithm, inputs, settings, requested, tasks, val_tasks, total_steps, resume)
+
+
+def plan_supervised(
+    settings: ResolvedSettings, algorithm: SupervisedAlgorithm, requested: RunSettings, resume: Resume = False
+) -> Fit:
+    """Return the run that trains a model on given examples.
+
+    Args:
+        settings: those that every run has.
+        requested: settings of the Trainer.
+
+    Raises:
+        ConfigError, DatasetError, ModelNotFoundError, RowTooLongError: the run could not work.
+    """
+    learner, checkpoint = requested.learner, requested.checkpoint
+    if learner.kind != "ranks":
+        raise ConfigError(
+            f"learner.kind={learner.kind!r} needs an engine, and {type(algorithm).__name__} has none; leave "
+            "kind out"
+        )
+    _check_has_run(resume, requested)
+    model_path = resolve_model(algorithm.model)
+    data = load_supervised_data(algorithm, model_path, learner)
+    schedule = batch_schedule(algorithm, data, settings.seed)
+    url = resolve_state_url(checkpoint.path or str(Path(settings.folder, "state")))
+    training = SupervisedTraining(algorithm, learner, checkpoint, url, schedule.steps, model_path)
+    settings = replace(settings, supervised=training)
+    return Fit(algorithm, None, settings, requested, data, None, schedule.steps, resume)
 
 
 def plan_algorithm(

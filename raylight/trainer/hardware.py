@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +57,10 @@ def settings_for_hardware(
     Raises:
         ConfigError: learners and engines do not fit on the GPUs, or a node with GPUs cannot load raylight.
     """
-    serving, training = settings.serving, settings.training
+    serving, training, supervised = settings.serving, settings.training, settings.supervised
+    if supervised is not None:
+        learner = learner_alone(_cluster_hardware(), supervised.learner)
+        return replace(settings, supervised=replace(supervised, learner=learner)), ()
     if serving is None or serving.engine.kind == "upstream":
         return settings, ()
     own_kind = serving.engine.kind
@@ -91,13 +94,26 @@ def choose(
         ConfigError: learners and engines do not fit on the GPUs together, not even if they share them.
     """
     engine, learner, notes = _assign_gpus(hardware, engine, learner)
-    if learner is not None and learner.num_gpus:
-        learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True)
-        flash = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
-        learner = _with_defaults(learner, packed=hardware.flash_attention and flash)
+    if learner is not None:
+        learner = _learner_on_gpu(hardware, learner)
     if engine.num_gpus:
         engine = _engine_on_gpu(engine, learner, context)
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
+
+
+def learner_alone(hardware: Hardware, learner: LearnerConfig) -> LearnerConfig:
+    """Return the settings of learners in a run without engines: each has a GPU if there are enough."""
+    if hardware.gpus >= learner.n:
+        learner = _with_defaults(learner, num_gpus=1)
+    return _learner_on_gpu(hardware, learner)
+
+
+def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig) -> LearnerConfig:
+    if not learner.num_gpus:
+        return learner
+    learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True)
+    flash = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
+    return _with_defaults(learner, packed=hardware.flash_attention and flash)
 
 
 def _assign_gpus(

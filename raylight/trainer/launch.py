@@ -22,7 +22,7 @@ from raylight.trainer.report import Report
 from raylight.trainer.resume import prepare_states
 from raylight.trainer.run_metrics import StepMetrics
 from raylight.trainer.ui_process import ui_process
-from raylight.trainer.work import run_algorithm, train_policy
+from raylight.trainer.work import run_algorithm, train_policy, train_supervised
 
 Work = Coroutine[Any, Any, dict[str, Any]]
 """A run from the start of its components to its summary."""
@@ -62,7 +62,7 @@ def launched(
             check_joinable(settings.name, connection.owns_cluster)
         fit.settings, notes = settings_for_cluster(settings, fit.requested)
         fit.find_start()
-        training = fit.settings.training
+        training = fit.settings.learning
         config = describe(fit)
         config["run"]["dashboard"] = connection.dashboard
         all_loggers = [*find_loggers(loggers), StepMetrics(settings.name)]
@@ -77,6 +77,9 @@ def launched(
                 yield run_algorithm(fit, report, connection.owns_cluster)
                 return
             prepare_states(fit.start, training.state_url, fit.state_config)
+            if fit.settings.supervised is not None:
+                yield train_supervised(fit, report, connection.owns_cluster)
+                return
             yield train_policy(fit, report, connection.owns_cluster)
 
 

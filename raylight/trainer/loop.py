@@ -24,7 +24,7 @@ from raylight.errors import LearnerLostError
 from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
-from raylight.trainer.components.learners import NodeDrains
+from raylight.trainer.components.learner_ranks import NodeDrains
 from raylight.trainer.evaluation import Evaluator
 from raylight.trainer.load_watch import LoadWatch
 from raylight.trainer.outcome import describe, explain_no_signal, raise_if_hopeless

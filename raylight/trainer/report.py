@@ -44,6 +44,8 @@ SUMMARISED = (
     VAL_STEP,
     "val/reward",
     "train/reward",
+    "val/loss",
+    "train/loss",
     "off_policy/calls",
     "off_policy/overridden_calls",
 )
@@ -239,19 +241,9 @@ class Report(ProgressReporter):
         validated = any("val/reward" in row and evaluated_step(row) == 0 for row in self._history)
         trained = any("train/reward" in row for row in self._history)
         key = "val/reward" if validated or not trained else "train/reward"  # measured from the start
-        rewards = [row[key] for row in self._history if key in row]
-        if not self.checkpoint.exists():
-            self.note(
-                f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared "
-                "storage"
-            )
         return self._write_summary(
-            {
-                "reward": key,
-                "reward_before": rewards[0] if rewards else None,
-                "reward_after": rewards[-1] if rewards else None,
-                "steps": int(max((row["step"] for row in self._history), default=0)),
-                "seconds": self._seconds(),
+            self._describe_training("reward", key, counts)
+            | {
                 "rollouts": counts.get("total_rollouts", 0),
                 "rollouts_lost": self._lost,
                 "failures": dict(self._failures.most_common(MAX_SHOWN_ERRORS)),
@@ -260,12 +252,40 @@ class Report(ProgressReporter):
                 "masked_calls": self._total("off_policy/calls"),
                 "overridden_calls": self._total("off_policy/overridden_calls"),
                 "tokens": self._tokens,
-                "advisories": [advisory.to_json() for advisory in self._advisor.advisories],
-                "checkpoint": str(self.checkpoint),
-                "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
-                "counts": counts,
             }
         )
+
+    def finish_supervised(self, counts: dict[str, int]) -> dict[str, Any]:
+        """Write the summary of a run that trains a model on given examples, and finish the loggers; return
+        the summary."""
+        validated = any("val/loss" in row for row in self._history)
+        key = "val/loss" if validated else "train/loss"
+        return self._write_summary(self._describe_training("loss", key, counts))
+
+    def _describe_training(self, name: str, key: str, counts: dict[str, int]) -> dict[str, Any]:
+        """Return what the summaries of all runs that train a model have.
+
+        Args:
+            name: of the figure that the training improves.
+            key: its metric.
+        """
+        values = [row[key] for row in self._history if key in row]
+        if not self.checkpoint.exists():
+            self.note(
+                f"{self.checkpoint} is on the machine of the first learner; use an output_dir on shared "
+                "storage"
+            )
+        return {
+            name: key,
+            f"{name}_before": values[0] if values else None,
+            f"{name}_after": values[-1] if values else None,
+            "steps": int(max((row["step"] for row in self._history), default=0)),
+            "seconds": self._seconds(),
+            "advisories": [advisory.to_json() for advisory in self._advisor.advisories],
+            "checkpoint": str(self.checkpoint),
+            "best": self.best and {name: self.best[name] for name in ("metric", "step", "value")},
+            "counts": counts,
+        }
 
     def finish_plain(self, counts: dict[str, int]) -> dict[str, Any]:
         """Write the summary of a run that trains no model, and finish the loggers; return the summary."""

@@ -12,6 +12,7 @@ from raylight.aio import cancel_all, task_group
 from raylight.runner.scaling import Resizable, ScaleRequests
 from raylight.store.client import StoreClient
 from raylight.trainer.cluster_monitor import is_cluster_lost
+from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.local_serving import LocalServing
 from raylight.trainer.components.runners import Runners
@@ -20,7 +21,7 @@ from raylight.trainer.components.sessions import OutsideAgents
 from raylight.trainer.components.store import RunStore
 from raylight.trainer.resume import ResumePoint, fresh_start
 from raylight.trainer.run_metrics import ComponentMetrics
-from raylight.trainer.settings import ResolvedSettings, TrainingSettings
+from raylight.trainer.settings import ResolvedSettings, SupervisedTraining, TrainingSettings
 from raylight.weight_sync.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ class Run:
     serving: Serving
     runners: Runners | OutsideAgents
     learners: Learners
-    """Only in a run that trains."""
+    """Only in a run that trains a policy."""
+    ranks: LearnerRanks
+    """The learners of a run that trains, whatever it trains on."""
 
     def __init__(
         self,
@@ -95,6 +98,9 @@ class Run:
     async def _open(self) -> None:
         """Compose the components that the settings ask for, and start them."""
         settings, stack, show = self.settings, self._stack, self._show_stage
+        if settings.supervised is not None:
+            await self._open_ranks(settings.supervised)
+            return
         learners = self._make_learners()
         if learners is not None:
             await learners.reserve(stack)
@@ -105,7 +111,7 @@ class Run:
         self.serving = self._make_serving()
         await self.serving.open(stack)
         if learners is not None:
-            self.learners = learners
+            self.learners = self.ranks = learners
             learners.open(stack, self.serving)
         if settings.sessions is not None:
             self.runners, runners = OutsideAgents(settings.sessions), None
@@ -122,6 +128,17 @@ class Run:
         self._components = [store, self.runners, self.serving, scaling, metrics]
         self._components += [] if learners is None else [learners]
 
+    async def _open_ranks(self, training: SupervisedTraining) -> None:
+        """Start the learners of a run without rollouts, which needs nothing else."""
+        ranks = LearnerRanks(self.settings, training, training.model_path, self.start, self._show_stage)
+        await ranks.reserve(self._stack)
+        ranks.open_ranks(self._stack)
+        self._show_stage("starting the learners")
+        await ranks.start()
+        await ranks.check_storage()
+        await ranks.load_start()
+        self.ranks, self._components = ranks, [ranks]
+
     def _make_learners(self) -> Learners | None:
         settings = self.settings
         if settings.training is None or settings.serving is None:
@@ -130,6 +147,7 @@ class Run:
 
     def _make_serving(self) -> Serving:
         settings = self.settings
+        assert settings.payload is not None, "the run has agents"
         secret, show, owns_cluster = settings.payload.secret, self._show_stage, self._owns_cluster
         parts = settings.name, settings.serving, secret, self.store, show, owns_cluster
         if settings.training is not None and settings.training.learner.kind == "local":

@@ -35,6 +35,8 @@ def run_config(
         process: settings of the Trainer's own process.
     """
     facts, inputs, serving = fit.settings.resolved(), fit.inputs, fit.settings.serving
+    if inputs is None:
+        return _supervised_config(fit, facts, specs, process)
     is_verl = isinstance(fit.algorithm, VERL)
     algorithm = describe_algorithm(
         fit.settings.training.algorithm if fit.settings.training else fit.algorithm
@@ -63,3 +65,22 @@ def run_config(
         if given.output_dir is None and fit.requested.output_dir is not None:
             del content["output_dir"]
     return content
+
+
+def _supervised_config(
+    fit: Fit, facts: dict[str, Any], specs: dict[str, Any], process: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the content of config.yaml of a run without rollouts."""
+    supervised = fit.settings.supervised
+    assert supervised is not None, "a run without inputs learns from examples"
+    content = {
+        "algorithm": describe_algorithm(supervised.algorithm) | {"model": supervised.model_path},
+        "output_dir": fit.settings.folder,
+        "seed": facts.pop("seed"),
+        "learner": facts.pop("learner"),
+        "checkpoint": facts.pop("checkpoint"),
+        "loggers": describe_component(specs["loggers"]),
+        **process,
+        "run": {name: value for name, value in facts.items() if name != "algorithm"},
+    }
+    return {name: value for name, value in content.items() if value is not None}

@@ -22,6 +22,7 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
 from raylight.bounds import Seed
 from raylight.components import build_component, import_dotted_name
@@ -48,8 +49,9 @@ class DataFiles(Config):
 class RunFile(Config):
     """All settings of a run. Fields have the meaning of the arguments of `Trainer`."""
 
-    agent: str | dict[str, Any]
-    """Dotted name of the agent, or a dict of the dotted name of its class as `type` with arguments."""
+    agent: str | dict[str, Any] | None = None
+    """Dotted name of the agent, or a dict of the dotted name of its class as `type` with arguments.
+    An algorithm without rollouts has none."""
     data: DataFiles = DataFiles()
     algorithm: dict[str, Any]
     """Name of the algorithm as `name` (a public name such as GRPO, or a dotted name) with its settings."""
@@ -97,32 +99,34 @@ class RunFile(Config):
             **{name: value for name, value in settings.items() if value is not None},
         }
 
-    def read_data(self) -> tuple[FileTasks, FileTasks | None]:
-        """Return the training tasks and the validation tasks.
+    def read_data(self) -> tuple[FileTasks | None, FileTasks | None]:
+        """Return the training tasks and the validation tasks; None for an algorithm that has its examples.
 
         Raises:
             ConfigError: there is no training data, or a dotted name names no tasks.
             DatasetError: a file cannot be read.
         """
+        if isinstance(build_algorithm(self.algorithm), SupervisedAlgorithm) and self.data == DataFiles():
+            return None, None
         if self.data.train is None:
             raise ConfigError(
                 "data.train is missing; give a .jsonl file, or the dotted name of a list of tasks"
             )
-        val = _read_data(self.data.val, "data.val") if self.data.val else None
-        return _read_data(self.data.train, "data.train"), val
+        val = read_data(self.data.val, "data.val") if self.data.val else None
+        return read_data(self.data.train, "data.train"), val
 
     def resolved(self) -> dict[str, Any]:
         """Return the file's content with all defaults, without `run` and without secrets."""
         content = self.model_dump(mode="json", exclude={"run"})
         algorithm = build_algorithm(self.algorithm)
-        if isinstance(algorithm, PolicyAlgorithm):
+        if isinstance(algorithm, PolicyAlgorithm | SupervisedAlgorithm):
             content["algorithm"] = describe_algorithm(algorithm)
         if content["resources"] is not None:
             content["resources"] = describe_resources(_read_resources(self.resources))
         return {name: value for name, value in content.items() if value is not None}
 
 
-def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | Algorithm:
+def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | SupervisedAlgorithm | Algorithm:
     """Return an algorithm from its name and its settings.
 
     Raises:
@@ -263,7 +267,7 @@ def _check_expressible(value: Any, name: str, path: str) -> None:
 def _algorithm_names() -> list[str]:
     """Return the public names of raylight that are algorithms with a constructor."""
     public = {name: getattr(algorithms, name) for name in dir(algorithms)}
-    bases = (Algorithm, FastAlgorithm, PolicyAlgorithm)
+    bases = (Algorithm, FastAlgorithm, PolicyAlgorithm, SupervisedAlgorithm)
     return sorted(
         name
         for name, item in public.items()
@@ -271,9 +275,9 @@ def _algorithm_names() -> list[str]:
     )
 
 
-def _read_data(source: str, name: str) -> FileTasks:
+def read_data(source: str | Path, name: str) -> FileTasks:
     """Return the tasks of a file, or of a dotted name of a list or of a function without arguments."""
-    if ":" not in source or Path(source).expanduser().exists():
+    if isinstance(source, Path) or ":" not in source or Path(source).expanduser().exists():
         return read_tasks(source)
     tasks = import_dotted_name(source, name)
     tasks = tasks() if callable(tasks) else tasks
@@ -303,14 +307,27 @@ def _read_resources(resources: dict[str, Any] | None) -> NamedResources:
 # what a run writes
 
 
-def describe_algorithm(algorithm: PolicyAlgorithm | Algorithm) -> dict[str, Any]:
+def describe_algorithm(algorithm: PolicyAlgorithm | SupervisedAlgorithm | Algorithm) -> dict[str, Any]:
     """Return the name and the settings of an algorithm, from which `RunFile` builds it again."""
     cls = type(algorithm)
     name = cls.__name__ if getattr(raylight, cls.__name__, None) is cls else dotted_name(algorithm)
     if name == IN_CODE:
         name = f"{cls.__module__}:{cls.__qualname__}"
+    if isinstance(algorithm, SupervisedAlgorithm):
+        sources = {key: _describe_source(getattr(algorithm, key)) for key in ("data", "val_data")}
+        return {"name": name, **sources, **algorithm.arguments()}
     settings = algorithm.arguments() if isinstance(algorithm, PolicyAlgorithm) else algorithm.resolved()
     return {"name": name, **settings}
+
+
+def _describe_source(source: Any) -> str | None:
+    """Return examples as a file, a run directory or a dotted name, `IN_CODE` if they are not one of these."""
+    if source is None:
+        return None
+    if not isinstance(source, str | Path):
+        return IN_CODE
+    path = Path(source).expanduser()
+    return str(path.absolute()) if path.exists() else str(source)
 
 
 def describe_resources(resources: NamedResources) -> dict[str, Any]:

@@ -6,8 +6,10 @@ import importlib.metadata
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.config import (
     CheckpointConfig,
     EngineConfig,
@@ -54,15 +56,44 @@ class ServingSettings:
 
 
 @dataclass(frozen=True)
-class TrainingSettings:
-    """The training of the model that a run serves."""
+class LearningSettings:
+    """The training of a model by learners."""
 
-    algorithm: PolicyAlgorithm
+    algorithm: PolicyAlgorithm | SupervisedAlgorithm
     learner: LearnerConfig
     checkpoint: CheckpointConfig
     state_url: str
     """Folder or URL of the training states."""
     total_steps: int
+
+
+@dataclass(frozen=True)
+class SupervisedTraining(LearningSettings):
+    """The training of a model on given examples, without rollouts."""
+
+    algorithm: SupervisedAlgorithm
+    model_path: str
+    """Folder of the initial model."""
+
+    def resolved(self) -> dict[str, Any]:
+        """Return this part of the run's resolved configuration."""
+        return {
+            "total_steps": self.total_steps,
+            "algorithm": {
+                "name": type(self.algorithm).__name__,
+                **self.algorithm.arguments(),
+                "model": self.model_path,
+            },
+            "learner": self.learner.model_dump(mode="json"),
+            "checkpoint": self.checkpoint.model_dump(mode="json"),
+        }
+
+
+@dataclass(frozen=True)
+class TrainingSettings(LearningSettings):
+    """The training of the model that a run serves."""
+
+    algorithm: PolicyAlgorithm
     trained_agents: str | None = None
     """Regular expression for the agents whose calls are trained on; None for all."""
 
@@ -82,8 +113,8 @@ class ResolvedSettings:
     folder: str
     """The run directory."""
     seed: int
-    payload: RunnerPayload
-    """The agent and what else the runners need to execute it."""
+    payload: RunnerPayload | None
+    """The agent and what else the runners need to execute it; None for a run without rollouts."""
     runner: RunnerConfig
     store: StoreConfig | StoreClient
     """Settings of the run's own store, or an existing store, which outlives the run."""
@@ -98,6 +129,18 @@ class ResolvedSettings:
     group_reward: Any = None
     """Function of all finished rollouts of a group (see `raylight.rewards.group`); None if the agent's own
     rewards count."""
+    supervised: SupervisedTraining | None = None
+
+    @property
+    def agent(self) -> LitAgent:
+        """The agent of a run with rollouts."""
+        assert self.payload is not None, "the run has agents"
+        return self.payload.agent
+
+    @property
+    def learning(self) -> LearningSettings | None:
+        """The training of a run that has learners."""
+        return self.training or self.supervised
 
     @property
     def shares_gpus(self) -> bool:
@@ -119,6 +162,10 @@ class ResolvedSettings:
     def resolved(self) -> dict[str, Any]:
         """Return the run's resolved configuration."""
         content: dict[str, Any] = {"name": self.name}
+        if self.supervised is not None:
+            return (
+                content | {"seed": self.seed} | self.supervised.resolved() | {"versions": package_versions()}
+            )
         if (serving := self.serving) is not None:
             content["seed"] = self.seed
             if (training := self.training) is None:
@@ -139,5 +186,10 @@ class ResolvedSettings:
             "runner": self.runner.model_dump(mode="json"),
             "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else IN_CODE,
             "resources": sorted(self.resources),
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "versions": package_versions(),
         }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}

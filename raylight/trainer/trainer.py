@@ -13,6 +13,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.components import build_component
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
@@ -27,7 +28,10 @@ from raylight.trainer.arguments import (
     Role,
     TrainerAlgorithm,
     TrainerArguments,
+    check_no_proxy,
+    check_unread,
     chosen_algorithm,
+    given_names,
     parse_algorithm,
     parse_group_reward,
     parse_hooks,
@@ -39,7 +43,7 @@ from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster_monitor import LossGuard, until_lost
 from raylight.trainer.displays.tables import print_scores
 from raylight.trainer.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
-from raylight.trainer.fit import Fit, plan_algorithm, plan_policy
+from raylight.trainer.fit import Fit, plan_algorithm, plan_policy, plan_supervised
 from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
 from raylight.trainer.join_run import RemoteRunnerProcess
 from raylight.trainer.launch import Work, connected, launched, short_errors, show_summary
@@ -197,17 +201,20 @@ class Trainer:
         self.checkpoint = self.run_settings.checkpoint
         self.loggers = find_loggers(self.run_settings.loggers)
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
-        only_policy = {
-            "engine": engine,
-            "learner": learner,
-            "checkpoint": checkpoint,
-            "n_learners": n_learners,
-            "port": port,
-            "seed": seed,
-            "group_reward": group_reward,
-        }
-        self.policy_arguments = sorted(name for name, value in only_policy.items() if value is not None)
+        self.policy_arguments = given_names(
+            engine=engine,
+            learner=learner,
+            checkpoint=checkpoint,
+            n_learners=n_learners,
+            port=port,
+            seed=seed,
+            group_reward=group_reward,
+        )
         """Names of the given arguments that only an algorithm that trains a policy reads."""
+        counts = {"n_runners": n_runners, "max_rollouts": max_rollouts, "port": port}
+        components = self.specs | counts | {"loggers": None, "initial_resources": initial_resources or None}
+        self.rollout_arguments = given_names(engine=engine, runner=runner, store=store, **components)
+        """Names of the given arguments that only an algorithm with rollouts reads."""
 
     @accept_synonyms(val_data="val_dataset")
     def fit(
@@ -335,33 +342,32 @@ class Trainer:
         val_dataset: Any,
         resume: Resume = False,
     ) -> Fit:
-        """Return the run that a call of `fit` asks for.
-
-        Raises:
-            RaylightError: it could not work.
-        """
+        """Return the run that a call of `fit` asks for, or raise a RaylightError if it could not work."""
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
             agent, train_dataset = None, agent  # fit(train_dataset)
         agent = agent if agent is not None else self.agent
+        name = self.run_name or f"raylight-{_new_suffix()}"
+        folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
+        if isinstance(algorithm, SupervisedAlgorithm):
+            given = (agent, train_dataset, val_dataset, self.train_dataset, self.val_dataset)
+            check_unread(algorithm, given, self.rollout_arguments)
+            settings = self._common_settings(None, name, folder, "store.db")
+            return plan_supervised(settings, algorithm, self.run_settings, resume)
         inputs = Inputs(
             as_agent(agent),
             train_dataset if train_dataset is not None else self.train_dataset,
             val_dataset if val_dataset is not None else self.val_dataset,
             agent,
         )
-        name = self.run_name or f"raylight-{_new_suffix()}"
-        folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
         settings, requested = self._common_settings(inputs.agent, name, folder, "store.db"), self.run_settings
         if not isinstance(algorithm, PolicyAlgorithm):
             return plan_algorithm(settings, algorithm, inputs, requested, self.policy_arguments, resume)
-        if self.llm_proxy is not None:
-            raise ConfigError(
-                "nothing reads llm_proxy: raylight's own engine serves the model of "
-                f"{type(algorithm).__name__}; leave it out"
-            )
+        check_no_proxy(algorithm, self.llm_proxy)
         return plan_policy(settings, algorithm, inputs, requested, self.adapter, resume)
 
-    def _common_settings(self, agent: LitAgent, name: str, folder: Path, store: str) -> ResolvedSettings:
+    def _common_settings(
+        self, agent: LitAgent | None, name: str, folder: Path, store: str
+    ) -> ResolvedSettings:
         """Return the settings that every run has.
 
         Args:
@@ -372,11 +378,13 @@ class Trainer:
             name=name,
             folder=str(folder),
             seed=self.seed,
-            payload=RunnerPayload(agent, self.tracer, self.hooks, secrets.token_hex(16), name),
+            payload=None
+            if agent is None
+            else RunnerPayload(agent, self.tracer, self.hooks, secrets.token_hex(16), name),
             runner=self.runner,
             store=self.store,
             store_path=path or str(folder / store),
-            resources=merge_resources(agent, self.initial_resources),
+            resources={} if agent is None else merge_resources(agent, self.initial_resources),
             group_reward=self.group_reward,
         )
 

@@ -18,6 +18,7 @@ from raylight.trainer.policy_rollouts import cancel_undecided
 from raylight.trainer.report import Report
 from raylight.trainer.run import Run
 from raylight.trainer.run_context import TrainerRunContext
+from raylight.trainer.supervised_loop import SupervisedLoop
 
 
 async def train_policy(fit: Fit, report: Report, owns_cluster: bool) -> dict[str, Any]:
@@ -31,6 +32,18 @@ async def train_policy(fit: Fit, report: Report, owns_cluster: bool) -> dict[str
             async with run.watched():
                 await training.run()
         summary = report.finish(await run.counts())
+        report.stage("stopping")
+    return summary
+
+
+async def train_supervised(fit: Fit, report: Report, owns_cluster: bool) -> dict[str, Any]:
+    """Train a model on given examples; return the summary."""
+    async with Run(fit.settings, report.stage, owns_cluster, fit.start) as run:
+        training = SupervisedLoop(run, fit.train, report, fit.state_config)
+        with _noted_interrupt(report):
+            async with run.watched():
+                await training.run()
+        summary = report.finish_supervised(await run.counts())
         report.stage("stopping")
     return summary
 

@@ -10,6 +10,7 @@ from page_tables import Table, code, tables
 
 from raylight import algorithms
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.experience.settings import CriticSettings, PolicySettings
 
 PAGES = sorted((DOCS / "algorithms").glob("*.md"))
@@ -19,7 +20,8 @@ FAMILY = {
     for name in sorted(set(algorithms.__all__) - {"VERL", "MiniGRPO", "algo"})  # with pages of their own
     if issubclass(getattr(algorithms, name), PolicyAlgorithm)
 }
-CLASSES = FAMILY | {"CriticSettings": CriticSettings}
+SUPERVISED = {name: getattr(algorithms, name) for name in ("SFT", "DPO")}
+CLASSES = FAMILY | SUPERVISED | {"CriticSettings": CriticSettings}
 UNSEEN = object()
 REQUIRED = {"GDPO": {"reward_weights": {"right": 1.0}}}
 """Settings that an algorithm cannot do without, besides the model."""
@@ -63,7 +65,8 @@ def test_defaults_are_those_of_the_code(table: Table) -> None:
 @pytest.mark.parametrize("table", SETTINGS, ids=class_of)
 def test_changed_defaults_are_shown(table: Table) -> None:
     name = class_of(table)
-    general = defaults(PolicyAlgorithm) if name != "CriticSettings" else {}
+    base = SupervisedAlgorithm if name in SUPERVISED else PolicyAlgorithm
+    general = defaults(base) if name != "CriticSettings" else {}
     changed = {
         setting for setting, value in defaults(CLASSES[name]).items() if general.get(setting, UNSEEN) != value
     }
@@ -85,7 +88,9 @@ def test_a_page_has_formula_settings_advice_and_source(page: Any) -> None:
     ]
     assert "https://arxiv.org/abs/" in text.partition("## Source")[2]
     classes = [
-        CLASSES[class_of(table)] for table in SETTINGS if table.page == page and class_of(table) in FAMILY
+        CLASSES[class_of(table)]
+        for table in SETTINGS
+        if table.page == page and class_of(table) in FAMILY | SUPERVISED
     ]
     for cls in classes:
         paper = (cls.__doc__ or "").partition("arxiv.org/abs/")[2][:10]

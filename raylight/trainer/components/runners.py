@@ -24,6 +24,7 @@ class Runners:
     ) -> None:
         self._config, self._name, self._show_stage = settings.runner, settings.name, show_stage
         kind = ExternalRunners if self._config.external else RunnerPool
+        assert settings.payload is not None, "the run has agents"
         self.pool = kind(settings.name, self._config, store, settings.payload)
 
     def open(self, stack: contextlib.AsyncExitStack) -> None:

@@ -11,29 +11,31 @@ from rich.table import Table
 
 
 def print_summary(summary: dict[str, Any], folder: str) -> None:
-    """Print the reward before and after training, and the files of the run."""
+    """Print the reward or the loss before and after training, and the files of the run."""
     table = Table(title="raylight", title_style="bold", show_header=True)
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
-    values = [summary["reward_before"], summary["reward_after"]]
-    name = "validation reward" if summary["reward"] == "val/reward" else "training reward"
+    figure = "reward" if "reward" in summary else "loss"
+    values = [summary[f"{figure}_before"], summary[f"{figure}_after"]]
+    name = f"{'validation' if summary[figure].startswith('val/') else 'training'} {figure}"
     table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
     console = Console()
     console.print(table)
     if best := summary.get("best"):
         console.print(f"best: {best['metric']} {best['value']:.3f} at step {best['step']}", highlight=False)
-    lost = f" ({summary['rollouts_lost']} because of the infrastructure)" if summary["rollouts_lost"] else ""
-    failed = summary["rollouts_failed"]
-    console.print(
-        f"{summary['steps']} steps, {summary['rollouts']} "
-        f"rollouts{f', {failed} failed' if failed else ''}{lost}, {summary['seconds']:.0f} s",
-        highlight=False,
-    )
+    rollouts = _describe_rollouts(summary) if "rollouts" in summary else ""
+    console.print(f"{summary['steps']} steps, {rollouts}{summary['seconds']:.0f} s", highlight=False)
     kept = ("checkpoint", "best") if best else ("checkpoint",)
     _print_files(
         console, folder, "config.yaml", "metrics.jsonl", "summary.json", "reward.png", *kept, "store.db"
     )
+
+
+def _describe_rollouts(summary: dict[str, Any]) -> str:
+    failed = f", {summary['rollouts_failed']} failed" if summary["rollouts_failed"] else ""
+    lost = f" ({summary['rollouts_lost']} because of the infrastructure)" if summary["rollouts_lost"] else ""
+    return f"{summary['rollouts']} rollouts{failed}{lost}, "
 
 
 def print_run(summary: dict[str, Any], folder: str) -> None:

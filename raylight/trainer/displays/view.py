@@ -29,6 +29,14 @@ COLUMNS: list[Column] = [
     ("sync s", "time/sync_s", "{:.3f}"),
 ]
 """Columns in the order in which a narrow view keeps them."""
+SUPERVISED_COLUMNS: list[Column] = [
+    ("loss", "train/loss", "{:.4f}"),
+    ("validation", "val/loss", "{:.4f}"),
+    ("epoch", "train/epoch", "{:.2f}"),
+    ("tokens", "train/learned_tokens", "{:.0f}"),
+    ("update s", "time/update_s", "{:.2f}"),
+]
+"""Columns of training on given examples."""
 OVERLAP_COLUMNS: list[Column] = [
     ("staleness", "async/staleness_mean", "{:.2f}"),
     ("oldest", "async/staleness_max", "{:.0f}"),
@@ -65,6 +73,8 @@ def label(step: int, metrics: Metrics) -> str:
 
 def columns_of(rows: list[Metrics]) -> list[Column]:
     """Return the columns that the metrics of some steps need."""
+    if any("train/loss" in row or "val/loss" in row for row in rows):
+        return list(SUPERVISED_COLUMNS)
     columns = list(COLUMNS)
     if any("async/staleness_mean" in row for row in rows):
         columns += OVERLAP_COLUMNS

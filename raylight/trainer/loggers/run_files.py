@@ -84,7 +84,7 @@ class JsonlLogger:
 
 
 class PlotLogger:
-    """Draws `reward.png` at the end of the run: rewards and seconds over steps."""
+    """Draws `reward.png` at the end of a run with rewards: these and seconds over steps."""
 
     def __init__(self, folder: Path, history: Sequence[Metrics] = ()) -> None:
         self._folder = folder
@@ -97,7 +97,7 @@ class PlotLogger:
         self._rows.append(_plotted({"step": step, **metrics}))
 
     def finish(self) -> None:
-        if not self._rows:
+        if not any(name in row for row in self._rows for name in ("train/reward", "val/reward")):
             return
         from raylight.trainer.plot import plot_rewards
 
