@@ -49,12 +49,16 @@ class SupervisedLoop:
             self._evaluated = self._selection.state_dict()
         for note in [*self._start.notes, *self._data.notes]:
             self._report.note(note)
+        is_fork = self._start.step > 0 and self._start.starts_new_lineage
         fault: LearnerLostError | None = None
         while True:
             try:
                 if fault is not None:
                     await self._go_back(fault)
                     fault = None
+                if is_fork:  # the learners could not go back to a state of another lineage
+                    await self._save_state(self._start.step)
+                    is_fork = False
                 if self._is_over:
                     await self._finish()
                     return

@@ -211,7 +211,8 @@ class Trainer:
             group_reward=group_reward,
         )
         """Names of the given arguments that only an algorithm that trains a policy reads."""
-        counts = {"n_runners": n_runners, "max_rollouts": max_rollouts, "port": port}
+        role = None if self.role == "both" else self.role
+        counts = {"n_runners": n_runners, "max_rollouts": max_rollouts, "port": port, "role": role}
         components = self.specs | counts | {"loggers": None, "initial_resources": initial_resources or None}
         self.rollout_arguments = given_names(engine=engine, runner=runner, store=store, **components)
         """Names of the given arguments that only an algorithm with rollouts reads."""
