@@ -129,7 +129,7 @@ def run_cell(cell: dict[str, Any]) -> None:
     import raylight as rl
     from raylight.learner.actor import LearnerActor
     from raylight.trainer import launch
-    from raylight.trainer.components import learners
+    from raylight.trainer.components import learner_ranks
 
     class TrimmedLearner(LearnerActor):
         def trim(self) -> int:
@@ -150,7 +150,7 @@ def run_cell(cell: dict[str, Any]) -> None:
         print(RESULT + json.dumps(rows), flush=True)
         return {}
 
-    learners.LearnerGroup = functools.partial(learners.LearnerGroup, actor=TrimmedLearner)  # type: ignore[misc]
+    learner_ranks.LearnerGroup = functools.partial(learner_ranks.LearnerGroup, actor=TrimmedLearner)  # type: ignore[misc]
     launch.train_policy = work
     args = {"tensor_parallel_size": cell["parallel"]} if cell["parallel"] > 1 else {}
     trainer = rl.Trainer(

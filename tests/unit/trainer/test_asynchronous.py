@@ -26,7 +26,7 @@ from training_world import (
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer import load_watch
-from raylight.trainer.components import learners
+from raylight.trainer.components import learner_ranks
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.training_groups import TrainingGroups
 from raylight.types import FINISHED, EnqueueRolloutRequest, Rollout, StepGroups
@@ -77,7 +77,7 @@ def test_every_group_is_trained_once(staleness: int, stale: str, seed: int, tmp_
 
 @pytest.mark.parametrize("stale", ["wait", "mask"])
 def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learners, "remove_placement_group", lambda placement: None)
+    monkeypatch.setattr(learner_ranks, "remove_placement_group", lambda placement: None)
     world = world_of(tmp_path / "a", 2, 0)
     world.drains_at = {12: True, 30: False, 55: True}
     check(world, asyncio.run(live(world, **settings_of(world, stale))))
