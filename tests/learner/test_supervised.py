@@ -172,7 +172,10 @@ def test_two_ranks_learn_as_one(tmp_path):
         outputs = [process.communicate(timeout=240)[0] for process in processes]
         assert all(process.returncode == 0 for process in processes)
         found.append(json.loads(outputs[0].splitlines()[-1]))
-    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5)
+    for name, value in found[0].items():
+        # AdamW divides a gradient near 0 by itself, so that rounding shows in single log-probs
+        tolerance = 1e-5 if name.endswith(("loss", "margin", "grad_norm")) else 5e-4
+        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=tolerance), name
 
 
 # TRL
