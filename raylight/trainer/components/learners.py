@@ -104,12 +104,15 @@ class Learners(LearnerRanks):
         timeout = self._policy.algorithm.sync_timeout_s
         async with self.publications.learners_busy:
             if not self._serving.engine.sleep_while_learning:
-                return await super().update(batch)
-            try:
-                self._report_no_sleep(await self.replicas.sleep(timeout))
-                return await super().update(batch)
-            finally:
-                await self.replicas.wake(timeout)
+                metrics = await self.group.update(batch)
+            else:
+                try:
+                    self._report_no_sleep(await self.replicas.sleep(timeout))
+                    metrics = await self.group.update(batch)
+                finally:
+                    await self.replicas.wake(timeout)
+            self.version += 1
+        return metrics
 
     async def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of each row. A row may come several times."""
