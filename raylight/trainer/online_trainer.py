@@ -126,8 +126,11 @@ class OnlineTrainer(Trainer):
         fit.settings = replace(fit.settings, serving=serving)
         return fit
 
-    def _common_settings(self, agent: LitAgent, name: str, folder: Path, store: str) -> ResolvedSettings:
+    def _common_settings(
+        self, agent: LitAgent | None, name: str, folder: Path, store: str
+    ) -> ResolvedSettings:
         settings = super()._common_settings(agent, name, folder, store)
+        assert settings.payload is not None, "the run has an agent"
         payload = replace(settings.payload, secret=self._api_key)
         return replace(settings, payload=payload, sessions=self._sessions)
 

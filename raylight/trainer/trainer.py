@@ -182,7 +182,7 @@ class Trainer:
         self.llm_proxy = None if llm_proxy is None else build_component(llm_proxy, object, "llm_proxy")
         self.hooks = parse_hooks(hooks)
         self.group_reward = parse_group_reward(group_reward)
-        requested = RunSettings(
+        self.requested_settings = RunSettings(
             EngineConfig.parse(engine, port=port),
             LearnerConfig.parse(learner, n=n_learners),
             CheckpointConfig.parse(checkpoint),
@@ -190,31 +190,22 @@ class Trainer:
             plain.output_dir,
             loggers=loggers,
         )
-        self.requested_settings = requested
-        self.run_settings = (
-            self.algorithm.adjust_run_settings(requested)
-            if isinstance(self.algorithm, PolicyAlgorithm)
-            else requested
-        )
+        self.run_settings = self.requested_settings
+        if isinstance(self.algorithm, PolicyAlgorithm):
+            self.run_settings = self.algorithm.adjust_run_settings(self.requested_settings)
         """Settings of engine, learners and run directory, as the algorithm adjusts them."""
         self.engine, self.learner = self.run_settings.engine, self.run_settings.learner
-        self.checkpoint = self.run_settings.checkpoint
-        self.loggers = find_loggers(self.run_settings.loggers)
+        self.checkpoint, self.loggers = self.run_settings.checkpoint, find_loggers(self.run_settings.loggers)
         self.seed, self.output_dir = self.run_settings.seed or 0, self.run_settings.output_dir
+        of_both = {"engine": engine, "port": port, "group_reward": group_reward}
         self.policy_arguments = given_names(
-            engine=engine,
-            learner=learner,
-            checkpoint=checkpoint,
-            n_learners=n_learners,
-            port=port,
-            seed=seed,
-            group_reward=group_reward,
+            learner=learner, checkpoint=checkpoint, n_learners=n_learners, seed=seed, **of_both
         )
         """Names of the given arguments that only an algorithm that trains a policy reads."""
         role = None if self.role == "both" else self.role
-        counts = {"n_runners": n_runners, "max_rollouts": max_rollouts, "port": port, "role": role}
+        counts = of_both | {"n_runners": n_runners, "max_rollouts": max_rollouts, "role": role}
         components = self.specs | counts | {"loggers": None, "initial_resources": initial_resources or None}
-        self.rollout_arguments = given_names(engine=engine, runner=runner, store=store, **components)
+        self.rollout_arguments = given_names(runner=runner, store=store, **components)
         """Names of the given arguments that only an algorithm with rollouts reads."""
 
     @accept_synonyms(val_data="val_dataset")
