@@ -19,7 +19,6 @@ import raylight as rl
 from raylight.agent.resources import LLM
 from raylight.engines.protocol import Engine
 from raylight.engines.upstream import UpstreamEngine
-from raylight.http.errors import CONTEXT_LENGTH, RequestError, error_response
 from raylight.runner.execute import execute
 from raylight.types import FinishedRollout, Span
 
@@ -29,9 +28,6 @@ SHELLS = ("exec_command", "bash", "Bash", "run_shell_command", "exec")
 """Names of the tools with which harnesses run a command."""
 SCRIPT = "text(await tools.exec_command({cmd: %s}))"
 """Command for the tool `exec` of Codex, which runs JavaScript."""
-TOO_LONG = (
-    "This model's maximum context length is 2048 tokens. However, your messages resulted in 9000 tokens."
-)
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
@@ -43,7 +39,6 @@ class RepairServer(EngineServer):
         proxy: URL of a proxy that refuses connections.
         proxied: what it was asked to connect to.
         silence_s: seconds in which a stream is silent before its end.
-        is_full: True if the result of the command does not fit into the model's context.
     """
 
     def __init__(self, command: str) -> None:
@@ -51,7 +46,6 @@ class RepairServer(EngineServer):
         self.requests: list[dict[str, Any]] = []
         self.proxied: list[str] = []
         self.silence_s = 0.0
-        self.is_full = False
         super().__init__("upstream", "")
         self.proxy = self.call(self._serve_proxy())
 
@@ -86,8 +80,6 @@ class RepairServer(EngineServer):
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
-        if self.is_full and any(message["role"] == "tool" for message in body["messages"]):
-            return error_response(RequestError(TOO_LONG, code=CONTEXT_LENGTH))
         message = self.message(body)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         common = {"id": "chatcmpl-1", "created": 1, "model": body["model"]}

@@ -18,8 +18,6 @@ from raylight.semconv import DIALECT, PROMPT_SOURCE
 from raylight.traces.rewards import find_final_reward
 
 pytestmark = pytest.mark.slow
-FULL_S = 120
-"""Limit of a rollout whose context is full: some harnesses try to shorten it again and again."""
 DIALECTS = {"codex": "responses", "claude-code": "messages"}
 """Dialects of presets that do not call chat completions."""
 
@@ -60,25 +58,3 @@ def test_codex_waits_for_a_stream_that_is_silent_for_longer_than_it_allows(serve
         server.silence_s = 0.0
     assert find_final_reward(own) == 1.0
     assert len(server.requests) == 2  # without a retry
-
-
-FULL = {
-    "codex": "ran out of room in the model's context window",
-    "claude-code": "Prompt is too long",
-    "opencode": "maximum context length",
-    "qwen-code": "maximum context length",
-}
-"""Words with which harnesses report that the context is full."""
-
-
-@pytest.mark.parametrize("preset", FULL)
-def test_a_harness_reports_a_full_context(server: RepairServer, preset: str) -> None:
-    needs(preset)
-    server.is_full = True
-    try:
-        own, _ = server.roll_out(TASK, agent_of(preset, scores_failures=True, timeout_s=FULL_S))
-    finally:
-        server.is_full = False
-    assert FULL[preset] in str(own[0].attributes)
-    assert len(server.requests) >= 2
-    assert find_final_reward(own) == 1.0  # of what it did before
