@@ -14,7 +14,7 @@ from raylight.algorithms.apo.edits import RejectedEdit, parse_rewrite
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.prompts import placeholder_rules
 from raylight.algorithms.apo.trials import Trial, trial_record
-from raylight.errors import RolloutsFailedError
+from raylight.errors import CriticError, RolloutsFailedError
 from raylight.types import RolloutMode
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class RolloutAdapter:
         self._loop = asyncio.get_running_loop()
         self._pending: Future[Any] | None = None
         self.stopped = threading.Event()
+        self.error: CriticError | None = None
+        """Error that ended the search."""
         self.rejected: list[dict[str, str]] = []
         """Texts that were not rolled out, with the reasons."""
 
@@ -112,6 +114,10 @@ class RolloutAdapter:
         except RejectedEdit as error:
             self.rejected.append({"reason": str(error), "text": error.text})
             return ""
+        except CriticError as error:  # gepa goes on after errors of a round
+            self.error = error
+            self.stopped.set()
+            raise
 
     def reflection_template(self) -> str:
         """Return gepa's request for a new prompt, with the rules for placeholders."""

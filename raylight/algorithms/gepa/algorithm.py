@@ -216,8 +216,13 @@ class GEPA(Algorithm):
 
         try:
             result = await asyncio.to_thread(optimize)
+        except asyncio.CancelledError:
+            if adapter.error is None:
+                raise
         finally:
             adapter.stop()
+        if adapter.error is not None:
+            raise adapter.error
         candidates = [
             {"text": candidate[adapter.name], "parents": parents, "val_score": score, "rollouts": rollouts}
             for candidate, parents, score, rollouts in zip(

@@ -14,7 +14,7 @@ from unit_helpers import within
 
 import raylight as rl
 from raylight.algorithms.apo.trials import Trial, trial_record
-from raylight.errors import ConfigError, DatasetError, RolloutsFailedError
+from raylight.errors import ConfigError, CriticError, DatasetError, RolloutsFailedError
 from raylight.semconv import MESSAGE, MESSAGE_BODY
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -110,6 +110,14 @@ async def test_a_model_without_a_usable_answer_costs_a_round(reply: Any) -> None
     assert gepa.get_best_prompt() == SEED
     assert gepa.result is not None
     assert gepa.result["rejected"]
+
+
+async def test_a_model_that_rejects_all_requests_ends_the_search() -> None:
+    store = StoreClient(StoreService())
+    with serve_script(lambda model, text: 401) as models:
+        async with agents(store), within(60):
+            with pytest.raises(CriticError, match="reflection_model"):
+                await algorithm(models.url, store).run([1, 2], [5, 6])
 
 
 async def test_lost_rollouts_and_an_agent_that_always_fails_end_the_search(
