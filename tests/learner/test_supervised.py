@@ -13,10 +13,14 @@ import torch.distributed as dist
 from ranks import PROBE, plain_probe
 from supervised_ranks import SETTINGS, batch, make_model, pairs, shard_of
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from raylight.experience.supervised_batches import build_supervised_batch
+import raylight as rl
+from raylight.config import LearnerConfig
+from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch
 from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart.additions import additions, question
+from raylight.trainer.supervised_data import batch_schedule, load_supervised_data
 
 PADDING = 0
 LOSSES = {
@@ -199,7 +203,6 @@ def trl_inputs(rows, mask_name):
 def test_the_sft_loss_is_that_of_trl(plain, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from transformers import AutoTokenizer
 
     rows = batch_rows("sft")
     arguments = trl.SFTConfig(
@@ -226,7 +229,6 @@ def test_the_sft_loss_is_that_of_trl(plain, tmp_path):
 def test_the_preference_loss_is_that_of_trl(plain, name, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from transformers import AutoTokenizer
 
     loss_type, smoothing = LOSSES[name]
     moved = make_model("sft")  # a policy that differs from the reference
@@ -264,3 +266,89 @@ def test_the_preference_loss_is_that_of_trl(plain, name, tmp_path):
     metrics = model.update_shard(shard_of(model, batch("dpo")))
     assert metrics["train/loss"] == pytest.approx(float(expected), abs=1e-6)
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+# learning
+
+
+def exact_answers(model, tasks) -> float:
+    """Mean probability of the right answers when the model samples at temperature 1."""
+    from raylight.learner.rows import build_rows
+
+    examples = load(rl.SFT(model=STARTER_MODEL, data=[{"messages": messages(task)} for task in tasks]))
+    shard = shard_of(model, build_supervised_batch(examples))
+    rows = list(build_rows(shard.rows, shard.outline.owners.tolist()).values())
+    found = zip(rows, model.engine.infer(rows), strict=True)
+    return sum(float((logprobs * row.mask).sum().exp()) for row, logprobs in found) / len(rows)
+
+
+def load(algorithm):
+    return load_supervised_data(algorithm, STARTER_MODEL, LearnerConfig()).train
+
+
+def learn(algorithm, tasks) -> tuple[list[dict[str, float]], float, float]:
+    """Train on all batches of an algorithm; return the metrics, and the accuracy before and after."""
+    from raylight.learner.supervised import SupervisedModel
+
+    examples = load(algorithm)
+    schedule = batch_schedule(algorithm, SupervisedData(examples), 0)
+    torch.manual_seed(0)
+    model = SupervisedModel(STARTER_MODEL, LearnerConfig(), algorithm.policy_settings(), schedule.steps)
+    before, metrics = exact_answers(model, tasks), []
+    for step in range(1, schedule.steps + 1):
+        batch = build_supervised_batch([examples[index] for index in schedule.batch(step)])
+        metrics.append(model.update_shard(shard_of(model, batch)))
+    return metrics, before, exact_answers(model, tasks)
+
+
+def messages(task, error=0):
+    answer = {"role": "assistant", "content": str(task["a"] + task["b"] + error)}
+    return [{"role": "user", "content": question(task)}, answer]
+
+
+def test_a_few_demonstrations_raise_the_accuracy():
+    train, held_out = additions(0)
+    data = [{"messages": messages(task)} for task in train[:256]]
+    algorithm = rl.SFT(model=STARTER_MODEL, data=data, lr=3e-4, n_epochs=4)
+    metrics, before, after = learn(algorithm, held_out)
+    print("SFT", len(metrics), before, after, metrics[0]["train/loss"], metrics[-1]["train/loss"])
+    assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
+    assert after > before + 0.1
+
+
+def sampled_answers(model, tasks) -> list[str]:
+    """An answer of a model to each task, sampled at temperature 1."""
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
+    prompts = [messages(task)[:1] for task in tasks]  # all of one length
+    inputs = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = model.generate(
+            **inputs, max_new_tokens=5, do_sample=True, top_k=0, top_p=1.0, temperature=1.0
+        )
+    answers = found[:, inputs["input_ids"].shape[1] :]
+    return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
+
+
+def test_preferences_raise_margin_and_accuracy(plain):
+    """Answers that the model itself got wrong are rejected."""
+    train, held_out = additions(0)
+    tasks = train[:512]
+    wrong = [
+        (task, text)
+        for task, text in zip(tasks, sampled_answers(plain, tasks), strict=True)
+        if text and text != str(task["a"] + task["b"])
+    ]
+    data = [
+        {"chosen": messages(task), "rejected": [messages(task)[0], {"role": "assistant", "content": text}]}
+        for task, text in wrong
+    ]
+    algorithm = rl.DPO(model=STARTER_MODEL, data=data, lr=1e-4, n_epochs=4)
+    metrics, before, after = learn(algorithm, held_out)
+    print("DPO", len(data), before, after, metrics[0], metrics[-1])
+    assert metrics[0]["train/margin"] == 0
+    assert metrics[-1]["train/margin"] > 0.2
+    assert metrics[-1]["train/accuracy"] > 0.8
+    assert after > before + 0.05
