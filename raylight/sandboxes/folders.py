@@ -30,6 +30,7 @@ class SandboxFolder:
 
     def __init__(self) -> None:
         parent = tempfile.gettempdir()
+        os.stat(parent)  # a lock would make it
         if parent not in _swept:
             _swept.add(parent)
             for path in abandoned_folders():

@@ -144,6 +144,7 @@ class SupervisedLoop:
             self._config,
             version=self._learners.version,
             groups={},
+            tasks={},
             steps_without_signal=0,
             evaluation=self._selection.state_dict(),
             ledger={},

@@ -55,6 +55,7 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_run_that_lost_its_learners_or_its_driver_has_the_same_weights(
     cluster: Any, tmp_path: Path, files: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

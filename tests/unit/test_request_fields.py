@@ -62,7 +62,7 @@ def test_no_label_shapes_an_answer() -> None:
         (ChatRequest, {"modalities", "reasoning_effort", "thinking_token_budget"}),
         (CompletionRequest, set()),
         (ResponsesRequest, {"background", "include", "reasoning", "truncation"}),
-        (MessagesRequest, {"cache_control", "thinking"}),
+        (MessagesRequest, {"cache_control", "context_management", "thinking"}),
     ],
 )
 def test_a_new_field_is_protected_unless_it_may_be_ignored(model: Any, harmless: set[str]) -> None:

@@ -394,7 +394,7 @@ NOT_IN_VERL = (
     "agentlightning.port",
     "algorithm.off_policy_sampling",
     "algorithm.override_sampling",
-    *(key for key in KEYS if ".trace_aggregator." in key),
+    *(key for key in KEYS if ".trace_aggregator." in key or ".gdpo_" in key),
     f"{MODEL}.override_config.attn_implementation",
 )
-"""Keys that are not in verl's defaults: those of agent-lightning and raylight, and one of transformers."""
+"""Keys that are not in verl's defaults: those of others, and those that verl reads without a default."""

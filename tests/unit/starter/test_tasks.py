@@ -102,9 +102,11 @@ def test_of_equal_actions_the_first_is_taken() -> None:
 def env(id: str, picture: str = "", actions: int = 4) -> Any:
     mode = "ansi" if picture else None
     space = SimpleNamespace(n=actions)
-    return SimpleNamespace(
+    shown = SimpleNamespace(
         spec=SimpleNamespace(id=id), action_space=space, render_mode=mode, render=lambda: picture
     )
+    shown.unwrapped = shown
+    return shown
 
 
 @pytest.mark.parametrize(

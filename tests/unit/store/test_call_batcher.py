@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
-from store_helpers import Box, call_of, ids_of, open_box, span_of
+from store_helpers import Box, call_of, ids_of, open_box, reward_of, span_of
 from unit_helpers import make_generation
 
 from raylight.errors import DiskError, StoreError, StoreLostError, UnknownIdError
@@ -124,13 +124,19 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
     made = make_generation([1], [2], key=key)
     opened = (*ids_of(rollout), key.call_id, 0.0, "recorder", "request")
     closed = (*ids_of(rollout), key.call_id, None, 0, generation_bytes(made), 1, span_row(span_of(rollout)))
-    resources_id = new_id("rs")
+    await box.service.enqueue(
+        [request_row(EnqueueRolloutRequest(input=None, rollout_id="place", group_id="g"))]
+    )
+    resources_id, session_id = new_id("rs"), new_id("se")
     messages: list[list[Any]] = [
         ["start_rollout", request_row(EnqueueRolloutRequest(input=2)), new_id("at"), "w"],
         ["start_attempt", (await box.store.start_rollout(1)).rollout_id, new_id("at"), "w"],
         ["add_resources", resources_id, encode_payload({"a": 1})],
         ["update_resources", resources_id, encode_payload({"a": 2})],
         ["record_step", "lineage", 1, "[[0], []]"],
+        ["begin_session", session_id, encode_payload(3), None],
+        ["session_state", session_id],
+        ["renew_session", session_id],
         ["capture", [opened], [closed]],
         ["check_budgets", *ids_of(rollout), {}],
         ["truncation", *ids_of(rollout)],
@@ -147,6 +153,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
             False,
             {"spans_dropped": 2},
         ],
+        ["grade", [span_row(reward_of(rollout, 1.0))]],
         ["update_rollout", "mine", {"status": "requeuing"}],
         ["cancel", ["mine"]],
         ["report_outage", "policy", 0.0, "nothing listens"],

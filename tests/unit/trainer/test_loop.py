@@ -12,7 +12,7 @@ import pytest
 from training_world import GROUP, ONCE, STEPS, TASKS, Serving, World, live, recorded_steps, told, weights_of
 
 from raylight.errors import LearnerError, RolloutsFailedError, ServingLostError
-from raylight.trainer.components import learners as learners_module
+from raylight.trainer.components import learner_ranks
 
 
 def phase_of(rollout_id: str) -> str:
@@ -72,7 +72,7 @@ def test_learners_leave_a_node_that_drains(
 ) -> None:
     """With a training state of the last step: no update is repeated."""
     removed: list[object] = []
-    monkeypatch.setattr(learners_module, "remove_placement_group", removed.append)
+    monkeypatch.setattr(learner_ranks, "remove_placement_group", removed.append)
     moves, world.drains_at = sum(drains_at.values()), dict(drains_at)
     rows = asyncio.run(live(world))
     assert told(rows) == undisturbed[0]

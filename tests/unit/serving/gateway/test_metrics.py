@@ -64,6 +64,7 @@ async def test_every_measurement_has_the_labels_of_the_table() -> None:
     site = Site()
     site.metrics.watch_load(lambda: EngineLoad(0.0))
     site.metrics.count("ignored_fields_total", "user")
+    site.metrics.count("dropped_tools_total", "web_search")
     await site.post()
     measured = list(site.metrics.collect())
     assert {measurement.name for measurement in measured} >= {
