@@ -163,6 +163,7 @@ def test_rollouts_that_hang_or_fail_have_no_reward(tmp_path: Path) -> None:
     assert "Reward: 5" in criticised[0]
 
 
+@pytest.mark.slow
 def test_a_failing_endpoint_ends_the_run_and_resume_continues_it(tmp_path: Path) -> None:
     down, words = [False], itertools.count()
 

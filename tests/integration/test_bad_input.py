@@ -94,6 +94,7 @@ def test_an_agent_whose_module_the_runners_cannot_import(cluster: Cluster, tmp_p
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_failures_on_some_tasks_are_counted_and_not_trained(cluster: Cluster, tmp_path: Path) -> None:
     @rl.rollout
     async def sometimes(task: dict, llm: rl.LLM) -> float:

@@ -97,6 +97,7 @@ def frozen(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("connected")
 async def test_a_killed_coordinator_continues_with_its_orders(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path, num_cpus=0) as model:

@@ -144,6 +144,7 @@ def test_other_serve_applications_stay(cluster: Cluster, tmp_path: Path) -> None
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_killed_runner_is_replaced_and_nothing_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     @rl.rollout
     async def deadly_once(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> float:

@@ -88,6 +88,7 @@ async def wait_until_in_collective(group: LearnerGroup, rank: int) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_is_reported_in_seconds_and_the_gang_restarts_identically(
     connected: None,
 ) -> None:

@@ -41,6 +41,7 @@ def connected(cluster: Cluster) -> Any:
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("connected")
 async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path, replicas=2, num_cpus=0.5) as model:

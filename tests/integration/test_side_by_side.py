@@ -75,6 +75,7 @@ def drivers(address: str, names: str) -> Iterator[list[Driver]]:
         at_once(*(driver.end for driver in started))
 
 
+@pytest.mark.slow
 def test_drivers_of_one_cluster_share_its_ingress(cluster: Cluster) -> None:
     with drivers(cluster.address, "ab") as (a, b):
         assert a.port == b.port

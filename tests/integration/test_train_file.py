@@ -40,6 +40,7 @@ def start(cluster: Cluster, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_path: Path) -> None:
     start(cluster, tmp_path)
