@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raylight.experience.trajectory import build_trajectories, select_rows
+from raylight.experience.row_rules import DEFAULT_RULES, RowRules, learned_branches, learned_rows
+from raylight.experience.trajectory import select_rows
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
-from raylight.traces.trained_agents import filter_generations, split_auxiliary
 from raylight.types import FinishedRollout, Trajectory
 
 Record = dict[str, Any]
@@ -39,52 +39,44 @@ class Conversation:
         return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
 
 
-def conversations(finished: FinishedRollout) -> list[Conversation]:
-    """Return a conversation for each trained row of a rollout whose last call was a chat call.
+def conversations(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> list[Conversation]:
+    """Return a conversation for each trained row of a rollout whose calls were all chat calls.
 
     Args:
         finished: the rollout, with its spans.
+        rules: the run's choice of calls and rows.
     """
-    calls, _ = split_auxiliary(filter_generations(finished))
-    built = build_trajectories(calls)
     attributes = {span.attributes.get(CALL_ID): span.attributes for span in finished.spans}
     found = []
-    for number, row in enumerate(built.rows):
-        branch = [
-            call
-            for call, position in zip(built.calls, built.positions, strict=True)
-            if position.row == number
-        ]
-        spans = [attributes.get(call.key.call_id, {}) for call in branch]
-        if row.trained_tokens and all(_is_chat(span) for span in spans):
+    for calls, row in learned_branches(finished, rules):
+        spans = [attributes.get(call.key.call_id, {}) for call in calls]
+        if all(_is_chat(span) for span in spans):
             found.append(_conversation(row, spans))
     return found
 
 
-def main_conversation(finished: FinishedRollout) -> Conversation | None:
+def main_conversation(finished: FinishedRollout, rules: RowRules) -> Conversation | None:
     """Return the conversation with most trained tokens; None if there is none."""
-    found = conversations(finished)
+    found = conversations(finished, rules)
     return found[select_rows([item.row for item in found], "longest")[0]] if found else None
 
 
-def sft_records(finished: FinishedRollout) -> Iterator[Record]:
+def sft_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> Iterator[Record]:
     """Yield a record `{"messages", "tools"}` for each conversation of a rollout."""
-    yield from (found.to_json() for found in conversations(finished))
+    yield from (found.to_json() for found in conversations(finished, rules))
 
 
-def message_records(finished: FinishedRollout) -> Iterator[Record]:
+def message_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> Iterator[Record]:
     """Yield a record for each conversation of a rollout, with the rollout's facts."""
-    yield from (_facts(finished) | found.to_json() for found in conversations(finished))
+    yield from (_facts(finished) | found.to_json() for found in conversations(finished, rules))
 
 
-def token_records(finished: FinishedRollout) -> Iterator[Record]:
+def token_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) -> Iterator[Record]:
     """Yield one record of a rollout: its facts, its calls with messages, and its token rows."""
-    calls, _ = split_auxiliary(filter_generations(finished))
-    rows = [row for row in build_trajectories(calls).rows if row.trained_tokens]
     yield _facts(finished) | {
         "task": finished.rollout.input,
         "rewards": finished.rewards,
-        "conversations": [found.to_json() for found in conversations(finished)],
+        "conversations": [found.to_json() for found in conversations(finished, rules)],
         "rows": [
             {
                 "token_ids": row.token_ids.tolist(),
@@ -93,18 +85,20 @@ def token_records(finished: FinishedRollout) -> Iterator[Record]:
                 "weight_versions": row.weight_versions.tolist(),
                 "temperature": row.temperature,
             }
-            for row in rows
+            for row in learned_rows(finished, rules)
         ],
     }
 
 
-def dpo_record(chosen: FinishedRollout, rejected: FinishedRollout) -> Record | None:
+def dpo_record(
+    chosen: FinishedRollout, rejected: FinishedRollout, rules: RowRules = DEFAULT_RULES
+) -> Record | None:
     """Return a record `{"prompt", "chosen", "rejected", "tools"}` of two rollouts of a task; None if one has
     no conversation, or both gave the same answers.
 
     The prompt is what both conversations have in common before their first sampled answers.
     """
-    better, worse = main_conversation(chosen), main_conversation(rejected)
+    better, worse = main_conversation(chosen, rules), main_conversation(rejected, rules)
     if better is None or worse is None:
         return None
     limit = min(better.sampled[0], worse.sampled[0])

@@ -14,7 +14,7 @@ from raylight.experience.trajectory import (
     select_rows,
 )
 from raylight.traces.trained_agents import filter_generations, split_auxiliary
-from raylight.types import FinishedRollout, Generation
+from raylight.types import FinishedRollout, Generation, Trajectory
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,26 @@ def trained_rows(finished: FinishedRollout, rules: RowRules) -> TrainedRows:
     trajectories = build_trajectories(calls, off_policy)
     trained = select_rows(trajectories.rows, rules.trajectory_selection)
     return TrainedRows(trajectories, range(0) if is_masked(finished) else trained)
+
+
+def learned_rows(finished: FinishedRollout, rules: RowRules) -> list[Trajectory]:
+    """Return the rows of a rollout to learn from as demonstrations.
+
+    In contrast to a batch's, they include calls that were not sampled from the policy's own distribution, and
+    rollouts that were truncated.
+    """
+    return [row for _, row in learned_branches(finished, rules)]
+
+
+def learned_branches(finished: FinishedRollout, rules: RowRules) -> list[tuple[list[Generation], Trajectory]]:
+    """Return the rows of `learned_rows`, each after its calls."""
+    calls, _ = rules.split_calls(finished)
+    built = build_trajectories(calls)
+    branches: list[list[Generation]] = [[] for _ in built.rows]
+    for call, position in zip(built.calls, built.positions, strict=True):
+        branches[position.row].append(call)
+    chosen = select_rows(built.rows, rules.trajectory_selection)
+    return [(branches[i], built.rows[i]) for i in chosen if built.rows[i].trained_tokens]
 
 
 def is_masked(finished: FinishedRollout) -> bool:

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raylight.algorithms.supervised import DPO, SFT, SupervisedAlgorithm
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import Demonstration, demonstration_rows
 from raylight.experience.rollout_selection import RolloutSelection
+from raylight.experience.row_rules import RowRules, learned_rows
 from raylight.experience.supervised_batches import (
     BatchSchedule,
     Example,
@@ -21,9 +20,8 @@ from raylight.experience.supervised_batches import (
     LengthLimit,
     SupervisedData,
 )
-from raylight.experience.trajectory import build_trajectories
-from raylight.traces.trained_agents import filter_generations, split_auxiliary
 from raylight.trainer.run_file import read_data
+from raylight.trainer.run_records import read_config
 from raylight.trainer.stored_rollouts import StoredRollouts
 from raylight.types import FinishedRollout
 
@@ -158,30 +156,37 @@ class _ExampleReader:
                 f"{name}: {stored.file} has no {what} in the split {algorithm.split!r}{least}; lower "
                 "min_reward, choose another split, or give another run"
             )
-        self._check_tokenizer(stored.file.with_name("config.yaml"))
+        config = read_config(stored.file.parent) or {}
+        self._check_tokenizer(config)
+        rules = RowRules.from_config(config)
         rollouts = stored.read([rollout_id for ids in chosen for rollout_id in ids])
         empty = 0
         for ids in chosen:
             parts = list(itertools.islice(rollouts, len(ids)))
-            answers = tuple(self._recorded_rows(part) for part in parts)
+            answers = tuple(self._recorded_rows(part, rules) for part in parts)
             if all(answers):
                 yield Example(" and ".join(part.rollout.rollout_id for part in parts), answers)
             else:
                 empty += 1
+        if empty == len(chosen):
+            raise DatasetError(
+                f"{name}: no rollout of {stored.file} has tokens that the run's settings train "
+                "(trained_agents, train_auxiliary_calls, trajectory_selection); give another run"
+            )
         if empty:
             self.notes.append(f"{name}: {empty} of {len(chosen)} examples have no recorded tokens to learn")
 
-    def _check_tokenizer(self, config: Path) -> None:
-        """Raise a ConfigError if the model of a run, while it exists, has another tokenizer.
+    def _check_tokenizer(self, config: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if the model of a run has another tokenizer, while it is there.
 
         Args:
-            config: file with the settings of the run.
+            config: the settings of the run.
         """
         from transformers import AutoTokenizer
 
-        settings = yaml.safe_load(config.read_text()) if config.is_file() else {}
-        sampled_by = (settings.get("algorithm") or {}).get("model")
-        if not sampled_by or not Path(sampled_by).is_dir():
+        algorithm = config.get("algorithm")
+        sampled_by = algorithm.get("model") if isinstance(algorithm, Mapping) else None
+        if not isinstance(sampled_by, str) or not Path(sampled_by).is_dir():
             return
         if AutoTokenizer.from_pretrained(sampled_by).get_vocab() != self._tokenizer.get_vocab():
             raise ConfigError(
@@ -189,9 +194,8 @@ class _ExampleReader:
                 f"{self._algorithm.model!r}: {LEARN_MESSAGES}"
             )
 
-    def _recorded_rows(self, finished: FinishedRollout) -> tuple[LearnedRow, ...]:
-        calls, _ = split_auxiliary(filter_generations(finished))
-        rows = [row for row in build_trajectories(calls).rows if row.trained_tokens]
+    def _recorded_rows(self, finished: FinishedRollout, rules: RowRules) -> tuple[LearnedRow, ...]:
+        rows = learned_rows(finished, rules)
         vocabulary = len(self._tokenizer)
         if any(int(row.token_ids.max()) >= vocabulary for row in rows):
             raise ConfigError(

@@ -17,10 +17,12 @@ from raylight.experience.exported_traces import (
     token_records,
 )
 from raylight.experience.rollout_selection import RolloutSelection
+from raylight.experience.row_rules import RowRules
+from raylight.trainer.run_records import read_config
 from raylight.trainer.stored_rollouts import StoredRollouts
 from raylight.types import FinishedRollout
 
-FORMATS: dict[str, Callable[[FinishedRollout], Iterable[Record]]] = {
+FORMATS: dict[str, Callable[[FinishedRollout, RowRules], Iterable[Record]]] = {
     "sft": sft_records,
     "messages": message_records,
     "jsonl": token_records,
@@ -68,17 +70,18 @@ def _records(
     stored: StoredRollouts, kind: str, selection: RolloutSelection, counts: ExportCounts
 ) -> Iterator[Iterable[Record]]:
     """Yield the records of each selected rollout or pair."""
+    rules = RowRules.from_config(read_config(stored.file.parent) or {})
     if kind == PAIRED:
         pairs = selection.pairs(stored.lines())
         counts.selected = _checked(len(pairs), stored, "group whose rewards differ")
         rollouts = stored.read([rollout_id for pair in pairs for rollout_id in pair])
         for chosen, rejected in zip(rollouts, rollouts, strict=True):  # consecutive ones
-            record = dpo_record(chosen, rejected)
+            record = dpo_record(chosen, rejected, rules)
             yield [] if record is None else [record]
         return
     chosen_ids = selection.choose(stored.lines())
     counts.selected = _checked(len(chosen_ids), stored, "rollout that succeeded")
-    yield from map(FORMATS[kind], stored.read(chosen_ids))
+    yield from (FORMATS[kind](finished, rules) for finished in stored.read(chosen_ids))
 
 
 def _checked(count: int, stored: StoredRollouts, what: str) -> int:

@@ -8,7 +8,7 @@ from unit_helpers import make_finished, make_generation, make_key
 
 from raylight.experience.batch import BatchRules, build_batch
 from raylight.experience.call_lineage import trace_lineage
-from raylight.experience.row_rules import RowRules, trained_rows
+from raylight.experience.row_rules import RowRules, learned_rows, trained_rows
 from raylight.types import FinishedRollout
 
 
@@ -87,3 +87,19 @@ def test_a_call_that_was_sampled_off_policy_is_masked() -> None:
 )
 def test_the_rules_are_in_the_configuration(content: dict[str, object], expected: RowRules) -> None:
     assert RowRules.from_config(content) == expected
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_demonstrations_are_the_rows_of_a_batch(rules: RowRules) -> None:
+    trajectories, chosen = trained_rows(finished(), rules)
+    learned = learned_rows(finished(), rules)
+    assert [row.token_ids.tolist() for row in learned] == [
+        trajectories.rows[i].token_ids.tolist() for i in chosen
+    ]
+
+
+def test_demonstrations_include_calls_that_were_not_sampled_from_the_policys_own_distribution() -> None:
+    call = make_generation([1, 2], [3, 4, 5], key=make_key(call_id="a"))
+    greedy = replace(call, sampling={**call.sampling, "temperature": 0.0, "top_k": 1})
+    (row,) = learned_rows(replace(make_finished(1.0), generations=[greedy]), RowRules())
+    assert row.mask.tolist() == [0, 0, 1, 1, 1]

@@ -106,6 +106,20 @@ def test_rollouts_of_a_model_with_another_tokenizer_are_an_error(tmp_path):
         )
 
 
+@pytest.mark.parametrize("kind", [rl.SFT, rl.DPO])
+def test_agents_that_the_run_does_not_train_are_not_learned(tmp_path, kind):
+    import asyncio
+
+    recorded = asyncio.run(record_run(tmp_path / "run"))
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("name: run-1", "name: run-1\n  trained_agents: solver"))
+    for format in ("sft", "dpo", "messages"):
+        assert export(recorded, "--format", format) == []
+    assert all(line["rows"] == [] for line in export(recorded, "--format", "jsonl"))
+    with pytest.raises(DatasetError, match=r"no rollout of .* has tokens that the run's settings train"):
+        load_supervised_data(kind(model=STARTER_MODEL, data=recorded.folder), STARTER_MODEL, LearnerConfig())
+
+
 def test_trl_reads_exported_pairs(tmp_path):
     """TRL renders and tokenises pairs as it does for its own training."""
     trl = pytest.importorskip("trl")
