@@ -157,7 +157,7 @@ class _ExampleReader:
                 "min_reward, choose another split, or give another run"
             )
         config = read_config(stored.file.parent) or {}
-        self._check_tokenizer(config)
+        self._check_tokenizer(config, name)
         rules = RowRules.from_config(config)
         rollouts = stored.read([rollout_id for ids in chosen for rollout_id in ids])
         empty = 0
@@ -176,17 +176,23 @@ class _ExampleReader:
         if empty:
             self.notes.append(f"{name}: {empty} of {len(chosen)} examples have no recorded tokens to learn")
 
-    def _check_tokenizer(self, config: Mapping[str, Any]) -> None:
-        """Raise a ConfigError if the model of a run has another tokenizer, while it is there.
+    def _check_tokenizer(self, config: Mapping[str, Any], name: str) -> None:
+        """Raise a ConfigError if the model of a run has another tokenizer. A note says if it is not there.
 
         Args:
             config: the settings of the run.
+            name: of the setting, for messages.
         """
         from transformers import AutoTokenizer
 
         algorithm = config.get("algorithm")
         sampled_by = algorithm.get("model") if isinstance(algorithm, Mapping) else None
         if not isinstance(sampled_by, str) or not Path(sampled_by).is_dir():
+            missing = f"the model {sampled_by} is not there" if sampled_by else "config.yaml names no model"
+            self.notes.append(
+                f"{name}: {missing}, so its tokenizer is not compared with that of "
+                f"{self._algorithm.model!r}; check that both are the same"
+            )
             return
         if AutoTokenizer.from_pretrained(sampled_by).get_vocab() != self._tokenizer.get_vocab():
             raise ConfigError(

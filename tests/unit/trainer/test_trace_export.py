@@ -120,6 +120,11 @@ def test_agents_that_the_run_does_not_train_are_not_learned(tmp_path, kind):
         load_supervised_data(kind(model=STARTER_MODEL, data=recorded.folder), STARTER_MODEL, LearnerConfig())
 
 
+def test_a_note_says_that_the_runs_model_is_not_there(run):
+    data = load_supervised_data(rl.SFT(model=STARTER_MODEL, data=run.folder), STARTER_MODEL, LearnerConfig())
+    assert any("so its tokenizer is not compared" in note for note in data.notes)
+
+
 def test_trl_reads_exported_pairs(tmp_path):
     """TRL renders and tokenises pairs as it does for its own training."""
     trl = pytest.importorskip("trl")
