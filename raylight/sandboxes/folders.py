@@ -7,6 +7,7 @@ ends, so a folder whose lock is free has been abandoned, also in a container tha
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "raylight-sandbox-"
 _swept: set[str] = set()
@@ -34,7 +37,8 @@ class SandboxFolder:
         if parent not in _swept:
             _swept.add(parent)
             for path in abandoned_folders():
-                remove_abandoned(path)
+                with _logged_errors():
+                    remove_abandoned(path)
         self.path = os.path.join(parent, PREFIX + secrets.token_hex(4))
         self._lock = _lock_of(self.path)
         self._lock.acquire()  # before there is a folder, so that no folder is ever without a lock
@@ -45,9 +49,9 @@ class SandboxFolder:
             raise
 
     def remove(self) -> None:
-        """Remove the folder."""
-        remove_folder(self.path)
-        _unlock(self._lock)
+        """Remove the folder. A warning is logged if a part of it cannot be removed."""
+        with _logged_errors():
+            _remove_locked(self.path, self._lock)
 
 
 def abandoned_folders() -> Iterator[str]:
@@ -62,28 +66,47 @@ def abandoned_folders() -> Iterator[str]:
 
 
 def remove_abandoned(path: str) -> None:
-    """Remove a folder of `abandoned_folders`, unless another process does it at this moment."""
+    """Remove a folder of `abandoned_folders`, unless another process does it at this moment.
+
+    Raises:
+        OSError: a part of it cannot be removed.
+    """
     lock = _lock_of(path)
     with contextlib.suppress(Timeout):
         lock.acquire(blocking=False)
-        remove_folder(path)
-        _unlock(lock)
+        _remove_locked(path, lock)
 
 
-def remove_folder(folder: str) -> None:
-    """Remove a folder, also the parts that were made read-only."""
-    for parent, folders, _ in os.walk(folder):
-        for path in (os.path.join(parent, name) for name in folders):
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove_locked(folder: str, lock: FileLock) -> None:
+    """Remove a folder, also the parts that were made read-only, then the file of its lock, and release it.
+
+    Raises:
+        OSError: a part cannot be removed, such as one of another user. The file of the lock remains, so that
+            the folder is found again.
+    """
+    try:
+        for parent, folders, _ in os.walk(folder):
+            for path in (os.path.join(parent, name) for name in folders):
+                if not os.path.islink(path):
+                    with contextlib.suppress(PermissionError):  # the removal fails if it has files
+                        os.chmod(path, 0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+        if os.path.lexists(folder):
+            raise OSError(f"a part of {folder} cannot be removed; ask its owner or root to remove the folder")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(lock.lock_file)
+    finally:
+        lock.release()
 
 
 def _lock_of(path: str) -> FileLock:
     return FileLock(f"{path}.lock", thread_local=False)
 
 
-def _unlock(lock: FileLock) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(lock.lock_file)
-    lock.release()
+@contextlib.contextmanager
+def _logged_errors() -> Iterator[None]:
+    """Context that logs an OSError instead of raising it."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("the folder of a sandbox remains: %s", error)

@@ -86,3 +86,22 @@ def test_a_folder_that_cannot_be_made_has_no_lock(temporary: Path, monkeypatch: 
         SandboxFolder()
     monkeypatch.undo()
     assert os.listdir(temporary) == []
+
+
+def test_a_part_that_cannot_be_removed_keeps_its_lock_and_stops_no_sandbox(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = abandon()
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError("another user's")
+
+    folders._swept.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "chmod", refuse)
+        patch.setattr(folders.shutil, "rmtree", lambda folder, ignore_errors: None)
+        own = SandboxFolder()
+        assert f"a part of {path} cannot be removed" in caplog.text
+        own.remove()
+        assert f"a part of {own.path} cannot be removed" in caplog.text
+    assert list(abandoned_folders()) == sorted([path, own.path])
