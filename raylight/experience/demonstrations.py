@@ -134,9 +134,9 @@ def demonstration_rows(tokenizer: Any, demonstration: Demonstration, source: str
         source: name of the demonstration's origin, for error messages.
 
     Raises:
-        DatasetError: the template rejects the messages, does not show a tool call or the tools, or does not
-            end an answer with the end token. Or a text has a control token of the tokenizer, or a part that
-            the tokenizer has no tokens for.
+        DatasetError: the template rejects the messages, does not show a tool call or the tools, renders
+            nothing before an answer, or does not end an answer with the end token. Or a text has a control
+            token of the tokenizer, or a part that the tokenizer has no tokens for.
     """
     return [row.encoded for row in _text_rows(_Template(tokenizer, source), demonstration)]
 
@@ -176,6 +176,11 @@ def _text_rows(template: _Template, demonstration: Demonstration) -> Iterator[_T
             if row.answers:
                 yield row
             row = _TextRow(template)
+        if not prompt and _is_learned(message):
+            raise DatasetError(
+                f"{template.source}: the chat template renders nothing before the first answer, whose first "
+                "token cannot be learned then; give a prompt that is not empty"
+            )
         row.add(prompt[len(row.text) :], learned=False)
         row.add(template.answer(messages[: index + 1], tools, prompt), learned=_is_learned(message))
     if row.answers:

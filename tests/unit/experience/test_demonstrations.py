@@ -129,6 +129,16 @@ def test_a_template_that_begins_the_reasoning_itself_is_rejected() -> None:
         demonstration_rows(tokenizer, Demonstration.parse([user("one"), says("a")], "x"), "x")
 
 
+def test_an_answer_that_nothing_precedes_is_rejected() -> None:
+    end = "{% if m.role == 'assistant' %}<|im_end|>{% endif %}"
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}" + end + "{% endfor %}")
+    with pytest.raises(DatasetError, match="x: the chat template renders nothing before the first answer"):
+        demonstration_rows(tokenizer, Demonstration.parse([user(""), says("a")], "x"), "x")
+    context = [user(""), {**says("a"), "weight": 0}, user("one"), says("b")]
+    (row,) = demonstration_rows(tokenizer, Demonstration.parse(context, "x"), "x")
+    assert row.learned[0] > 0
+
+
 def test_a_template_that_raises_is_quoted() -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DatasetError, match="roles must alternate"):
