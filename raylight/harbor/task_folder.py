@@ -135,13 +135,24 @@ def _read_step(
     if tests.get("environment") is not None or tests.get("environment_mode") == "separate":
         raise _unsupported(folder, "steps whose tests have an environment of their own")
     step = _read_part(folder, settings, name, place, {**agent, **own_agent}, tests)
-    least = entry.get("min_reward")
     files = place / "workdir"
     return replace(
         step,
         files=files if files.is_dir() else None,
-        min_rewards={} if least is None else least if isinstance(least, dict) else {PRIMARY: float(least)},
+        min_rewards=_min_rewards(folder, entry.get("min_reward")),
     )
+
+
+def _min_rewards(folder: Path, value: Any) -> dict[str, float]:
+    """Return the smallest rewards of a step by name: a number is that of the reward that counts."""
+    least = {} if value is None else value if isinstance(value, dict) else {PRIMARY: value}
+    for reward in least.values():
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise DatasetError(
+                f"the task {folder}: min_reward of a step is {value!r:.80}; give a number, or a number for "
+                "each name of a reward"
+            )
+    return least
 
 
 def _read_part(

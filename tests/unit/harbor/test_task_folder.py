@@ -153,6 +153,8 @@ def test_a_task_of_several_steps(tmp_path: Path) -> None:
         ('[[steps]]\nname = "third"', DatasetError, "no folder of the step 'third'"),
         ('[[steps]]\nname = "../task"', DatasetError, "no folder of the step"),
         ('multi_step_reward_strategy = "best"\n' + STEPS, DatasetError, "mean or final"),
+        ('[[steps]]\nname = "first"\nmin_reward = "high"', DatasetError, "min_reward of a step is 'high'"),
+        ('[[steps]]\nname = "first"\nmin_reward = {a = true}', DatasetError, "min_reward of a step is"),
         (STEPS + '[steps.healthcheck]\ncommand = "true"', UnsupportedTaskError, "health check of a step"),
         (
             STEPS + '[steps.verifier]\nenvironment_mode = "separate"',
