@@ -69,10 +69,7 @@ class HarborAttempt:
             inside = workdir.removeprefix(sandbox.root)
             await copy_folder(sandbox, files, inside, paths)
             if (files / "setup.sh").is_file():
-                await self._run(
-                    sandbox,
-                    ["sh", "-c", 'cd "$1" && "$(command -v bash || echo sh)" ./setup.sh', "sh", workdir],
-                )
+                await self._run(sandbox, ["sh", "-c", SETUP, "sh", workdir])
         return workdir
 
     def prompt(self, sandbox: Sandbox) -> str:
