@@ -172,6 +172,13 @@ class BatchSchedule:
             self._epoch, self._current = epoch, self._batches(epoch)
         return self._current[step - 1 - self._first_steps[epoch]]
 
+    def fingerprint(self, step: int) -> dict[str, Any]:
+        """Return the examples of a step in short; empty for step 0 and after the last one."""
+        if not 0 < step <= self.steps:
+            return {}
+        batch = np.array(self.batch(step), np.int64)
+        return {"number": len(batch), "digest": hashlib.sha256(batch.tobytes()).hexdigest()[:16]}
+
     def epochs_after(self, step: int) -> float:
         """Return the passes over the examples after a step, as a number with a fraction."""
         epoch = next(e for e, first in enumerate(self._first_steps[1:]) if step <= first)

@@ -59,7 +59,8 @@ class ResumePoint:
         step: last completed step.
         version: weight version after that step.
         groups: groups of rollouts that were taken up to that step, as arguments of `TakenGroups`.
-        tasks: state of the sampler of tasks after that step.
+        tasks: state of the sampler of tasks after that step; in supervised training, the digest of the
+            step's examples.
         ledger: result of `Ledger.state_dict` after that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.

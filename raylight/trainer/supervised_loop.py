@@ -47,7 +47,15 @@ class SupervisedLoop:
         if self._start.evaluation is not None:
             self._selection.load_state_dict(self._start.evaluation)
             self._evaluated = self._selection.state_dict()
-        for note in [*self._start.notes, *self._data.notes]:
+        notes = [*self._start.notes, *self._data.notes]
+        known = self._schedule.fingerprint(self._start.step)
+        if known and self._start.tasks != known:
+            notes.append(
+                f"step {self._start.step} had other examples: the data or the size of the batches has "
+                "changed, so in this epoch some examples are repeated or left out. To learn all of them "
+                "equally often, start another run from the exported model"
+            )
+        for note in notes:
             self._report.note(note)
         is_fork = self._start.step > 0 and self._start.starts_new_lineage
         fault: LearnerLostError | None = None
@@ -144,7 +152,7 @@ class SupervisedLoop:
             self._config,
             version=self._learners.version,
             groups={},
-            tasks={},
+            tasks=self._schedule.fingerprint(step),
             steps_without_signal=0,
             evaluation=self._selection.state_dict(),
             ledger={},

@@ -124,6 +124,19 @@ async def test_a_resumed_run_continues_with_the_same_batches(tmp_path):
     assert [row["step"] for row in logged(tmp_path / "again")] == [5, 6]
 
 
+@pytest.mark.parametrize(("size", "is_noted"), [(2, False), (3, True)])
+async def test_a_note_says_that_a_resumed_run_has_other_batches(tmp_path, size, is_noted):
+    whole = FakeRanks([4.0, 3.0, 2.0, 1.0])
+    await make_loop(tmp_path / "whole", whole).run()
+    start = resume_after("state", 2, json.loads(json.dumps(whole.states[2][1])), CONFIG, 2)
+    resumed = FakeRanks([1.0] * 3)
+    (tmp_path / "again").mkdir()
+    loop = make_loop(tmp_path / "again", resumed, start, batch_size=size)
+    await loop.run()
+    noted = [note for note in loop._report._display.notes if "step 2 had other examples" in note]
+    assert bool(noted) == is_noted
+
+
 async def test_patience_ends_training(tmp_path):
     ranks = FakeRanks([2.0, 3.0, 3.0, 3.0, 3.0])
     await make_loop(tmp_path, ranks, patience=2, val_every=1).run()
