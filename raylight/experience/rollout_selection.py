@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from raylight.store.overview import RolloutLine
 
+_Group = tuple[str, str]
+
 
 @dataclass(frozen=True)
 class RolloutSelection:
@@ -27,25 +29,26 @@ class RolloutSelection:
         """Return the ids of the selected rollouts, in their order."""
         if not self.best_of_group:
             return [line.rollout_id for line in lines if self._is_good(line)]
-        best: dict[str, tuple[float, str]] = {}
+        best: dict[_Group, tuple[float, str]] = {}
         for line in filter(self._is_good, lines):
             assert line.reward is not None
-            group = line.group_id or line.rollout_id
+            group = _group(line)
             if group not in best or line.reward > best[group][0]:
                 best[group] = line.reward, line.rollout_id
         return [rollout_id for _, rollout_id in best.values()]
 
     def pairs(self, lines: Iterable[RolloutLine]) -> list[tuple[str, str]]:
         """Return the ids of the best and of the worst rollout of each group whose rewards differ."""
-        best: dict[str, RolloutLine] = {}
-        worst: dict[str, RolloutLine] = {}
+        best: dict[_Group, RolloutLine] = {}
+        worst: dict[_Group, RolloutLine] = {}
         for line in lines:
             if line.group_id is None or not self._is_scored(line):
                 continue
+            group = _group(line)
             for extremes, sign in ((best, 1), (worst, -1)):
-                known = extremes.get(line.group_id)
+                known = extremes.get(group)
                 if known is None or sign * (_reward(line) - _reward(known)) > 0:
-                    extremes[line.group_id] = line
+                    extremes[group] = line
         return [
             (line.rollout_id, worst[group].rollout_id)
             for group, line in best.items()
@@ -58,6 +61,17 @@ class RolloutSelection:
 
     def _is_good(self, line: RolloutLine) -> bool:
         return self._is_scored(line) and (self.min_reward is None or _reward(line) >= self.min_reward)
+
+
+def _group(line: RolloutLine) -> _Group:
+    """Return the lineage and the name of a rollout's group.
+
+    A run that is resumed with other settings has a new lineage and uses the names of groups again, for other
+    tasks. The ids of its rollouts are LINEAGE-GROUP-SAMPLE.
+    """
+    if line.group_id is None:
+        return "", line.rollout_id
+    return line.rollout_id.rpartition(f"-{line.group_id}-")[0], line.group_id
 
 
 def _reward(line: RolloutLine) -> float:

@@ -47,3 +47,16 @@ def test_rollouts_are_chosen_by_reward_group_and_split(rules, chosen):
 def test_a_pair_has_the_best_and_the_worst_of_a_group_whose_rewards_differ():
     assert RolloutSelection().pairs([*LINES, line("b2", 0.7, "b")]) == [("a1", "a0"), ("b2", "b0")]
     assert RolloutSelection(min_reward=0.8).pairs(LINES) == [("a1", "a0")]
+
+
+def test_a_name_of_a_group_that_a_later_lineage_uses_again_is_another_group():
+    lines = [
+        line(f"{lineage}-train-1-{sample}", reward, "train-1")
+        for lineage, rewards in (("aaaa", (0.0, 0.5)), ("bbbb", (0.25, 1.0)))
+        for sample, reward in enumerate(rewards)
+    ]
+    assert RolloutSelection(best_of_group=True).choose(lines) == ["aaaa-train-1-1", "bbbb-train-1-1"]
+    assert RolloutSelection().pairs(lines) == [
+        ("aaaa-train-1-1", "aaaa-train-1-0"),
+        ("bbbb-train-1-1", "bbbb-train-1-0"),
+    ]
