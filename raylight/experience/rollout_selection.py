@@ -39,20 +39,19 @@ class RolloutSelection:
 
     def pairs(self, lines: Iterable[RolloutLine]) -> list[tuple[str, str]]:
         """Return the ids of the best and of the worst rollout of each group whose rewards differ."""
-        best: dict[_Group, RolloutLine] = {}
-        worst: dict[_Group, RolloutLine] = {}
+        best: dict[_Group, tuple[float, str]] = {}
+        worst: dict[_Group, tuple[float, str]] = {}
         for line in lines:
             if line.group_id is None or not self._is_scored(line):
                 continue
-            group = _group(line)
+            group, reward = _group(line), _reward(line)
             for extremes, sign in ((best, 1), (worst, -1)):
-                known = extremes.get(group)
-                if known is None or sign * (_reward(line) - _reward(known)) > 0:
-                    extremes[group] = line
+                if group not in extremes or sign * (reward - extremes[group][0]) > 0:
+                    extremes[group] = reward, line.rollout_id
         return [
-            (line.rollout_id, worst[group].rollout_id)
-            for group, line in best.items()
-            if self._is_good(line) and _reward(line) > _reward(worst[group])
+            (rollout_id, worst[group][1])
+            for group, (reward, rollout_id) in best.items()
+            if self._is_enough(reward) and reward > worst[group][0]
         ]
 
     def _is_scored(self, line: RolloutLine) -> bool:
@@ -60,7 +59,10 @@ class RolloutSelection:
         return in_split and line.status == "succeeded" and line.reward is not None
 
     def _is_good(self, line: RolloutLine) -> bool:
-        return self._is_scored(line) and (self.min_reward is None or _reward(line) >= self.min_reward)
+        return self._is_scored(line) and self._is_enough(_reward(line))
+
+    def _is_enough(self, reward: float) -> bool:
+        return self.min_reward is None or reward >= self.min_reward
 
 
 def _group(line: RolloutLine) -> _Group:

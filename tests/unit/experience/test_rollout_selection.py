@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from raylight.experience.rollout_selection import RolloutSelection
@@ -47,6 +49,23 @@ def test_rollouts_are_chosen_by_reward_group_and_split(rules, chosen):
 def test_a_pair_has_the_best_and_the_worst_of_a_group_whose_rewards_differ():
     assert RolloutSelection().pairs([*LINES, line("b2", 0.7, "b")]) == [("a1", "a0"), ("b2", "b0")]
     assert RolloutSelection(min_reward=0.8).pairs(LINES) == [("a1", "a0")]
+
+
+def test_tasks_are_not_held_while_pairs_are_chosen():
+    class Task(dict):
+        """A task that can be watched."""
+
+    watched: list[weakref.ref[Task]] = []
+
+    def lines():
+        for number in range(6):
+            assert sum(task() is not None for task in watched) <= 1, "only the last one"
+            task = Task()
+            watched.append(weakref.ref(task))
+            yield line(f"r{number}", number / 4, f"g{number // 2}")._replace(task=task)
+            del task
+
+    assert RolloutSelection().pairs(lines()) == [("r1", "r0"), ("r3", "r2"), ("r5", "r4")]
 
 
 def test_a_name_of_a_group_that_a_later_lineage_uses_again_is_another_group():
