@@ -18,6 +18,7 @@ KEEP_ALIVE_S = 15.0
 COMMENT = b": keep-alive\n\n"
 """Comment of a stream, which clients skip."""
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+LONGEST_END = max(map(len, EVENT_ENDS))
 
 
 class KeepAliveSend:
@@ -39,7 +40,8 @@ class KeepAliveSend:
         self._lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._sent_at = 0.0
-        self._between_events = True
+        self._tail = EVENT_ENDS[0]
+        """The last bytes that were sent. Pieces may be cut anywhere, also within the end of an event."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -53,8 +55,7 @@ class KeepAliveSend:
             await self._stop()
         async with self._lock:
             await self._send(message)
-            if body := message.get("body"):
-                self._between_events = body.endswith(EVENT_ENDS)
+            self._tail = (self._tail + message.get("body", b"")[-LONGEST_END:])[-LONGEST_END:]
         self._sent_at = asyncio.get_running_loop().time()
         if message["type"] == "http.response.start" and _is_stream(message):
             self._task = asyncio.create_task(self._keep_alive(), name="keep a stream alive")
@@ -65,7 +66,7 @@ class KeepAliveSend:
             await pause(max(0.0, self._sent_at + self._interval_s - loop.time()))
             async with self._lock:
                 is_silent = loop.time() >= self._sent_at + self._interval_s
-                if is_silent and self._between_events:
+                if is_silent and self._tail.endswith(EVENT_ENDS):
                     await self._send({"type": "http.response.body", "body": self.write(), "more_body": True})
             if is_silent:
                 self._sent_at = loop.time()

@@ -68,6 +68,16 @@ async def test_a_silent_stream_gets_comments_between_its_events() -> None:
     assert not client.messages[-1].get("more_body")
 
 
+@pytest.mark.parametrize("pieces", [[b"data: a\n", b"\n"], [b"data: a\r\n\r", b"\n"], [b"data: a\n\n", b""]])
+async def test_pieces_may_be_cut_within_the_end_of_an_event(pieces: list[bytes]) -> None:
+    chat = SilentChat([*pieces, b"data: b\n\n"], len(pieces))
+    client = Client(chat, signs=1)
+    async with KeepAliveSend(client, INTERVAL_S) as send:
+        await chat({}, None, send)  # type: ignore[arg-type]
+    assert COMMENT in client.body
+    assert client.body.replace(COMMENT, b"") == b"".join(chat.pieces)
+
+
 async def test_nothing_is_sent_within_an_event_or_to_an_answer_in_one_piece() -> None:
     sent: list[Message] = []
 
