@@ -119,12 +119,14 @@ class SshSandbox(ExecSandbox):
         if folder is None:
             return
         self._folder = folder  # for the last commands
-        if workspace is not None:
-            remove = f"chmod -R u+rwx {shlex.quote(workspace)}; rm -rf {shlex.quote(workspace)}"
-            await self._ssh([], remove)
-        await self._ssh(["-O", "exit"], None)
-        self._folder = None
-        await asyncio.to_thread(folder.remove)
+        try:
+            if workspace is not None:
+                remove = f"chmod -R u+rwx {shlex.quote(workspace)}; rm -rf {shlex.quote(workspace)}"
+                await self._ssh([], remove)
+            await self._ssh(["-O", "exit"], None)
+        finally:
+            self._folder = None
+            await asyncio.to_thread(folder.remove)
 
     async def _send_variables(self, variables: Mapping[str, str]) -> str:
         """Write variables to a file there, and return the script that reads and removes it.

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -162,6 +163,17 @@ async def test_a_missing_client_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="ssh cannot be started"):
         await SshSandbox("host", SandboxLimits()).start()
+
+
+async def test_a_missing_client_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sandbox = SshSandbox("user@host", SandboxLimits())
+    with pytest.raises(SandboxError, match="ssh cannot be started"):
+        await sandbox.start()
+    with pytest.raises(SandboxError, match="ssh cannot be started"):
+        await sandbox.stop()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_wrong_description_is_an_error() -> None:
