@@ -369,6 +369,8 @@ class Attempts:
         given_up = attempt.status == "unresponsive" or before in FINISHED or before in WAITING
         revived = attempt.status == "unresponsive" and status in ("running", "succeeded")
         if given_up and not revived and not (before in WAITING and status == "succeeded"):
+            if before in FINISHED and status in ATTEMPT_FINISHED:  # nothing revives it any more
+                self._rollouts.events.decided.add(attempt.rollout_id)
             return
         infrastructure = failure == "infrastructure"
         change = infrastructure - (revived and attempt.lost)  # a revived attempt was not lost

@@ -13,7 +13,7 @@ from unit_helpers import within
 from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.session_client import Session
-from raylight.types import EnqueueRolloutRequest, Failure, RolloutConfig, Span
+from raylight.types import EnqueueRolloutRequest, Failure, FailureKind, RolloutConfig, Span
 
 LEASE = RolloutConfig(unresponsive_seconds=60.0, infrastructure_retries=0)
 
@@ -147,6 +147,24 @@ def test_a_reward_after_the_end_changes_nothing() -> None:
             await box.store.update_attempt(*ids, status="failed", failure=failure)
             assert await reward(box, given_up) == "failed"
             assert (await box.counts())["attempts_late"] == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["agent", "cancelled"])
+def test_an_expired_session_that_fails_is_decided_for_good(kind: FailureKind) -> None:
+    """Its rollout has failed before, and does not change again."""
+
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 1)
+            session = await begin(box)
+            await box.pass_time(61)
+            waiting = asyncio.create_task(box.store.wait_until_final([session.state.rollout_id]))
+            await asyncio.sleep(0.01)
+            await box.store.finish_attempt(session.state, "failed", Failure(kind=kind, error="it ended"))
+            async with within(10):
+                await waiting
 
     asyncio.run(main())
 
