@@ -5,7 +5,8 @@ oldest place, and brings the task.
 
 Laws:
 - A place is taken by one session. A client that lost a response and repeats the request gets the same one.
-- The sessions of a named group have the same task, and the places of one of the run's groups.
+- The sessions of a named group have the same task, and the places of one of the run's groups. A name that is
+  used again when all its places are taken names another group.
 - Nothing else takes over a session: it has no lease of a worker, and its own calls and heartbeats keep it.
 """
 
@@ -15,12 +16,16 @@ from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.store.attempt_state import AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
+from raylight.store.payloads import decode_payload
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ROLLOUT_STATE, Row
 from raylight.types import ATTEMPT_FINISHED, RolloutStatus
 
 NAMED = "session:"
-"""Beginning of the group id of places that a named group has taken."""
+"""Beginning of the group id of places that a named group has taken; the id that they had before follows, then
+a colon and the name."""
+_NAME = f"substr(group_id, {len(NAMED) + 1} + instr(substr(group_id, {len(NAMED) + 1}), ':'))"
+"""SQL expression of a named group's name."""
 
 
 class Sessions:
@@ -53,10 +58,10 @@ class Sessions:
 
     def _find_place(self, task: bytes, group: str | None) -> tuple[str, RolloutStatus] | None:
         """Return the rollout of a free place, with its task, and its status."""
-        named = None if group is None else f"{NAMED}{group}"
-        if named is not None and (place := self._waiting("group_id = ?", named)) is not None:
+        named = f"group_id LIKE '{NAMED}%' AND {_NAME} = ?"
+        if group is not None and (place := self._waiting(named, group)) is not None:
             rollout_id, status, _, known = place
-            if known != task:
+            if decode_payload(known) != decode_payload(task):
                 raise InvalidTransitionError(
                     f"the group {group!r} has another task; its sessions are compared with one another, so "
                     "give all of them the same task, or another group"
@@ -65,12 +70,12 @@ class Sessions:
         if (place := self._waiting("group_id NOT LIKE ?", f"{NAMED}%")) is None:
             return None
         rollout_id, status, group_id, _ = place
-        if named is None:
+        if group is None:
             self._journal.execute("UPDATE rollouts SET input = ? WHERE rollout_id = ?", (task, rollout_id))
         else:
             self._journal.execute(
                 "UPDATE rollouts SET input = ?, group_id = ? WHERE group_id = ? AND queue IS NOT NULL",
-                (task, named, group_id),
+                (task, f"{NAMED}{group_id}:{group}", group_id),
             )
         return rollout_id, status
 

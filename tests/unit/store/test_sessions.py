@@ -87,7 +87,34 @@ def test_a_named_group_keeps_its_task() -> None:
             assert (await begin(box, "x", "a")).state.rollout_id == "run-train-0-1"
             assert await box.store.begin_session("x", "a") is None, "the other places belong to b"
             found = await box.store.query_rollouts(rollout_id_contains="train-0-")
-            assert {rollout.group_id for rollout in found} == {"session:a"}
+            assert {rollout.group_id for rollout in found} == {"session:train-0:a"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["a", "a:b", "100%", "_", "train-0:a"])
+def test_a_name_that_is_used_again_names_another_group(name: str) -> None:
+    """The rewards of the two are not compared with one another, and their tasks may differ."""
+
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 3, size=2)
+            sessions = [await begin(box, task, name) for task in ("x", "x", "y")]
+            other = await begin(box, "y", "x")
+            assert (await begin(box, "y", name)).state.rollout_id == "run-train-1-1"
+            groups = [session.state.group_id for session in [*sessions, other]]
+            ids = [f"session:train-{number}:{name}" for number in (0, 0, 1)]
+            assert groups == [*ids, "session:train-2:x"]
+
+    asyncio.run(main())
+
+
+def test_equal_tasks_may_have_their_fields_in_another_order() -> None:
+    async def main() -> None:
+        async with open_box() as box:
+            await offer(box, 1, size=2)
+            await begin(box, {"a": 1, "b": 2}, "g")
+            assert (await begin(box, {"b": 2, "a": 1}, "g")).state.rollout_id == "run-train-0-1"
 
     asyncio.run(main())
 

@@ -350,10 +350,10 @@ def test_groups() -> None:
                 await server.begin({"of": group}, group=group)
             found = await server.box.store.query_rollouts()
             assert [(r.group_id, r.input["of"]) for r in found] == [
-                ("session:a", "a"),
-                ("session:a", "a"),
-                ("session:b", "b"),
-                ("session:b", "b"),
+                ("session:train-0:a", "a"),
+                ("session:train-0:a", "a"),
+                ("session:train-1:b", "b"),
+                ("session:train-1:b", "b"),
             ]
             assert (await server.post("", task={"of": "a"}, group="a")).status_code == 429
             await server.offer(2)
