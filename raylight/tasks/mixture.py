@@ -71,7 +71,11 @@ class Mixture(TaskSet):
 
 
 class MixtureSampler(SetSampler):
-    """Draws from the source that is furthest below its share."""
+    """Draws from the source, of those below their shares, that would first be a whole draw below its share.
+
+    This keeps each within one draw of its share (R. Tijdeman, The chairman assignment problem, 1980). The
+    source that is furthest below its share would not, if there are many.
+    """
 
     def __init__(self, samplers: Mapping[str, SetSampler], weights: Mapping[str, float]) -> None:
         self._samplers = dict(samplers)
@@ -112,7 +116,8 @@ class MixtureSampler(SetSampler):
     def _pick(self, number: int) -> tuple[str, int]:
         while len(self._picks) <= number:
             drawn = len(self._picks) + 1
-            name = max(self._shares, key=lambda name: self._shares[name] * drawn - self._counts[name])
+            below = [name for name, share in self._shares.items() if share * drawn > self._counts[name]]
+            name = min(below, key=lambda name: (self._counts[name] + 1) / self._shares[name])
             self._picks.append((name, self._counts[name]))
             self._counts[name] += 1
         return self._picks[number]
