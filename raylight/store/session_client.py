@@ -51,6 +51,10 @@ class SessionClient:
         """Renew a session that has not ended, as each of its calls does."""
         return _session(await self._channel.call("renew_session", session_id))
 
+    async def has_open_call(self, session_id: str) -> bool:
+        """Return True if a call of a session has begun and is not recorded yet."""
+        return not await self._channel.send("wait_for_records", session_id, 0.0)
+
     async def wait_until_final(self, rollout_ids: Sequence[str]) -> None:
         """Wait until all of these rollouts are decided for good: not only failed because their session
         expired, which may still be rewarded."""

@@ -87,6 +87,8 @@ class SessionGroups(TrainingGroups):
         calls = [call for item in rollouts for call in item.generations]
         drops = self._algorithm.stale == "drop"
         version = oldest_version(calls) if drops else newest_version(calls)
+        if version is None and await self._has_open_call(rollouts):
+            version = self._run.learners.version  # about that of the tokens to come
         self._overdue[group] = None
         self._room_changed.notify_all()
         responds = asyncio.ensure_future(self._run.store.wait_until_final(ids))
@@ -101,6 +103,12 @@ class SessionGroups(TrainingGroups):
             await cancel_all([responds])
             del self._overdue[group]
             self._room_changed.notify_all()
+
+    async def _has_open_call(self, rollouts: list[FinishedRollout]) -> bool:
+        """Return True if a call takes longer than the lease of its session."""
+        attempts = [item.rollout.attempt for item in rollouts]
+        silent = [item for item in attempts if item is not None and item.status == "unresponsive"]
+        return any([await self._run.store.has_open_call(attempt.attempt_id) for attempt in silent])
 
     def _is_too_old(self, version: int | None) -> bool:
         """Return True for tokens of a version that are not trained any more; None stands for no tokens."""

@@ -21,7 +21,7 @@ from raylight.errors import StoreError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.session_client import Session
 from raylight.trainer.session_groups import DROP_REASONS
-from raylight.types import Failure, Span
+from raylight.types import CallKey, Failure, Generation, Span
 
 LEASE_S = 0.05
 FATES = {"rewarded": 12, "late": 3, "never": 1, "failed": 2, "cancelled": 1, "empty": 1}
@@ -68,11 +68,23 @@ class SessionRun(FakeRun):
     async def _run_session(self, session: Session, fate: str) -> None:
         outside = self.world.outside  # type: ignore[attr-defined]
         outside.left.append((session, fate))
-        if fate != "empty":
+        if fate == "slow":
+            await self._call_slowly(session)
+        elif fate != "empty":
             for turn in range(outside.random.randrange(1, 3)):
                 await self._call(session.state, turn, turn + 7, "policy")
                 await pause(outside.random.random() * 0.01)
         await self._end(session, fate)
+
+    async def _call_slowly(self, session: Session) -> None:
+        """Make a call that takes longer than the lease."""
+        key = CallKey(session.state.rollout_id, session.session_id, "slow")
+        version, _ = self.engines.serve("policy")
+        await self.store.capture([(key, 0.0)], [])
+        while (await self._attempt(session)).status == "running":
+            await pause(LEASE_S)
+        call = Generation(key, "policy", [1, 2], [7], [-1.0], [version], "stop", 0.0, 1.0)
+        await self.store.capture([], [(key, call, None)])
 
     async def _end(self, session: Session, fate: str) -> None:
         outside = self.world.outside  # type: ignore[attr-defined]
@@ -167,6 +179,16 @@ def test_late_rewards_are_used_while_their_tokens_are_young(tmp_path: Path) -> N
     world.staleness = 8
     rows = asyncio.run(live(world, group_size=1, **ONLINE | {"max_staleness": 8}))
     check(world, rows, outside)
+    assert rows[-1]["sessions/late_used"] > 0
+
+
+def test_a_first_call_that_takes_longer_than_the_lease_is_trained(tmp_path: Path) -> None:
+    outside = Outside(8, {"rewarded": 1, "slow": 1})
+    world = world_of(tmp_path / "a", outside)
+    world.staleness = 8
+    rows = asyncio.run(live(world, group_size=1, **ONLINE | {"max_staleness": 8}))
+    check(world, rows, outside)
+    assert rows[-1]["sessions/dropped_abandoned"] == 0
     assert rows[-1]["sessions/late_used"] > 0
 
 
