@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,10 @@ def online_algorithm(
         "unresponsive_seconds": lease_s or LEASE_S,
         "infrastructure_retries": 0,
     }
-    rollout = limits | (given.get("rollout") or {})
+    own = given.get("rollout") or {}
+    _check_given_once("--sessions-per-step", sessions_per_step, "tasks_per_step", given)
+    _check_given_once("--lease", lease_s, "unresponsive_seconds", own, "rollout.")
+    rollout = {**limits, **own} if isinstance(own, Mapping) else own  # the algorithm rejects other types
     settings = ONLINE_DEFAULTS | given | {"model": model, "rollout": rollout}
     algorithm = build_algorithm(settings)
     if sessions_per_step is None or not isinstance(algorithm, PolicyAlgorithm):
@@ -70,6 +74,14 @@ def online_algorithm(
             "algorithm trains on whole groups"
         )
     return build_algorithm(settings | {"tasks_per_step": sessions_per_step // group_size})
+
+
+def _check_given_once(option: str, value: Any, name: str, settings: Any, section: str = "") -> None:
+    """Raise a ConfigError if an option and the setting that it stands for are both given."""
+    if value is not None and isinstance(settings, Mapping) and name in settings:
+        raise ConfigError(
+            f"{option} sets algorithm.{section}{name}, which is given too; leave one of them out"
+        )
 
 
 class OutsideAgent(LitAgent[Any]):

@@ -73,6 +73,15 @@ def test_wrong_settings(
         (["--learn", "--name", "x"], "nothing reads --name with --learn"),
         (["--learn", "--api-key", "short"], "at least 16"),
         (["--learn", "--set", "runner.n=1"], "there is no section 'runner'"),
+        (["--learn", "--set", "algorithm.rollout=5"], "rollout"),
+        (
+            ["--learn", "--sessions-per-step", "8", "--set", "algorithm.tasks_per_step=4"],
+            "--sessions-per-step sets algorithm.tasks_per_step, which is given too",
+        ),
+        (
+            ["--learn", "--lease", "5", "--set", "algorithm.rollout.unresponsive_seconds=9"],
+            "--lease sets algorithm.rollout.unresponsive_seconds, which is given too",
+        ),
         (["--learn", "--resume"], "give the Trainer its output_dir"),
         (["--set", "algorithm.lr=1"], "there is no section 'algorithm'"),
     ],
