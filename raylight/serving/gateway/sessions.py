@@ -165,7 +165,8 @@ class SessionService:
             return answer | {"reward_used": False}
         if request.failed is not None and answer["status"] != "failed":
             raise RequestError(f"the session has ended already: it is {answer['status']}", 409)
-        if request.failed is None and (answer["status"] != "rewarded" or answer["rewards"] != rewards):
+        is_same = list(answer["rewards"].items()) == list(rewards.items())  # the first one is trained on
+        if request.failed is None and (answer["status"] != "rewarded" or not is_same):
             given = f" with {answer['rewards']}" if answer["rewards"] else ""
             raise RequestError(
                 f"the session has ended already: it is {answer['status']}{given}; a reward is set once", 409

@@ -228,6 +228,22 @@ def test_a_reward_is_set_once() -> None:
     asyncio.run(main())
 
 
+def test_named_rewards_in_another_order_are_another_reward() -> None:
+    async def main() -> None:
+        async with serving() as server:
+            await server.offer(0)
+            path = f"/{(await server.begin())['session_id']}/reward"
+            answers = [
+                await server.post(path, reward=reward)
+                for reward in ({"b": 1.0, "a": 0.0}, {"b": 1.0, "a": 0.0}, {"a": 0.0, "b": 1.0})
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200, 409]
+            (item,) = await server.box.store.collect(["run-train-0-0"])
+            assert item.reward == 1.0
+
+    asyncio.run(main())
+
+
 def test_a_failed_session_has_its_reason() -> None:
     async def main() -> None:
         async with serving() as server:
