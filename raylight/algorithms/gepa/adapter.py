@@ -142,4 +142,6 @@ class RolloutAdapter:
             raise asyncio.CancelledError
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._pending = future
+        if self.stopped.is_set():  # meanwhile, so that `stop` has not seen it
+            future.cancel()
         return future.result()

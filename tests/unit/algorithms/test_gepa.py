@@ -14,6 +14,7 @@ from unit_helpers import within
 
 import raylight as rl
 from raylight.algorithms.apo.trials import Trial, trial_record
+from raylight.algorithms.gepa.adapter import RolloutAdapter
 from raylight.errors import ConfigError, CriticError, DatasetError, RolloutsFailedError
 from raylight.semconv import MESSAGE, MESSAGE_BODY
 from raylight.store.client import StoreClient
@@ -139,6 +140,30 @@ async def test_it_can_be_cancelled() -> None:
         search.cancel()
         with pytest.raises(asyncio.CancelledError):
             await search
+
+
+async def test_a_call_that_begins_while_the_search_is_stopped_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread would otherwise wait for it for ever."""
+    from openai import AsyncOpenAI
+
+    begin = asyncio.run_coroutine_threadsafe
+    never = asyncio.Event()
+
+    async def evaluate(*args: Any) -> Any:
+        await never.wait()
+
+    adapter = RolloutAdapter("prompt", SEED, evaluate, AsyncOpenAI(api_key="key"), "m", None)  # type: ignore[arg-type]
+
+    def begin_late(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        adapter.stop()
+        return begin(work, loop)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_late)
+    with pytest.raises(asyncio.CancelledError):
+        async with within(10):
+            await asyncio.to_thread(adapter.evaluate, [("val", 0)], {"prompt": SEED.template})
 
 
 async def test_it_needs_tasks_and_a_prompt() -> None:
