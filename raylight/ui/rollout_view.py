@@ -27,6 +27,7 @@ from raylight.store.client import StoreClient
 from raylight.store.overview import message_text
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import Attempt, FinishedRollout, Generation, Span
+from raylight.ui.index_file import group_name
 from raylight.ui.rollout_index import RolloutIndex
 
 MAX_ATTRIBUTE = 2_000
@@ -66,7 +67,7 @@ async def show_rollout(
     return card | {
         "id": rollout_id,
         "mode": rollout.mode,
-        "group": rollout.group_id,
+        "group": group_name(rollout.rollout_id, rollout.group_id),
         "status": rollout.status,
         "reward": finished.reward,
         "tokens": sum(len(call.output_ids) for call in finished.generations),

@@ -157,7 +157,7 @@ def show_in_browser(address: str, run: str) -> None:
         "runs": "",
         "run": f"runs/{run}",
         "rollouts": f"runs/{run}/rollouts",
-        "group": f"runs/{run}/groups/train-1",
+        "group": f"runs/{run}/groups/{LINEAGE}-train-1",
         "rollout": f"runs/{run}/rollouts/{LINEAGE}-train-1-0",
         "rollout with many tokens": rollout,
         "its tokens": f"{rollout}?tab=tokens",
@@ -201,7 +201,7 @@ def measure(folder: Path, in_browser: bool) -> None:
         "its overview": f"{run}/rollouts/{LONG}/token_summary?bins=512",
         "its tokens": f"{run}/rollouts/{LONG}/tokens?offset=500000&limit=4096",
         "rollout": f"{run}/rollouts/{LINEAGE}-train-1-0",
-        "group": f"{run}/groups/train-1",
+        "group": f"{run}/groups/{LINEAGE}-train-1",
         "rollouts by reward": f"{run}/rollouts?limit=100&sort=reward&order=desc",
         "points": f"{run}/points?limit=5000",
     }

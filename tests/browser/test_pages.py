@@ -117,7 +117,7 @@ def test_an_address_has_the_place_among_the_tokens(pages: Pages) -> None:
 
 
 def test_an_address_has_the_rollouts_of_a_difference(pages: Pages) -> None:
-    path = f"/runs/run/groups/train-0/diff/val-1-0?first={LINEAGE}-train-0-1"
+    path = f"/runs/run/groups/{LINEAGE}-train-0/diff/{LINEAGE}-val-1-0?first={LINEAGE}-train-0-1"
     pages.open(path, ".difference")
     assert pages.run_script("return document.querySelector('.bar select').selectedIndex") == 1
     assert "zebra1" in pages.text

@@ -120,7 +120,7 @@ async def test_tokens(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_group_and_the_groups_of_an_equal_task(http: httpx.AsyncClient) -> None:
-    group = await get(http, "/api/runs/run/groups/train-0")
+    group = await get(http, f"/api/runs/run/groups/{LINEAGE}-train-0")
     assert (group["step"], group["reward_mean"]) == (1, 0.125)
     assert [item["final"] for item in group["rollouts"]] == [
         "It is zebra0 of turn 1.",
@@ -128,7 +128,7 @@ async def test_a_group_and_the_groups_of_an_equal_task(http: httpx.AsyncClient) 
     ]
     assert group["rollouts"][0]["said"] == "It is zebra0 of turn 0.\n\nIt is zebra0 of turn 1."
     assert [item["advantage"] for item in group["rollouts"]] == [1.5, None]
-    assert [item["group"] for item in group["same_task"]] == ["train-0", "val-1-0"]
+    assert [item["group"] for item in group["same_task"]] == [f"{LINEAGE}-train-0", f"{LINEAGE}-val-1-0"]
 
 
 async def test_failures(http: httpx.AsyncClient, recorded: Recorded) -> None:

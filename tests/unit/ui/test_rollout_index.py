@@ -10,7 +10,7 @@ from store_helpers import open_box, reward_of
 from raylight.errors import QueryError
 from raylight.types import EnqueueRolloutRequest
 from raylight.ui import rollout_index
-from raylight.ui.index_file import open_index
+from raylight.ui.index_file import group_name, open_index
 from raylight.ui.rollout_index import INDEX_FILE, MARK_END, MARK_START, RolloutIndex
 
 VERSIONS = {1: 0, 2: 1}
@@ -46,7 +46,7 @@ def test_cards_have_what_the_store_has(index: RolloutIndex, recorded: Recorded) 
     assert total == 6
     first, failed = cards[0], cards[3]
     assert first["id"] == recorded.multi_turn
-    assert (first["mode"], first["step"], first["group"]) == ("train", 1, "train-0")
+    assert (first["mode"], first["step"], first["group"]) == ("train", 1, f"{LINEAGE}-train-0")
     assert (first["reward"], first["tokens"], first["calls"], first["seconds"]) == (0.0, 4, 2, 0.5)
     assert failed["failure"] == {"kind": "agent", "error": "ValueError: no zebra"}
     assert cards[5]["status"] == "queuing"
@@ -63,7 +63,7 @@ def test_ages_are_those_at_the_update(index: RolloutIndex) -> None:
     [
         ({"mode": "val"}, ["val-1-0-0"]),
         ({"step": 2}, ["train-1-0", "train-1-1"]),
-        ({"group": "train-0"}, ["train-0-0", "train-0-1"]),
+        ({"group": f"{LINEAGE}-train-0"}, ["train-0-0", "train-0-1"]),
         ({"status": "failed"}, ["train-1-1"]),
         ({"failure": "agent"}, ["train-1-1"]),
         ({"min_reward": 0.5}, ["train-1-0", "val-1-0-0"]),
@@ -114,9 +114,9 @@ def test_points_are_sampled_evenly(index: RolloutIndex) -> None:
 
 
 def test_groups_of_an_equal_task(index: RolloutIndex) -> None:
-    assert [(item["group"], item["mode"]) for item in index.same_task("train-0")] == [
-        ("train-0", "train"),
-        ("val-1-0", "val"),
+    assert [(item["group"], item["mode"]) for item in index.same_task(f"{LINEAGE}-train-0")] == [
+        (f"{LINEAGE}-train-0", "train"),
+        (f"{LINEAGE}-val-1-0", "val"),
     ]
 
 
@@ -177,3 +177,10 @@ def test_long_texts_are_cut(recorded: Recorded, tmp_path: Path, monkeypatch: pyt
 
 def _ids(rollout) -> tuple[str, str]:
     return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+def test_groups_of_two_lineages_have_two_names() -> None:
+    names = [group_name(f"{lineage}-train-0-1", "train-0") for lineage in ("abcd1234", "ef567890")]
+    assert names == ["abcd1234-train-0", "ef567890-train-0"]
+    assert group_name("ro-1", "my-group") == "my-group"
+    assert group_name("ro-1", None) is None
