@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_world import World, live, settings_of, told, weights_of
+from training_world import GROUP, TASKS, World, live, settings_of, told, weights_of
 
 import raylight as rl
 from raylight.store.client import StoreClient
@@ -24,10 +24,15 @@ def by_id(group: list[rl.GroupRollout]) -> list[dict[str, float]]:
 
 
 class CountedReward:
-    """Group reward that must not grade a group twice."""
+    """Group reward that grades a group once, unless the driver died before the grades were stored."""
 
     def __init__(self) -> None:
         self.graded: list[str] = []
+
+    @property
+    def repeated(self) -> int:
+        """Number of rollouts that were graded again."""
+        return len(self.graded) - len({*self.graded})
 
     def __call__(self, group: list[rl.GroupRollout]) -> list[dict[str, float]]:
         self.graded += [item.finished.rollout.rollout_id for item in group]
@@ -72,7 +77,7 @@ def test_a_killed_driver_changes_neither_tasks_nor_grades(deaths: list[int], tmp
     assert told(rows) == told(expected)
     assert weights_of(world) == weights_of(undisturbed)
     assert tasks_of(world) == tasks_of(undisturbed)
-    assert len({*function.graded}) == len(function.graded)
+    assert function.repeated <= TASKS * GROUP * len(deaths)
     pools = ("untested", "learnable", "unsolved", "solved")
     assert all(sum(row[f"tasks/drawn/{pool}"] for pool in pools) == 7 for row in rows if row["step"])
     assert all({"source/drawn/reward", "source/listed/reward"} <= {*row} for row in rows if row["step"])
@@ -84,4 +89,4 @@ def test_each_group_of_an_asynchronous_run_has_one_task(deaths: list[int], tmp_p
     world, rows = run(tmp_path / "a", deaths, tasks=curriculum(), group_reward=function, staleness=2)
     assert rows[-1]["step"] == world.steps
     assert all(len({*tasks}) == 1 for tasks in tasks_of(world).values())
-    assert len({*function.graded}) == len(function.graded)
+    assert function.repeated <= TASKS * GROUP * len(deaths)
