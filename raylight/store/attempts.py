@@ -144,13 +144,11 @@ class Attempts:
 
     def find(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
         """State of an attempt; None if the rollout has no such attempt."""
-        found = self.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)
-        return found[0] if found else None
+        return next(iter(self.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)), None)
 
     def latest(self, rollout_id: str) -> AttemptState | None:
         """State of a rollout's latest attempt; None if it has had none."""
-        found = self.select("r.rollout_id = ? AND a.sequence_id = r.n_attempts", rollout_id)
-        return found[0] if found else None
+        return next(iter(self.select("r.rollout_id = ? AND a.sequence_id = r.n_attempts", rollout_id)), None)
 
     def select(self, condition: str, *values: Any) -> list[AttemptState]:
         """States of the attempts that an SQL condition selects."""
