@@ -114,6 +114,10 @@ class OnlineTrainer(Trainer):
             )
         if self.learner.kind == "local":
             raise ConfigError("a local learner serves no sessions; leave learner.kind out")
+        if self.group_reward is not None:
+            raise ConfigError(
+                "group_reward would replace the rewards that agents send for their sessions; leave it out"
+            )
         self._sessions, self._api_key = SessionConfig.parse(sessions), api_key
         self._policy = _checked(self.algorithm)
 

@@ -56,6 +56,7 @@ def test_groups_of_sessions(tmp_path: Path) -> None:
         ({"rollout": {"max_turns": 1, "truncated": "fail"}}, {}, "truncated to score or mask"),
         ({"name": "Nope"}, {}, "there is no 'Nope'"),
         ({}, {"sessions": {"max_opne": 3}}, "max_open"),
+        ({}, {"group_reward": len}, "group_reward would replace the rewards"),
     ],
 )
 def test_wrong_settings(
