@@ -37,13 +37,18 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 """Seed of random numbers."""
 
 
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Return True for a number from `low` to `high`; a bool is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
 def check_plain(model: type[BaseModel], field: str, value: Any) -> Any:
     """Return the value of a field, unless pydantic would accept it with another meaning.
 
     Raises:
         ValueError: a bool is given for a number, or a text cannot be part of a path or a request.
     """
-    if _holds_bool(value) and _is_number(model, field):
+    if _holds_bool(value) and _takes_number(model, field):
         raise ValueError("must be a number, not a bool")
     if isinstance(value, str) and ("\0" in value or (not value.isprintable() and _has_surrogates(value))):
         raise ValueError("must be Unicode text without zero characters")
@@ -61,7 +66,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 @functools.cache
-def _is_number(model: type[BaseModel], field: str) -> bool:
+def _takes_number(model: type[BaseModel], field: str) -> bool:
     kinds = set(leaf_types(model.model_fields[field].annotation))
     return bool(kinds & {int, float}) and bool not in kinds
 

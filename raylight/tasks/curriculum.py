@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from raylight.bounds import MAX_FACTOR
+from raylight.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.shuffled import ShuffledTasks, shuffled_indices
@@ -33,7 +33,7 @@ class Curriculum(TaskSet):
         unsolved: largest mean reward of an unsolved one.
 
     Raises:
-        ConfigError: a pool is unknown, a weight is negative, or the bounds overlap.
+        ConfigError: a pool is unknown, a weight is negative or no number, or the bounds overlap.
         DatasetError: the tasks are no list, or empty.
     """
 
@@ -55,14 +55,15 @@ class Curriculum(TaskSet):
         if unknown := [name for name in given if name not in POOLS]:
             raise ConfigError(f"a Curriculum has no pools {', '.join(unknown)}; it has {', '.join(POOLS)}")
         self.weights: dict[Pool, float] = {pool: given.get(pool, DEFAULT_WEIGHTS[pool]) for pool in POOLS}
-        if not all(0 <= weight <= MAX_FACTOR for weight in self.weights.values()) or not any(
-            self.weights.values()
-        ):
+        are_weights = all(is_number(weight, 0, MAX_FACTOR) for weight in self.weights.values())
+        if not are_weights or not any(self.weights.values()):
             raise ConfigError(
-                f"the weights of a Curriculum are {self.weights}; they must be at least 0, and not all 0"
+                f"the weights of a Curriculum are {self.weights}; they must be numbers, at least 0, and not "
+                "all 0"
             )
-        if not unsolved < solved:
-            raise ConfigError(f"unsolved={unsolved} must be less than solved={solved}")
+        are_bounds = all(is_number(bound, -MAX_FACTOR, MAX_FACTOR) for bound in (unsolved, solved))
+        if not are_bounds or not unsolved < solved:
+            raise ConfigError(f"unsolved={unsolved!r:.80} must be a number less than solved={solved!r:.80}")
         self._tasks, self._solved, self._unsolved = found, solved, unsolved
 
     @property

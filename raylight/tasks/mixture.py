@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raylight.bounds import MAX_FACTOR
+from raylight.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import Draw, SetSampler, TaskSet
@@ -43,7 +43,7 @@ class Mixture(TaskSet):
                 )
             weights = {name: float(source.size or 0) for name, source in self.sources.items()}
         self.weights = {name: weights.get(name, 1.0) for name in sources}
-        if wrong := {n: w for n, w in self.weights.items() if not 0 < w <= MAX_FACTOR}:
+        if wrong := {n: w for n, w in self.weights.items() if not (is_number(w, 0, MAX_FACTOR) and w)}:
             raise ConfigError(f"the weights {wrong} of a Mixture must be positive numbers")
 
     @property

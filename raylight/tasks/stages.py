@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from raylight.bounds import MAX_COUNT
+from raylight.bounds import MAX_COUNT, MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import Draw, SetSampler, TaskSet
@@ -26,15 +26,17 @@ class Stages(TaskSet):
         window: number of groups whose mean it is.
 
     Raises:
-        ConfigError: there are no stages, or the window is not positive.
+        ConfigError: there are no stages, or the window or `advance_at` is wrong.
         DatasetError: a stage cannot be read or is empty.
     """
 
     def __init__(self, stages: Mapping[str, Any], *, advance_at: float, window: int = 32) -> None:
         if not isinstance(stages, Mapping) or not stages or not all(isinstance(n, str) for n in stages):
             raise ConfigError(f"Stages has the stages {stages!r:.80}; give datasets by name, in order")
-        if not 1 <= window <= MAX_COUNT:
-            raise ConfigError(f"window={window} must be at least 1")
+        if not is_number(advance_at, -MAX_FACTOR, MAX_FACTOR):
+            raise ConfigError(f"advance_at={advance_at!r:.80} must be a finite number")
+        if not (isinstance(window, int) and is_number(window, 1, MAX_COUNT)):
+            raise ConfigError(f"window={window!r:.80} must be an integer, at least 1")
         self._stages = {name: as_task_set(stage, f"stage {name!r}") for name, stage in stages.items()}
         self._advance_at, self._window = advance_at, window
 

@@ -226,15 +226,23 @@ def test_datasets_of_hugging_face() -> None:
         (lambda: rl.Mixture({"a": [1]}, weights={"b": 1}), "weights b are of no source"),
         (lambda: rl.Mixture({"a": [1]}, weights={"a": 0}), "must be positive"),
         (lambda: rl.Mixture({"a": [1]}, weights={"a": float("nan")}), "must be positive"),
+        (lambda: rl.Mixture({"a": [1]}, weights={"a": "2"}), "must be positive"),  # type: ignore[dict-item]
         (lambda: rl.Mixture({"a": [1], "b": rl.Stream([1])}), "size of b is not known"),
         (lambda: rl.Curriculum([]), "is empty"),
         (lambda: rl.Curriculum(rl.Stream([1])), "a Stream has no list"),
         (lambda: rl.Curriculum([1], weights={"easy": 1}), "no pools easy"),
         (lambda: rl.Curriculum([1], weights=dict.fromkeys(POOLS, 0.0)), "not all 0"),
         (lambda: rl.Curriculum([1], weights={"solved": -1.0}), "at least 0"),
-        (lambda: rl.Curriculum([1], solved=0.1, unsolved=0.1), "must be less than"),
+        (lambda: rl.Curriculum([1], weights={"solved": "1"}), "be numbers"),  # type: ignore[dict-item]
+        (lambda: rl.Curriculum([1], weights={"solved": None}), "be numbers"),  # type: ignore[dict-item]
+        (lambda: rl.Curriculum([1], solved="1"), "must be a number less"),  # type: ignore[arg-type]
+        (lambda: rl.Curriculum([1], unsolved=float("nan")), "must be a number less"),
+        (lambda: rl.Curriculum([1], solved=0.1, unsolved=0.1), "must be a number less than"),
         (lambda: rl.Stages({}, advance_at=1.0), "give datasets by name"),
         (lambda: rl.Stages({"a": [1]}, advance_at=1.0, window=0), "at least 1"),
+        (lambda: rl.Stages({"a": [1]}, advance_at=1.0, window=1.5), "integer"),  # type: ignore[arg-type]
+        (lambda: rl.Stages({"a": [1]}, advance_at=float("nan")), "finite number"),
+        (lambda: rl.Stages({"a": [1]}, advance_at="0.8"), "finite number"),  # type: ignore[arg-type]
         (lambda: rl.Stream(iter([1])), "read only once"),
         (lambda: rl.Stream(3), "give an iterable"),  # type: ignore[arg-type]
     ],
