@@ -213,6 +213,11 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         """True if each task gets one more rollout, with greedy sampling, as the baseline (ReMax)."""
         return self.baseline_kind == "greedy"
 
+    @property
+    def min_group(self) -> int:
+        """Fewest rollouts of a group that can be trained."""
+        return min(self.group_size, 2) if self.baseline_kind == "group" else 1
+
     def reward_of(self, item: FinishedRollout) -> float | None:
         """Return the reward that a rollout is trained with; None excludes the rollout."""
         parts = self.parts_of(item)
@@ -278,7 +283,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None, version: int) -> BatchRules:
         return BatchRules(
             failure_reward=self.failure_reward,
-            min_group=min(self.group_size, 2) if self.baseline_kind == "group" else 1,
+            min_group=self.min_group,
             trained_agents=trained_agents,
             zero_variance_groups=self.zero_variance_groups,
             row_limit=learner.row_limit,

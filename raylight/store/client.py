@@ -199,9 +199,13 @@ class StoreClient(StoreReader, RecordWriter, SessionClient):
         """Cancel a rollout unless it is decided; its runner learns it from the next heartbeat's response."""
         return (await self.cancel_rollouts([rollout_id]))[0]
 
-    async def cancel_rollouts(self, rollout_ids: Sequence[str]) -> list[RolloutState]:
-        """Cancel those of these rollouts that are not decided; returns the states of all."""
-        return [state_from_row(row) for row in await self._channel.call("cancel", list(rollout_ids))]
+    async def cancel_rollouts(
+        self, rollout_ids: Sequence[str], waiting_only: bool = False
+    ) -> list[RolloutState]:
+        """Cancel those of these rollouts that are not decided, or only those in the queue; returns the states
+        of all."""
+        rows = await self._channel.call("cancel", list(rollout_ids), waiting_only)
+        return [state_from_row(row) for row in rows]
 
     # attempts
 

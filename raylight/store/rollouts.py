@@ -166,10 +166,15 @@ class Rollouts:
 
     # changes by a user
 
-    def cancel(self, rollout_ids: list[str]) -> list[Row]:
-        """Cancel those of the rollouts that are not finished, and return columns ROLLOUT_STATE of all."""
+    def cancel(self, rollout_ids: list[str], waiting_only: bool = False) -> list[Row]:
+        """Cancel those of the rollouts that are not finished, and return columns ROLLOUT_STATE of all.
+
+        Args:
+            waiting_only: cancel only those in the queue.
+        """
         for rollout_id in rollout_ids:
-            if (before := self.status(rollout_id)) not in FINISHED:
+            before = self.status(rollout_id)
+            if before in WAITING or not (waiting_only or before in FINISHED):
                 self.set_status(rollout_id, before, "cancelled")
         return [self.state(rollout_id) for rollout_id in rollout_ids]
 

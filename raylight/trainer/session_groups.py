@@ -5,6 +5,7 @@ is trained once it has a reward, in the order of the rewards.
 
 Laws:
 - A session that expired, failed or was cancelled takes no place in a step: another one replaces it.
+- A named group ends with the sessions that it has when no other one begins for the time of a lease.
 - The reward of an expired session is used as long as its tokens may be trained. Then the run gives the
   session up, and counts a later reward.
 - What is open at the end of a process stays in the store, and a resumed run goes on with it.
@@ -13,18 +14,37 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from raylight.aio import cancel_all
 from raylight.experience.staleness import newest_version, oldest_version
 from raylight.trainer.report import Metrics
-from raylight.trainer.rollouts import Progress, end_unresponsive, wait_for_rollouts
+from raylight.trainer.rollouts import Progress, end_unresponsive
 from raylight.trainer.training_groups import FinishedGroup, TrainingGroups
-from raylight.types import FinishedRollout
+from raylight.types import FINISHED, WAITING, FinishedRollout, RolloutState
 
-DROP_REASONS = ("stale", "abandoned", "failed", "cancelled", "timeout", "empty")
+DROP_REASONS = ("stale", "abandoned", "failed", "cancelled", "timeout", "empty", "incomplete")
 """Reasons for which a group was not trained. stale: its tokens were too old. abandoned: its sessions expired,
-and no reward came in time. empty: it has a reward, and no call that can be trained."""
+and no reward came in time. empty: it has a reward, and no call that can be trained. incomplete: it has too
+few sessions with a reward to compare them."""
+
+
+def closing_time(states: Sequence[RolloutState], since: float, lease_s: float | None) -> float | None:
+    """Return the time at which the free places of a group are cancelled, in seconds since the epoch.
+
+    None: an open session keeps them, or no session has begun.
+
+    Args:
+        since: time from which on sessions could begin in this process.
+        lease_s: longest pause between two sessions; None: there is no limit.
+    """
+    begun = [state for state in states if state.attempt is not None]
+    is_open = any(state.status not in FINISHED | WAITING for state in states)
+    if lease_s is None or len(states) == 1 or not begun or is_open:
+        return None
+    return max(since, *(state.end_time or since for state in begun)) + lease_s
 
 
 class SessionGroups(TrainingGroups):
@@ -37,6 +57,8 @@ class SessionGroups(TrainingGroups):
         sessions = self._run.settings.sessions
         assert sessions is not None, "the run has sessions"
         self._most_overdue = sessions.max_open
+        self._since = time.time()
+        """Time from which on sessions could begin in this process."""
         self._late_used = 0
         """Number of groups that were overdue and got a reward in time."""
 
@@ -62,7 +84,7 @@ class SessionGroups(TrainingGroups):
     async def _until_decided(self, group: int, ids: list[str], show: Progress) -> list[FinishedRollout]:
         was_overdue = False
         while True:
-            await wait_for_rollouts(self._run, ids, show)
+            await self._wait_for_sessions(ids, show)
             rollouts = await self._rollouts.collect(ids)
             if self._is_overdue(rollouts):
                 was_overdue = True
@@ -70,6 +92,22 @@ class SessionGroups(TrainingGroups):
             if await end_unresponsive(self._run.store, rollouts):
                 self._late_used += was_overdue and self._has_reward(rollouts)
                 return rollouts
+
+    async def _wait_for_sessions(self, ids: list[str], show: Progress) -> None:
+        """Wait until the rollouts of a group are decided. Cancel places that no session takes any more."""
+        store, lease_s = self._run.store, self._algorithm.rollout.unresponsive_seconds
+        while True:
+            states = await store.get_rollout_states(ids)
+            done = sum(state.status in FINISHED for state in states)
+            show(done, len(ids))
+            if done == len(ids):
+                return
+            end = closing_time(states, self._since, lease_s)
+            timeout = None if end is None else end - time.time()
+            if timeout is not None and timeout <= 0:
+                await store.cancel_rollouts(ids, waiting_only=True)
+            else:
+                await store.wait_for_rollouts(rollout_ids=ids, at_least=done + 1, timeout=timeout)
 
     def _is_overdue(self, rollouts: list[FinishedRollout]) -> bool:
         """Return True for a group without a reward that may still get one, because a session expired."""
@@ -122,7 +160,11 @@ class SessionGroups(TrainingGroups):
 
     def _drop_reason(self, finished: FinishedGroup) -> str | None:
         if finished.oldest_version is not None:
-            return super()._drop_reason(finished)
+            reward_of = self._algorithm.reward_of
+            n_scored = sum(
+                bool(item.generations) and reward_of(item) is not None for item in finished.rollouts
+            )
+            return "incomplete" if n_scored < self._algorithm.min_group else super()._drop_reason(finished)
         if self._has_reward(finished.rollouts):
             return "empty"
         kinds = [item.rollout.failure.kind for item in finished.rollouts if item.rollout.failure]

@@ -155,7 +155,7 @@ async def test_every_kind_of_message_may_come_twice(box: Box) -> None:
         ],
         ["grade", [span_row(reward_of(rollout, 1.0))]],
         ["update_rollout", "mine", {"status": "requeuing"}],
-        ["cancel", ["mine"]],
+        ["cancel", ["mine"], False],
         ["report_outage", "policy", 0.0, "nothing listens"],
         ["retire_worker", "w"],
         ["release_worker", "w", "died"],

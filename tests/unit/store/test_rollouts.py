@@ -377,3 +377,11 @@ async def test_many_are_cancelled_together_or_not_at_all(box: Box) -> None:
         "cancelled",
     ]
     assert await box.store.cancel_rollouts([]) == []
+
+
+async def test_only_those_in_the_queue_are_cancelled(box: Box) -> None:
+    running, done = await box.take(), await box.take()
+    await box.store.finish_attempt(done, "succeeded")
+    ids = [running.rollout_id, done.rollout_id, *await box.enqueue()]
+    cancelled = await box.store.cancel_rollouts(ids, waiting_only=True)
+    assert [rollout.status for rollout in cancelled] == ["preparing", "succeeded", "cancelled"]

@@ -20,8 +20,8 @@ from raylight.config import SessionConfig
 from raylight.errors import StoreError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.session_client import Session
-from raylight.trainer.session_groups import DROP_REASONS
-from raylight.types import CallKey, Failure, Generation, Span
+from raylight.trainer.session_groups import DROP_REASONS, closing_time
+from raylight.types import Attempt, CallKey, Failure, Generation, RolloutState, RolloutStatus, Span
 
 LEASE_S = 0.05
 FATES = {"rewarded": 12, "late": 3, "never": 1, "failed": 2, "cancelled": 1, "empty": 1}
@@ -47,6 +47,8 @@ class Outside:
         self.sent: set[str] = set()
         """Rollouts whose reward was sent to the store, which may not have acknowledged it."""
         self.begun: Counter[str] = Counter()
+        self.opened = group_size
+        """Number of sessions that an agent opens of each second group before it leaves."""
 
 
 class SessionRun(FakeRun):
@@ -58,9 +60,11 @@ class SessionRun(FakeRun):
             for session, fate in outside.left[:]:
                 agents.create_task(self._end(session, fate))
             while True:
-                number = next(outside.numbers)
-                name = f"g{number // outside.group_size}" if outside.group_size > 1 else None
-                while (session := await self.store.begin_session(number // outside.group_size, name)) is None:
+                group, member = divmod(next(outside.numbers), outside.group_size)
+                if group % 2 and member >= outside.opened:
+                    continue
+                name = f"g{group}" if outside.group_size > 1 else None
+                while (session := await self.store.begin_session(group, name)) is None:
                     await pause(0.002)
                 outside.begun[session.state.rollout_id] += 1
                 agents.create_task(self._run_session(session, next(outside.fates)))
@@ -217,7 +221,56 @@ def test_named_groups(tmp_path: Path) -> None:
     world = world_of(tmp_path / "a", outside)
     world.algorithm = rl.GRPO
     rows = asyncio.run(live(world, group_size=2, **ONLINE))
+    check(world, rows, outside)
+    assert rows[-1]["sessions/dropped_incomplete"] > 0
+
+
+def test_a_group_that_its_agent_leaves_is_replaced(tmp_path: Path) -> None:
+    """Its free places would fill the room of the run."""
+    outside = Outside(9, {"rewarded": 1}, group_size=2)
+    outside.opened = 1
+    world = world_of(tmp_path / "a", outside)
+    world.algorithm = rl.GRPO
+    rows = asyncio.run(live(world, group_size=2, **ONLINE))
+    check(world, rows, outside)
+    assert rows[-1]["sessions/dropped_incomplete"] >= ONLINE["max_staleness"] * TASKS
+
+
+def test_a_group_that_its_agent_leaves_is_trained_with_two_rewards(tmp_path: Path) -> None:
+    outside = Outside(10, {"rewarded": 3, "never": 1}, group_size=3)
+    outside.opened = 2
+    world = world_of(tmp_path / "a", outside)
+    world.algorithm = rl.GRPO
+    rows = asyncio.run(live(world, group_size=3, **ONLINE))
     check(world, rows, outside, is_exact=False)
+    sizes = Counter(name.rpartition("-")[0] for _, names in world.trained for name in names)
+    assert {*sizes.values()} == {2, 3}
+
+
+def state(status: RolloutStatus, end_time: float | None = None) -> RolloutState:
+    attempt = Attempt(rollout_id="r", attempt_id="a", sequence_id=1, start_time=1.0)
+    begun = None if status == "queuing" else attempt
+    return RolloutState(rollout_id="r", status=status, start_time=0.0, end_time=end_time, attempt=begun)
+
+
+@pytest.mark.parametrize(
+    ("states", "closed_at"),
+    [
+        ([state("succeeded", 70.0), state("queuing")], 80.0),
+        ([state("succeeded", 70.0), state("failed", 75.0), state("queuing")], 85.0),
+        ([state("succeeded", 3.0), state("queuing")], 60.0),
+        ([state("requeuing"), state("queuing")], 60.0),
+        ([state("succeeded", 70.0), state("running"), state("queuing")], None),
+        ([state("preparing"), state("queuing")], None),
+        ([state("queuing"), state("queuing")], None),
+        ([state("requeuing")], None),
+    ],
+)
+def test_free_places_are_closed_a_lease_after_the_last_session(
+    states: list[RolloutState], closed_at: float | None
+) -> None:
+    assert closing_time(states, since=50.0, lease_s=10.0) == closed_at
+    assert closing_time(states, since=50.0, lease_s=None) is None
 
 
 def test_nothing_is_lost_when_everything_is_abandoned(tmp_path: Path) -> None:
