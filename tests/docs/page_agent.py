@@ -3,7 +3,7 @@
     python page_agent.py PAGE BLOCK [OLD NEW]...
 
 OLD and NEW are a text in the block and its replacement. The program runs in the framework's own environment,
-so it imports raylight from the checkout.
+so it imports raylight and a helper of the tests from the checkout.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[2]))
+sys.path.insert(2, str(Path(__file__).parents[1] / "helpers"))
 
 from docs_snippets import snippet
 
