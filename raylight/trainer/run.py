@@ -186,11 +186,11 @@ class Run:
     async def watched(self) -> AsyncIterator[None]:
         """Watch the components during a block, which is the run's work. If a component fails for good, cancel
         the block, and raise the component's error."""
-        task, failures = asyncio.current_task(), []
+        task, failures, is_over = asyncio.current_task(), [], False
         assert task is not None, "only a task can be watched"
 
         def end(watch: asyncio.Task[object]) -> None:
-            if not watch.cancelled() and (error := watch.exception()) is not None:
+            if not is_over and not watch.cancelled() and (error := watch.exception()) is not None:
                 failures.append(error)
                 if len(failures) == 1:
                     task.cancel()
@@ -203,11 +203,12 @@ class Run:
         except BaseException:
             if not failures:
                 raise
+            with contextlib.suppress(asyncio.CancelledError):  # yet to come, if the block failed too
+                await asyncio.sleep(0)
             task.uncancel()
             raise failures[0] from None
         finally:
-            for watch in watching:
-                watch.remove_done_callback(end)
+            is_over = True
             await cancel_all(watching)
 
     async def counts(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -92,6 +93,26 @@ async def test_the_work_ends_with_its_own_error_or_with_that_of_a_component(
     assert (type(ending), str(ending)) == (type(expected), str(expected))
     assert all(component.ended for component in components)
     assert run.stopped == ["runners", "store"]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_work_and_a_component_that_fail_together_raise_an_error(turns: int) -> None:
+    """At every moment around the component's failure, neither is taken for a cancellation."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def work(run: FakeRun) -> None:
+        async with run.watched():
+            for _ in range(turns):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0)
+            raise ServingLostError("away")
+
+    async with within(), FakeRun(Watched(LOST)) as run:
+        with pytest.raises((RunnerLostError, ServingLostError)):
+            await work(run)
+        await asyncio.sleep(0)
+    assert not task.cancelling()
 
 
 async def test_a_cancellation_from_outside_stays_one() -> None:
