@@ -203,8 +203,6 @@ class Run:
         except BaseException:
             if not failures:
                 raise
-            with contextlib.suppress(asyncio.CancelledError):  # yet to come, if the block failed too
-                await asyncio.sleep(0)
             task.uncancel()
             raise failures[0] from None
         finally:
