@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from raylight.store.overview import RolloutLine
 
-_Group = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class RolloutSelection:
@@ -29,7 +27,7 @@ class RolloutSelection:
         """Return the ids of the selected rollouts, in their order."""
         if not self.best_of_group:
             return [line.rollout_id for line in lines if self._is_good(line)]
-        best: dict[_Group, tuple[float, str]] = {}
+        best: dict[str, tuple[float, str]] = {}
         for line in filter(self._is_good, lines):
             assert line.reward is not None
             group = _group(line)
@@ -39,8 +37,8 @@ class RolloutSelection:
 
     def pairs(self, lines: Iterable[RolloutLine]) -> list[tuple[str, str]]:
         """Return the ids of the best and of the worst rollout of each group whose rewards differ."""
-        best: dict[_Group, tuple[float, str]] = {}
-        worst: dict[_Group, tuple[float, str]] = {}
+        best: dict[str, tuple[float, str]] = {}
+        worst: dict[str, tuple[float, str]] = {}
         for line in lines:
             if line.group_id is None or not self._is_scored(line):
                 continue
@@ -65,15 +63,9 @@ class RolloutSelection:
         return self.min_reward is None or reward >= self.min_reward
 
 
-def _group(line: RolloutLine) -> _Group:
-    """Return the lineage and the name of a rollout's group.
-
-    A run that is resumed with other settings has a new lineage and uses the names of groups again, for other
-    tasks. The ids of its rollouts are LINEAGE-GROUP-SAMPLE.
-    """
-    if line.group_id is None:
-        return "", line.rollout_id
-    return line.rollout_id.rpartition(f"-{line.group_id}-")[0], line.group_id
+def _group(line: RolloutLine) -> str:
+    """Return the name of a rollout's group. A rollout without a group forms its own."""
+    return line.group or line.rollout_id
 
 
 def _reward(line: RolloutLine) -> float:

@@ -55,6 +55,21 @@ class RolloutLine(NamedTuple):
     def is_decided(self) -> bool:
         return self.status in FINISHED
 
+    @property
+    def group(self) -> str | None:
+        """Result of `group_name`."""
+        return group_name(self.rollout_id, self.group_id)
+
+
+def group_name(rollout_id: str, group_id: str | None) -> str | None:
+    """Return the name of a rollout's group, with the lineage of the run before it.
+
+    A run that was resumed with other settings has used ids of groups again, for other tasks. The ids of its
+    rollouts are LINEAGE-GROUP-SAMPLE.
+    """
+    lineage, found, _ = rollout_id.rpartition(f"-{group_id}-")
+    return f"{lineage}-{group_id}" if found else group_id
+
 
 class AttemptTexts(NamedTuple):
     """Messages of an attempt's calls, and the weights that sampled them."""

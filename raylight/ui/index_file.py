@@ -77,16 +77,6 @@ def open_index(file: Path, store: Path) -> sqlite3.Connection:
     raise sqlite3.OperationalError(f"{file} cannot be created")
 
 
-def group_name(rollout_id: str, group_id: str | None) -> str | None:
-    """Return the name of a rollout's group, with the lineage of the run before it.
-
-    A run that was resumed with other settings has used ids of groups again, for other tasks. The ids of its
-    rollouts are LINEAGE-GROUP-SAMPLE.
-    """
-    lineage, found, _ = rollout_id.rpartition(f"-{group_id}-")
-    return f"{lineage}-{group_id}" if found else group_id
-
-
 def index_row(line: RolloutLine) -> tuple[Any, ...]:
     """Return the values of `_FIELDS`."""
     task = (
@@ -106,7 +96,7 @@ def index_row(line: RolloutLine) -> tuple[Any, ...]:
         int(evaluated["step"]) if evaluated else None,
         found["lineage"] if found else None,
         int(trained["group"]) if trained else None,
-        group_name(line.rollout_id, line.group_id),
+        line.group,
         line.status,
         line.reward,
         line.tokens,

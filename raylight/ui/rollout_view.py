@@ -24,10 +24,9 @@ from raylight.semconv import (
     TOOL_DEFINITIONS,
 )
 from raylight.store.client import StoreClient
-from raylight.store.overview import message_text
+from raylight.store.overview import group_name, message_text
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import Attempt, FinishedRollout, Generation, Span
-from raylight.ui.index_file import group_name
 from raylight.ui.rollout_index import RolloutIndex
 
 MAX_ATTRIBUTE = 2_000

@@ -8,9 +8,10 @@ from recorded_run import LINEAGE, Recorded, record_run
 from store_helpers import open_box, reward_of
 
 from raylight.errors import QueryError
+from raylight.store.overview import group_name
 from raylight.types import EnqueueRolloutRequest
 from raylight.ui import rollout_index
-from raylight.ui.index_file import group_name, open_index
+from raylight.ui.index_file import open_index
 from raylight.ui.rollout_index import INDEX_FILE, MARK_END, MARK_START, RolloutIndex
 
 VERSIONS = {1: 0, 2: 1}
