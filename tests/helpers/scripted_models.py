@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 Script = Callable[[str, str], "str | int | tuple[str, str]"]
@@ -51,7 +51,14 @@ class ScriptedModels:
 def serve_script(script: Script) -> Iterator[ScriptedModels]:
     """Serve models with this script until the block ends."""
     models = ScriptedModels(script)
-    app = Starlette(routes=[Route("/v1/chat/completions", models.chat, methods=["POST"])])
+    with serve_chat(models.chat) as models.url:
+        yield models
+
+
+@contextlib.contextmanager
+def serve_chat(chat: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
+    """Serve a function as chat completions until the block ends; the value is the base URL."""
+    app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     started = threading.Event()
     begin = server.startup
@@ -64,9 +71,8 @@ def serve_script(script: Script) -> Iterator[ScriptedModels]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert started.wait(20)
-    models.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
     try:
-        yield models
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
     finally:
         server.should_exit = True
         thread.join(20)

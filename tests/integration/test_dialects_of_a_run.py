@@ -1,17 +1,14 @@
 """A rollout that alternates between two SDKs and calls a traced external judge yields one trajectory."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
+from scripted_models import serve_chat
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 import raylight as rl
 from raylight.experience.trajectory import build_trajectories
@@ -41,22 +38,8 @@ async def judge_app(request: Request) -> JSONResponse:
 @pytest.fixture(scope="module")
 def judge() -> Iterator[str]:
     """Base URL of an external model that requires its own key."""
-    app = Starlette(routes=[Route("/v1/chat/completions", judge_app, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    started = threading.Event()
-    begin = server.startup
-
-    async def startup(sockets: Any = None) -> None:
-        await begin(sockets)
-        started.set()
-
-    server.startup = startup  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert started.wait(20)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join(20)
+    with serve_chat(judge_app) as url:
+        yield url
 
 
 @rl.rollout
