@@ -31,9 +31,10 @@ from raylight.trainer.outcome import describe, explain_no_signal, raise_if_hopel
 from raylight.trainer.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.policy_rollouts import PolicyRollouts
 from raylight.trainer.report import Metrics, Report
-from raylight.trainer.resume import state_metadata
+from raylight.trainer.resume import ResumePoint, state_metadata
 from raylight.trainer.run import Run
 from raylight.trainer.session_groups import SessionGroups
+from raylight.trainer.step_loop import StepLoop
 from raylight.trainer.stop_request import StopRequest, TrainingStopped
 from raylight.trainer.training_groups import TrainingGroups
 from raylight.types import FinishedRollout
@@ -41,7 +42,7 @@ from raylight.types import FinishedRollout
 T = TypeVar("T")
 
 
-class Training:
+class Training(StepLoop):
     """The planned steps of a run, from its starting point to the model in `checkpoint/`.
 
     Args:
@@ -59,13 +60,10 @@ class Training:
         stop: StopRequest | None = None,
     ) -> None:
         start = run.start
+        super().__init__(run.learners, start, report)
         self._run, self._algorithm, self._learners = run, run.training.algorithm, run.learners
-        self._report, self._config, self._stop = report, config, stop or StopRequest()
+        self._config, self._stop = config, stop or StopRequest()
         self._total = run.training.total_steps
-        self._next = start.step + 1 if start.step else 0
-        """The next step; 0 is the evaluation before training."""
-        self._reported = self._next - 1
-        """Last step whose metrics are logged."""
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run, report.note)
@@ -88,15 +86,13 @@ class Training:
         """Step whose weights it publishes."""
         self._taken_at = time.perf_counter()
         """Time at which the last step had its rollouts."""
-        self._saved = start.step
-        """Last step that has a training state."""
         self._is_fork = start.step > 0 and start.starts_new_lineage
         """True if the state at the starting point must be saved, because it is of another lineage."""
         self._is_over = False
 
     async def run(self) -> None:
         """Train and report each step."""
-        start = self._run.start
+        start = self._start
         fault: LearnerLostError | None = None
         if start.evaluation is not None:
             self._evaluator.load_state_dict(start.evaluation)
@@ -329,12 +325,12 @@ class Training:
     async def _save_fork(self) -> None:
         """Save the state at the starting point, if it belongs to another lineage."""
         if self._is_fork:
-            await self._save_state(self._run.start.step)
+            await self._save_state(self._start.step)
             self._is_fork = False
 
     async def _save_state(self, step: int) -> None:
         metadata = state_metadata(
-            self._run.start,
+            self._start,
             self._config,
             version=self._learners.version,
             groups=self._groups.taken_up_to(step),
@@ -368,31 +364,13 @@ class Training:
         finally:
             await cancel_all([working, *failing])
 
-    async def _leave_draining_nodes(self) -> None:
-        """Save a training state, and move the learners if other nodes have room for them."""
-        learners, step = self._learners, self._next - 1
-        learners.drain_noticed.clear()
-        if step > self._saved and step >= self._reported:
-            await self._save_state(step)
-            await learners.finish_saving()
-        if learners.can_move:
-            await self._go_back(None)
-            self._report.note(f"the learners have left a node that drains, after step {step}")
-
     async def _go_back(self, fault: LearnerLostError | None) -> None:
-        """Restart lost learners, or those whose node drains (None), with the last training state, after which
-        the next step is taken.
-
-        Raises:
-            LearnerError: the learners were lost more often than allowed.
-        """
         if self._publication is not None:
             await cancel_all([self._publication])
         self._publication = self._published = None
-        point = await (self._learners.move() if fault is None else self._learners.recover(fault))
+        await super()._go_back(fault)
+
+    async def _return_to(self, point: ResumePoint) -> None:
         self._evaluator.load_state_dict(self._evaluated)
         self._ledger.load_state_dict(point.ledger)
         await self._groups.reload_steps(point.step)
-        self._saved = point.step
-        # step 0 follows a restart with the initial weights, if it was not logged
-        self._next = point.step + 1 if point.step or self._reported >= 0 else 0

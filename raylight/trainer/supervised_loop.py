@@ -14,12 +14,13 @@ from raylight.errors import LearnerLostError
 from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch, split_examples
 from raylight.trainer.model_selection import ModelSelection
 from raylight.trainer.report import Metrics, Report
-from raylight.trainer.resume import state_metadata
+from raylight.trainer.resume import ResumePoint, state_metadata
 from raylight.trainer.run import Run
+from raylight.trainer.step_loop import StepLoop
 from raylight.trainer.supervised_data import batch_schedule
 
 
-class SupervisedLoop:
+class SupervisedLoop(StepLoop):
     """The planned steps of a run, from its starting point to the model in `checkpoint/`.
 
     Args:
@@ -29,18 +30,12 @@ class SupervisedLoop:
     def __init__(self, run: Run, data: SupervisedData, report: Report, config: dict[str, Any]) -> None:
         training = run.settings.supervised
         assert training is not None, "the run trains on examples"
-        self._start, self._learners, self._training = run.start, run.ranks, training
-        self._data, self._report, self._config = data, report, config
+        super().__init__(run.ranks, run.start, report)
+        self._training, self._data, self._config = training, data, config
         self._schedule = batch_schedule(training.algorithm, data, run.settings.seed)
         self._selection = ModelSelection(run.ranks, training.algorithm, report, bool(data.held_out))
         self._evaluated = self._selection.state_dict()
         """State of the selection after the last logged step."""
-        self._next = self._start.step + 1 if self._start.step else 0
-        """The next step; 0 is the evaluation before training."""
-        self._reported = self._next - 1
-        """Last step whose metrics are logged."""
-        self._saved = self._start.step
-        """Last step that has a training state."""
 
     async def run(self) -> None:
         """Train and report each step."""
@@ -70,7 +65,7 @@ class SupervisedLoop:
                 if self._is_over:
                     await self._finish()
                     return
-                if self._learners.drain_noticed.is_set():
+                if self._ranks.drain_noticed.is_set():
                     await self._leave_draining_nodes()
                 await self._take_step(self._next)
             except LearnerLostError as error:
@@ -91,7 +86,7 @@ class SupervisedLoop:
         if evaluates:
             metrics |= await self._evaluate(step)
         if is_new and (step or evaluates):  # without an evaluation, step 0 is nothing
-            metrics["learner/restarts"] = float(self._learners.restarts)
+            metrics["learner/restarts"] = float(self._ranks.restarts)
             self._report.step(step, metrics)
             self._reported, self._evaluated = step, self._selection.state_dict()
         every = self._training.checkpoint.every
@@ -106,13 +101,13 @@ class SupervisedLoop:
         started = time.perf_counter()
         examples = [self._data.train[index] for index in self._schedule.batch(step)]
         with self._report.phase("update of the weights"):
-            metrics = await self._learners.update(build_supervised_batch(examples))
+            metrics = await self._ranks.update(build_supervised_batch(examples))
         return metrics | {
             "train/examples": float(len(examples)),
             "train/tokens": float(sum(example.tokens for example in examples)),
             "train/learned_tokens": float(sum(example.learned_tokens for example in examples)),
             "train/epoch": self._schedule.epochs_after(step),
-            "weights/version": float(self._learners.version),
+            "weights/version": float(self._ranks.version),
             "time/update_s": time.perf_counter() - started,
         }
 
@@ -128,7 +123,7 @@ class SupervisedLoop:
         totals: Counter[str] = Counter()
         for done, part in enumerate(parts, 1):
             batch = build_supervised_batch([held_out[index] for index in part])
-            totals.update(await self._learners.group.evaluate(batch))
+            totals.update(await self._ranks.group.evaluate(batch))
             progress(done, len(parts))
         count = totals.pop("count")
         metrics = {f"val/{name}": total / count for name, total in totals.items()}
@@ -143,42 +138,22 @@ class SupervisedLoop:
         if step < self._schedule.steps and (reason := self._selection.stop_reason) is not None:
             self._report.note(reason)
         with self._report.phase("saving of the model"):
-            await self._learners.save(str(self._report.checkpoint))
-            await self._learners.finish_saving()
+            await self._ranks.save(str(self._report.checkpoint))
+            await self._ranks.finish_saving()
 
     async def _save_state(self, step: int) -> None:
         metadata = state_metadata(
             self._start,
             self._config,
-            version=self._learners.version,
+            version=self._ranks.version,
             groups={},
             tasks=self._schedule.fingerprint(step),
             steps_without_signal=0,
             evaluation=self._selection.state_dict(),
             ledger={},
         )
-        await self._learners.save_state(step, metadata)
+        await self._ranks.save_state(step, metadata)
         self._saved = step
 
-    async def _leave_draining_nodes(self) -> None:
-        """Save a training state, and move the learners if other nodes have room for them."""
-        learners, step = self._learners, self._next - 1
-        learners.drain_noticed.clear()
-        if step > self._saved and step >= self._reported:
-            await self._save_state(step)
-            await learners.finish_saving()
-        if learners.can_move:
-            await self._go_back(None)
-            self._report.note(f"the learners have left a node that drains, after step {step}")
-
-    async def _go_back(self, fault: LearnerLostError | None) -> None:
-        """Restart lost learners, or those whose node drains (None), with the last training state, after which
-        the next step is taken.
-
-        Raises:
-            LearnerError: the learners were lost more often than allowed.
-        """
-        point = await (self._learners.move() if fault is None else self._learners.recover(fault))
+    async def _return_to(self, point: ResumePoint) -> None:
         self._selection.load_state_dict(self._evaluated)
-        self._saved = point.step
-        self._next = point.step + 1 if point.step or self._reported >= 0 else 0
