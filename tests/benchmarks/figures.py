@@ -40,9 +40,10 @@ def benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     flames = str(args.out / "flames")
     peer = ["--peer", str(args.peer), "--peer-script", str(args.peer_script)] if args.peer else []
     steps = ["--steps", "20", "--rounds", "2", "--cpu"]
-    large = ["--steps", "7", "--rounds", "1", "--async-threads", "1,1", "2,1", "--cpu"]
+    large = ["--steps", "7", "--rounds", "1", "--async-threads", "1,1", "1,2", "--cpu"]
     loop_flames = ((FLAMES, f"{flames}/loop"),)
     listed = [
+        Benchmark("layers", 30, ["gateway_layers.py"]),
         Benchmark("capture", 110, ["capture.py", "--bound", "--rounds", "3", "--flame", flames]),
         Benchmark("loop", 260, ["loop_vs_bare.py", *steps]),
         Benchmark("loop_large", 320, ["loop_vs_trl.py", *large]),
