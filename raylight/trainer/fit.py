@@ -64,7 +64,7 @@ class Fit:
     SupervisedData of a run without rollouts."""
     val: Any
     total_steps: int
-    """Planned number of steps; 0 if only the algorithm knows it."""
+    """Planned number of steps; 0 if only the algorithm knows it, or the user ends the run."""
     resume: Resume = False
     resume_file: Path | None = None
     """Result file from which an algorithm with its own loop continues."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.bounds import ENDLESS
 from raylight.config import SessionConfig
 from raylight.errors import ConfigError
 from raylight.serving.gateway.sessions import SessionRules
@@ -23,8 +24,6 @@ from raylight.trainer.trainer import Trainer
 
 MIN_KEY_LENGTH = 16
 """Fewest characters of the server's key: who has the key of a session could find out a short one."""
-ENDLESS = 1_000_000
-"""Number of steps of a training that ends when it is stopped."""
 ONLINE_DEFAULTS: dict[str, Any] = {
     "name": "ReinforcePlusPlus",
     "n_steps": ENDLESS,
@@ -140,6 +139,8 @@ class OnlineTrainer(Trainer):
         rules = SessionRules(self._policy.group_size)
         serving = replace(fit.settings.serving, route="/", session_rules=rules)
         fit.settings = replace(fit.settings, serving=serving)
+        if fit.total_steps == ENDLESS:
+            fit.total_steps = 0
         return fit
 
     def _common_settings(

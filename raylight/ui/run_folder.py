@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.advisories import Advisor
+from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
 from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
 from raylight.trainer.run_records import read_config
@@ -171,6 +172,7 @@ class RunFolder:
         evaluation = self.evaluation()
         kind = "evaluation" if evaluation is not None or (self.path / "eval.db").exists() else None
         started = _modified(self.path / "config.yaml")
+        is_endless = run.get("total_steps") == ENDLESS
         return {
             "id": self.name,
             "path": valid_text(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path),
@@ -183,7 +185,7 @@ class RunFolder:
             "updated": self._updated(),
             "seconds": summary.get("seconds") or (rows[-1].get("time/total_s") if rows else None),
             "step": int(rows[-1]["step"]) if rows else None,
-            "total_steps": run.get("total_steps"),
+            "total_steps": None if is_endless else run.get("total_steps"),
             "reward_before": rewards[0] if rewards else None,
             "reward_after": rewards[-1] if rewards else None,
             "best": (summary.get("best") or {}).get("value"),

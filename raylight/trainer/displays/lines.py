@@ -60,4 +60,5 @@ class PlainDisplay(SilentDisplay):
         shown = [f"{name} {cell(metrics, key, form)}" for name, key, form in columns if key in metrics]
         if (left := self._progress.seconds_left) is not None and step < self._progress.total:
             shown.append(f"about {format_seconds(left)} left")
-        self._print(f"{label(step, metrics)}/{self._progress.total}  " + "  ".join(shown))
+        total = f"/{self._progress.total}" if self._progress.total else ""
+        self._print(f"{label(step, metrics)}{total}  " + "  ".join(shown))

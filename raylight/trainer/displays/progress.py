@@ -29,7 +29,7 @@ class TimeEstimate:
     Evaluations are estimated apart, because not all steps have one.
 
     Args:
-        total: planned number of steps.
+        total: planned number of steps; 0 if there is none.
     """
 
     def __init__(self, total: int) -> None:
@@ -55,12 +55,12 @@ class TimeEstimate:
         self._last = {"step": float(step), "time/total_s": metrics["time/total_s"]}
 
     def left(self, since_last_step: float) -> float | None:
-        """Return the seconds left; None before a step was measured.
+        """Return the seconds left; None before a step was measured, or without a planned number of steps.
 
         Args:
             since_last_step: seconds since the last step was added.
         """
-        if not self._steps or self._last is None:
+        if not self._total or not self._steps or self._last is None:
             return None
         steps = self._total - self._last["step"]
         usual = statistics.median(self._steps)
@@ -83,7 +83,7 @@ class RunProgress:
     """State of a run, as its displays show it.
 
     Args:
-        total: planned number of steps; 0 if the run has none.
+        total: planned number of steps; 0 if the run has none, or if only its user ends it.
         folder: the run directory, if the run has one.
         clock: returns seconds.
     """

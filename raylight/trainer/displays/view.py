@@ -148,11 +148,11 @@ class ProgressView:
     def _status(self) -> Table:
         """Return the line of the step and the time left."""
         progress = self._progress
-        step = (
-            f"step {min(progress.step + 1, progress.total)} of {progress.total}"
-            if progress.rows
-            else "starting"
-        )
+        step = "starting"
+        if progress.rows and progress.total:
+            step = f"step {min(progress.step + 1, progress.total)} of {progress.total}"
+        elif progress.rows:
+            step = f"step {progress.step + 1}"
         words = [progress.stage or step, format_seconds(progress.seconds)]
         if not progress.stage and (left := progress.seconds_left) is not None:
             words.append(f"about {format_seconds(left)} left")

@@ -67,6 +67,19 @@ def test_the_plain_display_prints_a_line_a_step_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("live", [True, False])
+def test_a_run_that_its_user_ends_counts_its_steps_only(live: bool) -> None:
+    console = a_console(force_terminal=live)
+    progress = RunProgress(0)
+    with (LiveDisplay if live else PlainDisplay)(console, progress) as display:
+        for step in (1, 2, 3):
+            display.step(step, {"train/reward": 0.25, "time/total_s": 5.0 * step})
+        status = shown(progress)[-1]
+    text = console.export_text()
+    assert "step 4  " in status
+    assert not any(word in text + status for word in ("/0", " of ", " left"))
+
+
+@pytest.mark.parametrize("live", [True, False])
 def test_drifts_are_shown_once_there_are_any(live: bool) -> None:
     console = a_console(force_terminal=live)
     with (LiveDisplay if live else PlainDisplay)(console, RunProgress(10)) as display:

@@ -32,6 +32,8 @@ def test_the_run_of_a_server(tmp_path: Path) -> None:
     assert (algorithm.lr, algorithm.max_staleness, algorithm.stale) == (1e-4, 2, "drop")
     assert (algorithm.rollout.max_turns, algorithm.rollout.unresponsive_seconds) == (4, 60.0)
     assert algorithm.rollout.timeout_seconds is None
+    assert online.plan_sessions().total_steps == 0  # the displays count down no endless training
+    assert trainer(tmp_path, {"n_steps": 3}).plan_sessions().total_steps == 3
 
 
 def test_groups_of_sessions(tmp_path: Path) -> None:

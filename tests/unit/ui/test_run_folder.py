@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from recorded_run import SECRET, record_run, write_metrics
 
+from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
 from raylight.ui.run_folder import MetricTable, RunFolder, find_runs, name_runs
 
@@ -106,6 +107,8 @@ def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
     details["path"].encode()
     (folder / "config.yaml").write_text("agent: mine\nrun: {total_steps: 5}\n")
     assert run.details()["total_steps"] == 5
+    (folder / "config.yaml").write_text(f"agent: mine\nrun: {{total_steps: {ENDLESS}}}\n")
+    assert (run.details()["kind"], run.details()["total_steps"]) == ("training", None)
     os.utime(folder / "config.yaml", (1, 1))
     (folder / "config.yaml").write_text("agent: [")
     assert run.details()["agent"] == "mine"
