@@ -243,7 +243,7 @@ class Ui:
         finished = await rollout_view.read_rollout(await run.store(), name)
 
         def build() -> list[token_view.TokenRow]:
-            recorded = run.records.read(step, [name])[name] if step and has_records else []
+            recorded = run.records.read(step, [name])[name] if step and has_records else None
             return token_view.token_rows(finished, recorded, run.rules, run.stale_mask(step))
 
         rows = await asyncio.to_thread(build)

@@ -69,7 +69,7 @@ class TokenTexts(Protocol):
 
 def token_rows(
     finished: FinishedRollout,
-    recorded: Sequence[RecordedRow] = (),
+    recorded: Sequence[RecordedRow] | None = None,
     rules: RowRules = DEFAULT_RULES,
     stale: StaleMask | None = None,
 ) -> list[TokenRow]:
@@ -77,7 +77,8 @@ def token_rows(
 
     Args:
         finished: the rollout, with its spans.
-        recorded: what the learners computed of its rows.
+        recorded: what the learners computed of its rows: of all that were trained. None: its step has no
+            records, and the rules tell what was, or will be.
         rules: the run's choice of calls and rows to train.
         stale: mask of the tokens that were too old for their step; None for no such limit.
     """
@@ -101,7 +102,8 @@ def token_rows(
     for row in rows:
         first = int((row.kind == SAMPLED).argmax()) if (row.kind == SAMPLED).any() else len(row.ids)
         row.kind[first:][row.kind[first:] == PROMPT] = OBSERVATION
-    _add_records(rows, recorded)
+    if recorded is not None:
+        _add_records(rows, recorded)
     return rows
 
 
@@ -125,7 +127,8 @@ def _enter(row: TokenRow, call: Generation, end: int, number: int) -> None:
 
 
 def _add_records(rows: Sequence[TokenRow], recorded: Sequence[RecordedRow]) -> None:
-    """Enter what the learners computed. A recorded row can be shorter than the row, if it was truncated."""
+    """Enter what the learners computed. A recorded row can be shorter than the row, if it was truncated; what
+    is not recorded was not trained."""
     free = list(rows)
     for record in recorded:
         size = len(record.advantages)
@@ -136,6 +139,9 @@ def _add_records(rows: Sequence[TokenRow], recorded: Sequence[RecordedRow]) -> N
             is_trained = row.trained[part] == 1
             row.learner_logprob[part] = np.where(is_trained, record.logprobs, np.nan)
             row.advantage[part] = np.where(is_trained, record.advantages, np.nan)
+            row.trained[part.stop :] = 0
+    for row in free:
+        row.trained[:] = 0
 
 
 def page(row: TokenRow, offset: int, limit: int, tokenizer: TokenTexts | None) -> dict[str, list[Any]]:

@@ -65,6 +65,14 @@ def test_a_record_of_another_row_is_left_out() -> None:
     assert np.isnan(row.advantage).all()
 
 
+def test_what_the_learners_did_not_record_was_not_trained() -> None:
+    (left_out,) = token_rows(conversation(), [])
+    assert not left_out.trained.any()
+    truncated = RecordedRow(2, np.array([-1.5, -2.5], np.float32), np.array([1, 1], np.float32))
+    (row,) = token_rows(conversation(), [truncated])
+    assert row.trained.tolist() == [0, 0, 1, 1, 0, 0]
+
+
 def test_calls_that_are_not_trained_have_rows_of_their_own() -> None:
     item = conversation()
     aborted = make_generation([1], [2], key=make_key(call_id="c"), start=3.0)
@@ -83,7 +91,7 @@ def test_the_rules_of_the_run_choose_the_trained_rows() -> None:
     item = finished(*conversation().generations, short, title)
     assert [int(row.trained.sum()) for row in token_rows(item)] == [3, 1, 0]
     rules = RowRules(train_auxiliary_calls=True, trajectory_selection="longest")
-    assert [int(row.trained.sum()) for row in token_rows(item, (), rules)] == [0, 0, 5]
+    assert [int(row.trained.sum()) for row in token_rows(item, None, rules)] == [0, 0, 5]
     validation = replace(item, rollout=item.rollout.model_copy(update={"mode": "val"}))
     assert not any(row.trained.any() for row in token_rows(validation))
 
