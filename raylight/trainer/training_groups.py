@@ -350,20 +350,20 @@ class TrainingGroups:
             if outages == self._outages:
                 return chosen
             self._outages = outages
-            self._wait_again()
+            await self._wait_again()
 
-    def _wait_again(self) -> None:
+    async def _wait_again(self) -> None:
         """Wait for all groups that no step took, after an outage: it returned rollouts to the queue that were
         decided, and perhaps being read, before it was known."""
-        for waiting in self._waiting.values():
-            waiting.cancel()
-        groups = [*self._waiting, *self._finished, *self._dropped]
+        waiting = dict(self._waiting)
+        await cancel_all(waiting.values())
+        groups = [*waiting, *self._finished, *self._dropped]
         self._had_replacement |= {
             group for group, finished in self._finished.items() if not finished.is_informative
         }
         self._finished.clear()
         self._dropped.clear()
-        self._waiting = {group: self._tasks.create_task(self._wait(group)) for group in groups}
+        self._waiting |= {group: self._tasks.create_task(self._wait(group)) for group in groups}
 
     def _in_order(self) -> Iterator[int]:
         """Yield finished groups in the order in which steps take them."""

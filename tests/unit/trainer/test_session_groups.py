@@ -196,6 +196,33 @@ def test_a_first_call_that_takes_longer_than_the_lease_is_trained(tmp_path: Path
     assert rows[-1]["sessions/late_used"] > 0
 
 
+class SlowWaitRun(SessionRun):
+    """The end of a wait for late rewards takes longer than the beginning of the next one."""
+
+    async def _open(self) -> None:
+        await super()._open()
+        wait = self.store.wait_until_final
+
+        async def wait_slowly(rollout_ids: Any) -> None:
+            try:
+                await wait(rollout_ids)
+            except asyncio.CancelledError:
+                await pause(0.05)
+                raise
+
+        self.store.wait_until_final = wait_slowly  # type: ignore[method-assign]
+
+
+def test_an_outage_while_rewards_are_late(tmp_path: Path) -> None:
+    """The run waits again for all groups, also for those whose sessions have expired."""
+    outside = Outside(11, {"rewarded": 4, "never": 1})
+    world = world_of(tmp_path / "a", outside)
+    world.run, world.staleness, world.outages_at = SlowWaitRun, 8, {3, 5, 7}
+    rows = asyncio.run(live(world, group_size=1, **ONLINE | {"max_staleness": 8}))
+    assert rows[-1]["step"] == world.steps
+    taken_by(world)
+
+
 def test_late_rewards_are_counted_when_their_tokens_are_old(tmp_path: Path) -> None:
     outside = Outside(3, {"rewarded": 9, "never": 1})
     world = world_of(tmp_path / "a", outside)
