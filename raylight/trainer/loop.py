@@ -335,6 +335,7 @@ class Training(StepLoop):
             version=self._learners.version,
             groups=self._groups.taken_up_to(step),
             tasks=self._groups.sampler_state(),
+            observed_step=self._groups.observed_step,
             steps_without_signal=self._steps_without_signal,
             evaluation=self._evaluator.state_dict() | {"beside": self._beside.step},
             ledger=self._ledger.state_dict(),

@@ -44,7 +44,15 @@ SAME_UPDATES = {
 """Settings of an algorithm that do not affect its updates."""
 NOT_COMPARED = {"name", "versions", "resources"}
 """Top-level keys of a run's configuration that may differ from those of the training state."""
-PROGRESS_KEYS = ("version", "groups", "tasks", "ledger", "steps_without_signal", "evaluation")
+PROGRESS_KEYS = (
+    "version",
+    "groups",
+    "tasks",
+    "observed_step",
+    "ledger",
+    "steps_without_signal",
+    "evaluation",
+)
 """Fields of a ResumePoint that are stored with a training state."""
 STORE_TIMEOUT_S = 30.0
 
@@ -61,6 +69,8 @@ class ResumePoint:
         groups: groups of rollouts that were taken up to that step, as arguments of `TakenGroups`.
         tasks: state of the sampler of tasks after that step; in supervised training, the digest of the
             step's examples.
+        observed_step: last step whose outcomes `tasks` includes. It is after `step` in a state that was saved
+            while steps were taken again.
         ledger: result of `Ledger.state_dict` after that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
@@ -78,6 +88,7 @@ class ResumePoint:
     version: int = 0
     groups: dict[str, Any] = field(default_factory=dict)
     tasks: dict[str, Any] = field(default_factory=dict)
+    observed_step: int = 0
     ledger: dict[str, Any] = field(default_factory=dict)
     steps_without_signal: int = 0
     evaluation: dict[str, Any] | None = None

@@ -148,6 +148,7 @@ class SupervisedLoop(StepLoop):
             version=self._ranks.version,
             groups={},
             tasks=self._schedule.fingerprint(step),
+            observed_step=step,
             steps_without_signal=0,
             evaluation=self._selection.state_dict(),
             ledger={},

@@ -112,7 +112,8 @@ class TrainingGroups:
         self._sampler = tasks.sampler(run.settings.seed)
         self._sampling = asyncio.Lock()
         """Held while the sampler is used, which may be in a thread."""
-        self._observed = run.start.step
+        start = run.start
+        self.observed_step = start.step if start.starts_new_lineage else start.observed_step
         """Last step whose outcomes the sampler knows."""
         self._pacer = Pacer(algorithm.tasks_per_step, algorithm.max_staleness, run.training.total_steps)
         self._taken = TakenGroups()
@@ -239,9 +240,9 @@ class TrainingGroups:
 
     async def _observe(self, step: int, rollouts: list[FinishedRollout]) -> None:
         """Give the sampler the outcomes of a step, once."""
-        if step <= self._observed:
+        if step <= self.observed_step:
             return
-        self._observed = step
+        self.observed_step = step
         by_id = {item.rollout.rollout_id: item for item in rollouts}
         async with self._sampling:
             for group in sorted(self._records[step].trained):  # a step that is taken again draws nothing

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from training_world import GROUP, TASKS, World, live, settings_of, told, weights_of
+from training_world import GROUP, TASKS, FakeRun, World, live, settings_of, told, weights_of
 
 import raylight as rl
+from raylight.experience.checkpoints import TrainingStates
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.tasks.shuffled import ShuffledTasks, TaskSampler
 from raylight.types import Rollout
 
 
@@ -90,3 +93,55 @@ def test_each_group_of_an_asynchronous_run_has_one_task(deaths: list[int], tmp_p
     assert rows[-1]["step"] == world.steps
     assert all(len({*tasks}) == 1 for tasks in tasks_of(world).values())
     assert function.repeated <= TASKS * GROUP * len(deaths)
+
+
+class CountingTasks(ShuffledTasks):
+    """Tasks whose sampler counts the outcomes of each draw."""
+
+    def sampler(self, seed: int) -> TaskSampler:
+        return CountingSampler(self.tasks, seed)
+
+
+class CountingSampler(TaskSampler):
+    def __init__(self, tasks: Any, seed: int) -> None:
+        super().__init__(tasks, seed)
+        self.outcomes: Counter[str] = Counter()
+
+    def observe(self, number: int, reward: float | None) -> None:
+        self.outcomes[str(number)] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"outcomes": dict(self.outcomes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.outcomes = Counter(state.get("outcomes", {}))
+
+
+class DrainedRun(FakeRun):
+    """The node of the learners drains when they take the update of step 4 again."""
+
+    async def _open(self) -> None:
+        await super()._open()
+        ranks, before = self.learners.group, Counter[int]()
+        update = ranks.update
+
+        async def count(batch: Any) -> dict[str, float]:
+            before[ranks.version] += 1
+            if before[3] == 2 and ranks.version == 3:
+                self.learners.drain_noticed.set()
+            return await update(batch)
+
+        ranks.update = count  # type: ignore[method-assign]
+
+
+def test_outcomes_are_noted_once_when_an_earlier_step_is_saved_afterwards(tmp_path: Path) -> None:
+    """Step 5 is lost after its outcomes were noted, the state of step 4 is saved, and the driver dies."""
+    world = World(tmp_path / "a")
+    world.folder.mkdir()
+    world.run, world.val_tasks, world.faults = DrainedRun, 0, {4: 1}
+    tasks = CountingTasks(list(range(10)))
+    states = TrainingStates(str(world.folder / "state"))
+    asyncio.run(live(world, die_after=45, tasks=tasks, val_every=None))
+    assert states.steps()[-1] == 4
+    asyncio.run(live(world, tasks=tasks, val_every=None))
+    assert states.metadata(9)["tasks"]["outcomes"] == {str(group): 1 for group in range(36)}

@@ -101,6 +101,7 @@ def metadata(start, version: int = 5) -> dict:
         version=version,
         groups=TAKEN,
         tasks={},
+        observed_step=4,
         ledger={},
         steps_without_signal=1,
         evaluation={"best": None},
