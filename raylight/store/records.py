@@ -150,15 +150,13 @@ class Records:
         dropped = 0
         for span in spans:
             rollout_id, attempt_id, given_id = span[:3]
-            if (rollout_id, attempt_id) not in attempts:
-                if finishing is not None and (rollout_id, attempt_id) == (
-                    finishing.rollout_id,
-                    finishing.attempt_id,
-                ):
+            key = (rollout_id, attempt_id)
+            if key not in attempts:
+                if finishing is not None and key == (finishing.rollout_id, finishing.attempt_id):
                     attempt = finishing
                 else:
                     attempt = self._attempts.get(rollout_id, attempt_id)
-                attempts[rollout_id, attempt_id] = attempt
+                attempts[key] = attempt
                 next_ids[attempt_id] = attempt.next_sequence_id
                 rooms[attempt_id] = self._room(attempt, len(spans))
             rewarded = span[REWARD] is not None
@@ -167,7 +165,7 @@ class Records:
                 sequence_ids.append(None)
                 continue
             sequence_id = given_id or next_ids[attempt_id]
-            late = attempts[rollout_id, attempt_id].status in ATTEMPT_FINISHED
+            late = attempts[key].status in ATTEMPT_FINISHED
             if late:  # the reward of a decided attempt does not change
                 span = (*span[:REWARD], None, *span[REWARD + 1 :])
             if self._journal.execute(_ADD_SPAN, (rollout_id, attempt_id, sequence_id, *span[3:])).rowcount:
@@ -211,16 +209,19 @@ class Records:
     ) -> Row:
         """Store an attempt's last spans and decide it as `Attempts.finish` does.
 
-        An attempt whose rewards were dropped fails.
+        An attempt whose rewards were dropped fails. A late end whose spans are stored already is reported
+        again, and not counted again.
         """
         attempt = self._attempts.get(rollout_id, attempt_id)
-        if attempt.status in LIVE:
-            stored = [number for number in self.add_spans(spans, finishing=attempt) if number is not None]
+        finishing = attempt if attempt.status in LIVE else None
+        stored = [number for number in self.add_spans(spans, finishing) if number is not None]
+        if finishing is not None:
             next_id = max([attempt.next_sequence_id, *(number + 1 for number in stored)])
             heartbeat = self._clock() if spans else attempt.last_heartbeat_time
             attempt = attempt._replace(next_sequence_id=next_id, last_heartbeat_time=heartbeat)
+        elif attempt.status in ATTEMPT_FINISHED and spans and not stored:
+            return self._rollouts.state(rollout_id)
         else:
-            self.add_spans(spans)
             attempt = self._attempts.get(rollout_id, attempt_id)  # the spans may have revived it
         if values["status"] == "succeeded" and self._count_rewards(attempt_id) > MAX_REWARD_SPANS:
             lost = Failure(

@@ -13,6 +13,7 @@ All of them take the server's key. A session's own key opens its calls only.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Callable
@@ -218,8 +219,10 @@ class SessionService:
         }
 
     def _span(self, session: Session, name: str, attributes: dict[str, Any]) -> Span:
+        """Return a span; one of the same name, of a repeated request, has the same id and is stored once."""
         now = self._clock()
         return Span.from_attributes(
+            span_id=hashlib.sha256(name.encode()).hexdigest()[:16],
             name=name,
             attributes=attributes,
             rollout_id=session.state.rollout_id,

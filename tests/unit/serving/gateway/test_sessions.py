@@ -313,6 +313,8 @@ def test_a_reward_for_a_session_that_was_given_up_is_counted() -> None:
             late = await server.post(f"/{session['session_id']}/reward", reward=1.0)
             assert late.status_code == 200
             assert (late.json()["status"], late.json()["reward_used"]) == ("abandoned", False)
+            again = await server.post(f"/{session['session_id']}/reward", reward=1.0)
+            assert again.json() == late.json()
             assert await server.box.count("attempts_late") == 1
 
     asyncio.run(main())
