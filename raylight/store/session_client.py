@@ -20,6 +20,10 @@ class Session(NamedTuple):
     task: Any
     expires: float | None
     """Time at which it expires without a call or a heartbeat, in seconds since the epoch; None: never."""
+    calls: int
+    """Number of its recorded calls."""
+    sampled_tokens: int
+    """Number of tokens that they sampled."""
 
     @property
     def session_id(self) -> str:
@@ -62,5 +66,5 @@ class SessionClient:
 
 
 def _session(row: Row) -> Session:
-    config, task, expires = row[N_STATE:]
-    return Session(state_from_row(row[:N_STATE]), config_from_json(config), decode_payload(task), expires)
+    config, task, *rest = row[N_STATE:]
+    return Session(state_from_row(row[:N_STATE]), config_from_json(config), decode_payload(task), *rest)

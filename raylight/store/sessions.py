@@ -89,14 +89,17 @@ class Sessions:
 
     def state(self, session_id: str) -> Row:
         """Columns ROLLOUT_STATE of a session's rollout with the session's own attempt, then the rollout's
-        config and input, and the time at which the session expires.
+        config and input, the time at which the session expires, and the numbers of its recorded calls and of
+        the tokens that they sampled.
 
         Raises:
             UnknownIdError: there is no such session.
         """
         row = self._journal.fetch_one(
-            f"SELECT {ROLLOUT_STATE}, r.config, r.input, a.silent_at FROM attempts a JOIN rollouts r ON "
-            "r.rollout_id = a.rollout_id WHERE a.attempt_id = ?",
+            f"SELECT {ROLLOUT_STATE}, r.config, r.input, a.silent_at, (SELECT COUNT(*) FROM calls c WHERE "
+            "c.attempt_id = a.attempt_id AND c.generation IS NOT NULL), COALESCE((SELECT s.tokens + s.late "
+            "FROM sampled s WHERE s.rollout_id = a.rollout_id AND s.attempt_id = a.attempt_id), 0) FROM "
+            "attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id WHERE a.attempt_id = ?",
             (session_id,),
         )
         if row is None:

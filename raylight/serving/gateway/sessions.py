@@ -202,17 +202,18 @@ class SessionService:
     async def _describe(self, session: Session) -> dict[str, Any]:
         """Return the state of a session."""
         attempt = _attempt(session)
-        (item,) = await self._store.collect([session.state.rollout_id])
-        calls = [call for call in item.generations if call.key.attempt_id == session.session_id]
-        status = _status(session)
+        status, rewards = _status(session), dict[str, float]()
+        if status == "rewarded":
+            (item,) = await self._store.collect([session.state.rollout_id])
+            rewards = item.rewards
         return {
             "session_id": session.session_id,
             "status": status,
             "task": session.task,
-            "rewards": item.rewards if status == "rewarded" else {},
+            "rewards": rewards,
             "failure": attempt.failure.error if attempt.failure else None,
-            "calls": len(calls),
-            "sampled_tokens": sum(len(call.output_ids) for call in calls),
+            "calls": session.calls,
+            "sampled_tokens": session.sampled_tokens,
             "begun": attempt.start_time,
             "ended": attempt.end_time,
             "expires": None if attempt.status in ATTEMPT_FINISHED else session.expires,

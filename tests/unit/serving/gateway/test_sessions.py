@@ -18,6 +18,7 @@ from store_helpers import Box, open_box
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.sessions import SessionRules, SessionService
+from raylight.store.reading import StoreReader
 from raylight.types import EnqueueRolloutRequest, Failure, RolloutConfig
 
 LEASE_S = 60.0
@@ -119,6 +120,21 @@ def test_a_session_is_begun_called_and_rewarded() -> None:
             assert (item.rollout.status, item.reward) == ("succeeded", 1.0)
             assert item.rewards == {"right": 1.0, "short": 0.5}
             assert "agentlightning.message" in {span.name for span in item.spans}
+
+    asyncio.run(main())
+
+
+def test_a_heartbeat_counts_calls_without_reading_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving() as server:
+            await server.offer(0)
+            session = await server.begin()
+            for _ in range(2):
+                await server.call(session)
+            assert await server.box.service.wait_for_records(session["session_id"], 10.0)
+            monkeypatch.delattr(StoreReader, "collect")
+            answer = (await server.post(f"/{session['session_id']}/heartbeat")).json()
+            assert (answer["status"], answer["calls"], answer["sampled_tokens"]) == ("open", 2, 10)
 
     asyncio.run(main())
 
