@@ -19,6 +19,7 @@ FLOORS = [
         "synonyms",
         "disk",
         "garbage",
+        "agent_threads",
         "deferred_imports",
         "printable",
     },

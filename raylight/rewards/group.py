@@ -7,7 +7,6 @@ a rollout that is not scored. It may be a coroutine function. The agent's own re
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from raylight.agent_threads import AgentThreads
 from raylight.errors import GroupRewardError, RewardError
 from raylight.traces.messages import Message, TraceToMessages
 from raylight.traces.rewards import named_rewards
@@ -85,7 +85,7 @@ GroupReward: TypeAlias = Callable[
 async def call_group_reward(function: GroupReward, group: list[GroupRollout]) -> list[dict[str, float]]:
     """Return the named rewards of each rollout of a group, empty for one that is not scored.
 
-    A plain function runs in a thread.
+    A plain function runs in a daemon thread. If the caller is cancelled, the thread is abandoned.
 
     Raises:
         GroupRewardError: the result is not one reward for each rollout.
@@ -95,7 +95,7 @@ async def call_group_reward(function: GroupReward, group: list[GroupRollout]) ->
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         result = function(group)
     else:
-        result = await asyncio.to_thread(function, group)
+        result = await run_plain(function, group)
     if inspect.isawaitable(result):
         result = await result
     title = getattr(function, "__name__", type(function).__name__)
@@ -113,6 +113,14 @@ async def call_group_reward(function: GroupReward, group: list[GroupRollout]) ->
         return [{} if reward is None else named_rewards(reward) for reward in result]
     except RewardError as error:
         raise GroupRewardError(f"the group reward {title} returned a wrong reward: {error}") from None
+
+
+async def run_plain(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a plain function, which a daemon thread calls."""
+    result, error = await AgentThreads().run(function, *args)
+    if error is not None:
+        raise error
+    return result
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from raylight.agent.resources import LLM
 from raylight.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
-from raylight.rewards.group import GroupRollout
+from raylight.rewards.group import GroupRollout, run_plain
 from raylight.rewards.judge import MAX_ATTEMPTS, MAX_CONCURRENT, Judge, as_score
 from raylight.traces.messages import Message
 from raylight.traces.rewards import as_reward
@@ -76,7 +76,7 @@ class Rubric:
             scores = await self._judge.ask(rubric_messages(rollout, self._judged), self._read)
         for criterion in self._criteria:
             if criterion.check is not None:
-                value = await asyncio.to_thread(criterion.check, rollout)
+                value = await run_plain(criterion.check, rollout)
                 scores[criterion.name] = as_reward(value, criterion.name)
         total = math.fsum(criterion.weight * scores[criterion.name] for criterion in self._criteria)
         return {self.name: max(total / self._scale, 0.0)} | {c.name: scores[c.name] for c in self._criteria}

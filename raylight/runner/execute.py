@@ -15,9 +15,9 @@ from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.agent.rollout_scope import RolloutScope, TrainerView, rollout_scope
+from raylight.agent_threads import AgentThreads
 from raylight.errors import HookError
 from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result, truncate
-from raylight.runner.threads import AgentThreads
 from raylight.traces.context import SEND_BATCH, AttemptTrace
 from raylight.traces.tracer import Tracer
 from raylight.types import GREEDY, Budget, Failure, Rollout, Span

@@ -24,11 +24,11 @@ from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.agent.rollout_scope import TrainerView
+from raylight.agent_threads import AgentThreads
 from raylight.aio import BroadcastCondition, pause
 from raylight.errors import SpanError, WorkerGoneError
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
-from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
 from raylight.store.payloads import encode_payload
 from raylight.store.rows import span_row

@@ -23,21 +23,30 @@ logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 32
 """Groups that are graded at a time, whose spans are in memory."""
+GRADE_TIMEOUT_S = 3600.0
+"""Longest time for the grades of a group."""
 
 
 class GroupGrader:
     """Calls a group reward for finished groups, and stores its grades with their attempts.
 
-    Only rollouts that succeeded are graded; a group without any is left as it is. If the function raises, the
-    rollouts of the group have no reward, which is stored too. A group that no step took yet is then graded
-    again in a resumed run.
+    Only rollouts that succeeded are graded; a group without any is left as it is. If the function raises, or
+    takes too long, the rollouts of the group have no reward, which is stored too. A group that no step took
+    yet is then graded again in a resumed run.
 
     Args:
         note: shows the first failure to the user.
+        timeout_s: longest time of a call.
     """
 
-    def __init__(self, store: StoreClient, function: GroupReward, note: Callable[[str], None]) -> None:
-        self._store, self._function, self._note = store, function, note
+    def __init__(
+        self,
+        store: StoreClient,
+        function: GroupReward,
+        note: Callable[[str], None],
+        timeout_s: float = GRADE_TIMEOUT_S,
+    ) -> None:
+        self._store, self._function, self._note, self._timeout_s = store, function, note, timeout_s
         self._noted = False
         self._room = asyncio.Semaphore(MAX_GROUPS)
 
@@ -80,7 +89,7 @@ class GroupGrader:
         error: str | None = None
         with recording() as recorded:
             try:
-                rewards = await call_group_reward(self._function, list(map(GroupRollout, with_spans)))
+                rewards = await self._call(list(map(GroupRollout, with_spans)))
             except GroupRewardError:
                 raise
             except Exception as failure:  # the user's code, or the judge
@@ -101,6 +110,23 @@ class GroupGrader:
             item if _is_graded(item) else _with_grade(item, given, error)
             for item, (_, given) in zip(group, grades, strict=True)
         ]
+
+    async def _call(self, group: list[GroupRollout]) -> list[dict[str, float]]:
+        """Call the function.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await call_group_reward(self._function, group)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        raise TimeoutError(
+            f"it took more than {self._timeout_s:g} s for a group of {len(group)}; limit the time of what it "
+            "waits for"
+        )
 
     def _show(self, failure: Exception) -> None:
         logger.debug("the group reward failed", exc_info=failure)

@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Awaitable, Iterator
 from typing import Any, cast
 
+from raylight.agent_threads import AgentThreads
 from raylight.algorithms.base import Algorithm
-from raylight.runner.threads import AgentThreads
 from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.fit import Fit
 from raylight.trainer.loop import Training

@@ -11,10 +11,10 @@ from typing import Any
 from raylight.agent.decorators import rollout as decorate
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
+from raylight.agent_threads import AgentThreads
 from raylight.runner.execute import FindTruncation, RolloutContext, execute
 from raylight.runner.outcome import Outcome
 from raylight.runner.runner import Runner
-from raylight.runner.threads import AgentThreads
 from raylight.store.client import StoreClient
 from raylight.traces.tracer import DummyTracer, Tracer
 from raylight.types import (

@@ -16,11 +16,11 @@ from raylight.agent.attempt_keys import key_use
 from raylight.agent.emit import emit_reward
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, ProxyLLM
+from raylight.agent_threads import AgentThreads
 from raylight.errors import RewardError
 from raylight.runner import execute as module
 from raylight.runner.execute import execute
 from raylight.runner.outcome import HIDDEN_FRAMES, Outcome
-from raylight.runner.threads import AgentThreads
 from raylight.traces.rewards import find_final_reward
 from raylight.types import GREEDY, Rollout, Span
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,27 @@ async def test_a_failed_group_reward_is_stored_counted_and_shown_once() -> None:
         assert [item.reward for item in await box.store.collect(ids)] == [1.0, 0.0, 0.0]
         await GroupGrader(box.store, function, print).grade_all(await box.store.collect(ids))
         assert sorted(function.groups) == [1, 2]
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_a_group_reward_that_hangs_is_abandoned(is_plain: bool) -> None:
+    leave, notes = threading.Event(), list[str]()
+
+    def hang(group: list[GroupRollout]) -> list[float]:
+        leave.wait(60)
+        return [1.0] * len(group)
+
+    async def wait(group: list[GroupRollout]) -> list[float]:
+        await asyncio.Event().wait()
+        return []
+
+    async with open_box() as box:
+        ids = await finish_group(box, "a", [0.5, 0.1])
+        grader = GroupGrader(box.store, hang if is_plain else wait, notes.append, timeout_s=0.05)
+        graded = await grader.grade_all(await box.store.collect(ids))
+        assert [item.reward for item in graded] == [None, None]
+        assert "TimeoutError: it took more than 0.05 s for a group of 2" in notes[0]
+    leave.set()
 
 
 async def test_a_wrong_result_ends_the_run_and_stores_nothing() -> None:
