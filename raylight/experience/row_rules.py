@@ -74,14 +74,15 @@ def trained_rows(finished: FinishedRollout, rules: RowRules) -> TrainedRows:
 def learned_rows(finished: FinishedRollout, rules: RowRules) -> list[Trajectory]:
     """Return the rows of a rollout to learn from as demonstrations.
 
-    In contrast to a batch's, they include calls that were not sampled from the policy's own distribution, and
-    rollouts that were truncated.
+    In contrast to a batch's, they include calls that were not sampled from the policy's own distribution.
     """
     return [row for _, row in learned_branches(finished, rules)]
 
 
 def learned_branches(finished: FinishedRollout, rules: RowRules) -> list[tuple[list[Generation], Trajectory]]:
     """Return the rows of `learned_rows`, each after its calls."""
+    if is_masked(finished):
+        return []
     calls, _ = rules.split_calls(finished)
     built = build_trajectories(calls)
     branches: list[list[Generation]] = [[] for _ in built.rows]

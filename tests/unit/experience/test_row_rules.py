@@ -9,7 +9,7 @@ from unit_helpers import make_finished, make_generation, make_key
 from raylight.experience.batch import BatchRules, build_batch
 from raylight.experience.call_lineage import trace_lineage
 from raylight.experience.row_rules import RowRules, learned_rows, trained_rows
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, RolloutConfig
 
 
 def finished() -> FinishedRollout:
@@ -103,3 +103,13 @@ def test_demonstrations_include_calls_that_were_not_sampled_from_the_policys_own
     greedy = replace(call, sampling={**call.sampling, "temperature": 0.0, "top_k": 1})
     (row,) = learned_rows(replace(make_finished(1.0), generations=[greedy]), RowRules())
     assert row.mask.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("treatment", "count"), [("mask", 0), ("score", 1)])
+def test_a_masked_rollout_is_no_demonstration(treatment: str, count: int) -> None:
+    """A budget cut it off, and the run trained none of its tokens."""
+    item = make_finished(1.0)
+    attempt = item.rollout.attempt.model_copy(update={"metadata": {"truncated": "max_turns"}})
+    config = RolloutConfig(max_turns=1, truncated=treatment)
+    rollout = item.rollout.model_copy(update={"attempt": attempt, "config": config})
+    assert len(learned_rows(replace(item, rollout=rollout), RowRules())) == count
