@@ -178,7 +178,8 @@ def export_traces_command(
         file = sys.stdout.buffer if output is None else stack.enter_context(atomic_file(output))
         counts = export_traces(run, format.value, selection, file)
     left_out = f", {counts.left_out} of {counts.selected} left out" if counts.left_out else ""
-    print(f"{counts.written} lines{left_out}", file=sys.stderr)
+    rows = f", {counts.rows_left_out} other rows without messages" if counts.rows_left_out else ""
+    print(f"{counts.written} lines{left_out}{rows}", file=sys.stderr)
 
 
 def grafana() -> None:

@@ -17,7 +17,7 @@ from raylight.experience.exported_traces import (
     token_records,
 )
 from raylight.experience.rollout_selection import RolloutSelection
-from raylight.experience.row_rules import RowRules
+from raylight.experience.row_rules import RowRules, learned_rows
 from raylight.trainer.run_records import read_config
 from raylight.trainer.stored_rollouts import StoredRollouts
 from raylight.types import FinishedRollout
@@ -27,6 +27,8 @@ FORMATS: dict[str, Callable[[FinishedRollout, RowRules], Iterable[Record]]] = {
     "messages": message_records,
     "jsonl": token_records,
 }
+ROW_FORMATS = ("sft", "messages")
+"""Formats of which each record has a row of a rollout."""
 PAIRED = "dpo"
 """Format of which each record has two rollouts."""
 
@@ -41,6 +43,8 @@ class ExportCounts:
     """Lines."""
     left_out: int = 0
     """Rollouts or pairs without a chat call, or pairs of equal answers."""
+    rows_left_out: int = 0
+    """Rows without a chat call, of the other rollouts."""
 
 
 def export_traces(run: str | Path, kind: str, selection: RolloutSelection, output: IO[bytes]) -> ExportCounts:
@@ -81,7 +85,11 @@ def _records(
         return
     chosen_ids = selection.choose(stored.lines())
     counts.selected = _checked(len(chosen_ids), stored, "rollout that succeeded")
-    yield from (FORMATS[kind](finished, rules) for finished in stored.read(chosen_ids))
+    for finished in stored.read(chosen_ids):
+        records = list(FORMATS[kind](finished, rules))
+        if records and kind in ROW_FORMATS:
+            counts.rows_left_out += len(learned_rows(finished, rules)) - len(records)
+        yield records
 
 
 def _checked(count: int, stored: StoredRollouts, what: str) -> int:

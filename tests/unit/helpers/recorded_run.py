@@ -85,7 +85,7 @@ async def _record_rollouts(box: Box) -> None:
         rollout = await box.again()
         box.clock.now += 0.5 + number
         for turn in range(2 if number == 0 else 1):
-            await _record_call(box, rollout, turn, number)
+            await record_call(box, rollout, turn, number)
         if number == 3:
             failure = Failure(kind="agent", error="ValueError: no zebra", trace="Traceback\n  line 1")
             await box.store.finish_attempt(rollout, "failed", failure)
@@ -101,7 +101,7 @@ def _ids(rollout: Any) -> tuple[str, str]:
     return rollout.rollout_id, rollout.attempt.attempt_id
 
 
-async def _record_call(box: Box, rollout: Any, turn: int, number: int) -> None:
+async def record_call(box: Box, rollout: Any, turn: int, number: int, dialect: str = "chat") -> None:
     """Record a call; the second one continues the tokens and messages of the first."""
     question = {"role": "user", "content": f"What is {number}? {HOSTILE}"}
     answer = {"role": "assistant", "content": f"It is zebra{number} of turn {turn}."}
@@ -118,7 +118,7 @@ async def _record_call(box: Box, rollout: Any, turn: int, number: int) -> None:
         "openai.chat.completion",
         attributes={
             CALL_ID: key.call_id,
-            DIALECT: "chat",
+            DIALECT: dialect,
             INPUT_MESSAGES: json.dumps(messages),
             OUTPUT_MESSAGES: json.dumps([answer]),
             REQUEST_PARAMETERS: json.dumps({"model": "policy", "temperature": 1.0}),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from recorded_run import HOSTILE, record_run
+from recorded_run import HOSTILE, record_call, record_run
+from store_helpers import Clock, open_box, reward_of
 from typer.testing import CliRunner
 
 import raylight as rl
@@ -149,3 +150,21 @@ def test_trl_reads_exported_pairs(tmp_path):
     for number, (row,) in enumerate(example.answers):
         length = int(inputs["attention_mask"][number].sum())
         assert inputs["input_ids"][number, :length].tolist()[: len(row.tokens)] == row.tokens.tolist()
+
+
+async def test_rows_without_messages_are_counted(tmp_path):
+    recorded = await record_run(tmp_path / "run")
+    async with open_box(recorded.folder / "store.db", Clock(2_000.0)) as box:
+        await box.store.enqueue_rollout(
+            "task", mode="train", group_id="train-9", rollout_id="abcd1234-train-9-0"
+        )
+        await box.store.cancel_rollouts([recorded.undecided])
+        rollout = await box.again()
+        await record_call(box, rollout, 0, 8)
+        await record_call(box, rollout, 0, 9, "completions")
+        await box.store.finish_attempt(rollout, "succeeded", spans=[reward_of(rollout, 1.0)])
+    for format, lines, words in (("sft", 1, ", 1 other rows without messages"), ("jsonl", 1, "")):
+        options = ["--format", format, "--min-reward", "1"]
+        result = CliRunner().invoke(app, ["export-traces", str(recorded.folder), *options])
+        assert len(result.stdout.splitlines()) == lines
+        assert result.stderr == f"{lines} lines{words}\n"
