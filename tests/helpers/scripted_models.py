@@ -76,3 +76,10 @@ def serve_chat(chat: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(20)
+
+
+def add_a_missing_word(model: str, text: str) -> str:
+    """Reflect for GEPA: add the first word that the feedback misses to the prompt."""
+    current = text.partition("for me:\n```\n")[2].partition("\n```")[0]
+    words = text.partition("missing: [")[2].partition("]")[0].replace("'", "").split(", ")
+    return f"```\n{current} Answer {words[0]}.\n```"

@@ -62,6 +62,14 @@ class RolloutAdapter:
         if self._pending is not None:
             self._pending.cancel()
 
+    def get_adapter_state(self) -> dict[str, Any]:
+        """Return what the package keeps in its state."""
+        return {"rejected": list(self.rejected)}
+
+    def set_adapter_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self.rejected = list(state.get("rejected", []))
+
     def evaluate(self, batch: list[Place], candidate: dict[str, str], capture_traces: bool = False) -> Any:
         """Roll a prompt out on tasks; a prompt that cannot be filled in scores 0 without rollouts.
 
@@ -70,6 +78,8 @@ class RolloutAdapter:
         """
         from gepa.core.adapter import EvaluationBatch
 
+        if not batch:  # the seed of a search that goes on has its scores
+            return EvaluationBatch(outputs=[], scores=[])
         try:
             template = self._template(candidate[self.name])
         except RejectedEdit as error:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 RESULT_FILE, STATE_FOLDER = "gepa.json", "gepa"
+SEARCH_FILE, PACKAGE_STATE = "search.json", "gepa_state.bin"
+"""Files in STATE_FOLDER: what identifies the search, and the state of the package after a round."""
 
 
 class GepaSettings(Config):
@@ -56,8 +58,8 @@ class GEPA(Algorithm):
     continues.
 
     Files in the run directory: `gepa.json` (every prompt with scores and parents), `gepa/` (the state of the
-    package, from which `fit(resume=...)` continues), `best_prompt.txt`. At the end, the latest resources in
-    the store hold the best prompt.
+    package after each round, from which `fit(resume=...)` continues), `best_prompt.txt`. At the end, the
+    latest resources in the store hold the best prompt.
 
     Args:
         async_openai_client: client of the model that reflects; it retries transient errors itself.
@@ -76,7 +78,7 @@ class GEPA(Algorithm):
         ConfigError: the package gepa is not installed, or an argument is out of range or of a wrong type.
     """
 
-    result_file = RESULT_FILE
+    result_file = f"{STATE_FOLDER}/{SEARCH_FILE}"
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class GEPA(Algorithm):
         identity = {"seed": seed.template, "tasks": [fingerprint(train), fingerprint(val)], **self.resolved()}
         folder = None if context is None else context.folder
         state = _prepare_state(folder, None if context is None else context.resume_file, identity)
+        goes_on = state is not None and (state / PACKAGE_STATE).exists()
         evaluator = PromptEvaluator(
             self.get_store(),
             self.get_initial_resources() or {},
@@ -165,13 +168,14 @@ class GEPA(Algorithm):
             self.settings.rollout_batch_timeout,
             APO.get_adapter(self),  # type: ignore[arg-type]
             report_failures=(lambda finished: None) if context is None else context.report_failures,
+            agent_works=goes_on,
         )
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         async with client_on_current_loop(self.client) as client:
             adapter = RolloutAdapter(
                 name, seed, evaluator, client, self.settings.reflection_model, self.settings.temperature
             )
-            found = await self._optimize(adapter, len(train), len(val), state)
+            found = await self._optimize(adapter, len(train), len(val), state, goes_on)
         self.result = found | {"rejected": adapter.rejected, "identity": identity}
         await evaluator.make_latest(self.get_best_prompt())
         if folder is not None:
@@ -187,9 +191,13 @@ class GEPA(Algorithm):
         )
 
     async def _optimize(
-        self, adapter: RolloutAdapter, n_train: int, n_val: int, state: Path | None
+        self, adapter: RolloutAdapter, n_train: int, n_val: int, state: Path | None, goes_on: bool
     ) -> dict[str, Any]:
-        """Run the package's loop in a thread, which calls back into this event loop."""
+        """Run the package's loop in a thread, which calls back into this event loop.
+
+        Args:
+            goes_on: the state has the scores of the seed.
+        """
         settings, progress = self.settings, GepaProgress(self._run_context, asyncio.get_running_loop())
 
         def optimize() -> Any:
@@ -205,6 +213,7 @@ class GEPA(Algorithm):
                 reflection_minibatch_size=settings.minibatch_size,
                 perfect_score=settings.perfect_score,
                 use_merge=settings.use_merge,
+                val_evaluation_policy=_evaluation_policy(not goes_on),
                 max_metric_calls=settings.max_rollouts,
                 stop_callbacks=lambda _: adapter.stopped.is_set(),
                 logger=progress,
@@ -277,19 +286,33 @@ def _prepare_state(folder: Path | None, resume_file: Path | None, identity: dict
     if folder is None:
         return None
     state = folder / STATE_FOLDER
-    identity_file = state / "search.json"
     text = json.dumps(
         {key: value for key, value in identity.items() if key != "max_rollouts"}, sort_keys=True
     )
-    if resume_file is None:
-        shutil.rmtree(state, ignore_errors=True)
-    elif resume_file.parent != folder:
-        shutil.copytree(resume_file.parent / STATE_FOLDER, state, dirs_exist_ok=True)
-    if identity_file.exists() and identity_file.read_text() != text:
+    if resume_file is not None and resume_file.read_text() != text:
         raise CheckpointError(
-            f"{state} is of a search with another prompt, other tasks or other settings; restore them, or "
-            "start fresh in another output_dir"
+            f"{resume_file.parent} is of a search with another prompt, other tasks or other settings; "
+            "restore them, or start fresh in another output_dir"
         )
+    if resume_file is None or resume_file.parent.resolve() != state.resolve():
+        shutil.rmtree(state, ignore_errors=True)
+        if resume_file is not None:
+            shutil.copytree(resume_file.parent, state)
     state.mkdir(parents=True, exist_ok=True)
-    identity_file.write_text(text)
+    write_atomic(state / SEARCH_FILE, text)
     return state
+
+
+def _evaluation_policy(scores_seed: bool) -> Any:
+    """Return the package's policy of scoring prompts on all validation tasks.
+
+    Args:
+        scores_seed: False leaves out the seed, which the package scores before it reads its state.
+    """
+    from gepa.strategies.eval_policy import FullEvaluationPolicy
+
+    class Policy(FullEvaluationPolicy):
+        def get_seed_eval_batch(self, loader: Any) -> list[Any]:
+            return list(loader.all_ids()) if scores_seed else []
+
+    return Policy()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted_models import serve_script
+from scripted_models import add_a_missing_word, serve_script
 from store_helpers import BROKEN, reward_of, span_of
 from unit_helpers import within
 
 import raylight as rl
 from raylight.algorithms.apo.trials import Trial, trial_record
 from raylight.algorithms.gepa.adapter import RolloutAdapter
-from raylight.errors import ConfigError, CriticError, DatasetError, RolloutsFailedError
+from raylight.errors import CheckpointError, ConfigError, CriticError, DatasetError, RolloutsFailedError
 from raylight.semconv import MESSAGE, MESSAGE_BODY
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -66,13 +68,6 @@ def algorithm(url: str, store: StoreClient, **settings: Any) -> rl.GEPA:
     return found
 
 
-def add_a_missing_word(model: str, text: str) -> str:
-    """Reflect: add the first word that the feedback misses."""
-    current = text.partition("for me:\n```\n")[2].partition("\n```")[0]
-    words = text.partition("missing: [")[2].partition("]")[0].replace("'", "").split(", ")
-    return f"```\n{current} Answer {words[0]}.\n```"
-
-
 async def test_reflection_on_emitted_messages_improves_the_prompt() -> None:
     store = StoreClient(StoreService())
     with serve_script(add_a_missing_word) as models:
@@ -87,6 +82,39 @@ async def test_reflection_on_emitted_messages_improves_the_prompt() -> None:
     latest = await store.get_latest_resources()
     assert latest is not None
     assert latest.resources["prompt"].template == best
+
+
+async def test_a_search_goes_on_in_another_folder_without_scoring_the_seed_again(tmp_path: Path) -> None:
+    prompts: list[list[str]] = []
+    results: list[dict[str, Any]] = []
+    with serve_script(add_a_missing_word) as models:
+        for budget, resume_file in ((6, None), (40, tmp_path / "6" / rl.GEPA.result_file)):
+            store = StoreClient(StoreService())
+            gepa = algorithm(models.url, store, max_rollouts=budget)
+            folder = tmp_path / str(budget)
+            nothing = lambda *args: None  # noqa: E731
+            gepa.set_run_context(
+                SimpleNamespace(  # type: ignore[arg-type]
+                    folder=folder,
+                    resume_file=resume_file,
+                    step=nothing,
+                    stage=nothing,
+                    report_failures=nothing,
+                )
+            )
+            async with agents(store) as seen, within(60):
+                await gepa.run([1, 2, 3, 4], [5, 6, 7])
+            assert gepa.result is not None
+            prompts.append(seen)
+            results.append(gepa.result)
+    first, second = results
+    assert len(prompts[0]) == first["rollouts"]
+    assert len(prompts[1]) == second["rollouts"] - first["rollouts"]
+    assert second["candidates"][: len(first["candidates"])] == first["candidates"]
+    assert second["candidates"][second["best"]]["val_score"] == 1.0
+    gepa.settings = gepa.settings.model_copy(update={"seed": 1})
+    with pytest.raises(CheckpointError, match="another prompt, other tasks or other settings"):
+        await gepa.run([1, 2, 3, 4], [5, 6, 7])
 
 
 async def test_a_prompt_without_its_placeholder_is_never_rolled_out() -> None:
