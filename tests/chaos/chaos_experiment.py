@@ -54,8 +54,8 @@ class Experiment:
         self._disk = SmallDisk(self._run_folder)
         self._nodes: TwoNodes | None = None
         self._result = Result(run)
-        self._freezes: list[threading.Timer] = []
-        """Timers that end the freezes."""
+        self._freezes: list[tuple[threading.Timer, psutil.Process]] = []
+        """Frozen processes, and the timers that end their freezes."""
 
     def run(self) -> Result:
         """Run to the end, resume whenever a fault ended the run, and check."""
@@ -125,14 +125,13 @@ class Experiment:
 
     def _strike_at_moment(self, driver: Driver, fault: Fault) -> Strike | None:
         """Wait for the moment of a fault and inject it; return None if the driver exits before."""
-        for freeze in self._freezes:
-            freeze.join()
         deadline = time.monotonic() + START_S
         strikes = self._result.strikes
         # a run recovers from one fault before it meets the next
         prelude = [Recovery(strikes[-1].resumed_at or strikes[-1].at)] if strikes else fault.prelude
         if prelude and self._events.wait(prelude, deadline) is None:
             return None
+        self._end_freezes()
         targets = self._processes.find(fault.target) if fault.target else []
         self._events.drain()
         if driver.exited.is_set():
@@ -165,8 +164,16 @@ class Experiment:
                 continue
             process.suspend()
             if fault.seconds is not None:
-                self._freezes.append(threading.Timer(fault.seconds, _go_on, [process]))
-                self._freezes[-1].start()
+                timer = threading.Timer(fault.seconds, _go_on, [process])
+                timer.start()
+                self._freezes.append((timer, process))
+
+    def _end_freezes(self) -> None:
+        """End what is left of the freezes. One that does not stop the run would last until its end."""
+        for timer, process in self._freezes:
+            timer.cancel()
+            _go_on(process)
+        self._freezes.clear()
 
     def _signal(self, driver: Driver, fault: Fault) -> None:
         """Press Ctrl-C, which every process of the terminal's foreground group receives; or send SIGTERM."""

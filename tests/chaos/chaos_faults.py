@@ -66,7 +66,8 @@ class Fault:
         when: key of MOMENTS, or "random".
         action: with "replace the node" the node that has the learners, while the target is killed.
         signals: number of times that Ctrl-C is pressed.
-        seconds: time after which a frozen process goes on; None: never.
+        seconds: time after which a frozen process goes on, or before the next fault, if the run has
+            recovered meanwhile; None: never.
         every: do it to all processes of the kind, not only to the first.
         error: name of the error that ends the driver; "" if it ends as by a signal. None: the run goes on. A
             run that ended is resumed with `resume="auto"`.
@@ -109,7 +110,7 @@ class Fault:
         """The target and the action in words."""
         words = f"{'every ' if self.every else ''}{self.target} {self.action}"
         if self.action == "freeze":
-            words += f" for {self.seconds:g} s" if self.seconds else " for good"
+            words += f" for up to {self.seconds:g} s" if self.seconds else " for good"
         return words.strip() + {1: "", 2: ", twice", 3: ", three times"}[self.signals]
 
 
