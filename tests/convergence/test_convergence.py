@@ -179,3 +179,19 @@ def test_ranking_by_a_judge(tmp_path: Path) -> None:
         rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, unscored_adder, group_reward=ruler)
     assert gain(rows) >= 0.2
     assert all(row["train/grades_failed"] == 0 for row in rows[1:])
+
+
+@pytest.mark.slow
+def test_preferences_among_a_models_own_answers(tmp_path: Path) -> None:
+    """The pairs are of an evaluation of the initial model; the accuracies, of sums that are in none."""
+
+    def accuracy(name: str, tasks: list[dict], model: str) -> float:
+        trainer = rl.Trainer(n_runners=2, output_dir=tmp_path / name, progress=False)
+        return trainer.evaluate(adder, tasks, model=model, samples=4)["rewards"]["reward"]["mean"]
+
+    accuracy("sampled", TRAIN[:384], STARTER_MODEL)
+    before = accuracy("before", VAL, STARTER_MODEL)
+    algorithm = rl.DPO(model=STARTER_MODEL, data=str(tmp_path / "sampled"), split="all", lr=1e-4, n_epochs=4)
+    summary = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "dpo", progress=False).fit()
+    assert accuracy("after", VAL, str(tmp_path / "dpo" / "checkpoint")) - before >= 0.12
+    assert summary["steps"] >= 16
