@@ -154,8 +154,9 @@ def test_a_quadratic_penalty(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_curriculum(tmp_path: Path) -> None:
-    data = (rl.Mixture({"pools": rl.Curriculum(TRAIN[:64]), "rest": TRAIN[64:]}, weights={"pools": 1.0}), VAL)
-    rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, data=data)
+    pools = rl.Curriculum(TRAIN[:32], weights={"untested": 4.0})
+    mixture = rl.Mixture({"pools": pools, "rest": TRAIN[32:]}, weights={"pools": 1.0})
+    rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, data=(mixture, VAL))
     assert gain(rows) >= 0.2
     assert rows[-1]["tasks/pools/untested"] == 0
     assert rows[-1]["tasks/pools/solved"] > rows[1]["tasks/pools/solved"]
