@@ -51,6 +51,7 @@ def reflect(text: str) -> str:
     return f"```\n{current} Answer with nothing but the number.\n```" if is_wordy else f"```\n{current}\n```"
 
 
+@pytest.mark.slow
 def test_reflection_on_traces_improves_the_prompt(shared_cluster: Cluster, tmp_path: Path) -> None:
     with (
         shared_cluster.connected(),
