@@ -10,6 +10,8 @@ import httpx
 import pytest
 from engine_server import MODEL, SECRET, EngineServer
 
+from raylight.agent.attempt_keys import attempt_key, attempt_path
+
 READ_TIMEOUT_S = 60
 MESSAGES = [{"role": "user", "content": "hi"}]
 COMMENT = ": keep-alive"
@@ -26,10 +28,13 @@ PINGS = {"messages": "event: ping"}
 
 @contextmanager
 def stream(server: EngineServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[str]]:
-    """Send a request; yields the lines of its answer."""
-    headers = {"Authorization": f"Bearer {SECRET}"}
+    """Send a request of an attempt; yields the lines of its answer."""
+    rollout = server.call(server.store.start_rollout("task"))
+    assert rollout.attempt is not None
+    ids = rollout.rollout_id, rollout.attempt.attempt_id
+    headers = {"Authorization": f"Bearer {attempt_key(SECRET, *ids)}"}
     fields = {"model": MODEL, "stream": True, **body}
-    url = f"http://127.0.0.1:{server.port}{path}"
+    url = f"http://127.0.0.1:{server.port}{attempt_path(*ids)}{path}"
     with httpx.stream("POST", url, json=fields, headers=headers, timeout=READ_TIMEOUT_S) as answer:
         assert answer.status_code == 200, answer.read()
         yield answer.iter_lines()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from raylight.aio import cancel_all
 from raylight.engines.capture_context import CURRENT, CaptureContext
 from raylight.http.request import JsonRequest, until_disconnect
 from raylight.serving.capture.call_records import model_of, records_of
@@ -24,6 +25,8 @@ DONE_EVENT = b"data: [DONE]"
 """Last event of a stream. Clients may continue before the stream's end."""
 WATCH_AFTER_S = 0.05
 """Time after which a request that is still being answered is watched for its client's disconnect."""
+START_AFTER_S = 1.0
+"""Time after which the start of a stream is sent without its first event, so that it can be kept alive."""
 
 
 class CapturedRequest:
@@ -57,6 +60,8 @@ class CapturedRequest:
         self._disconnected = asyncio.Event()
         """Set once the application is to receive a disconnect."""
         self._start: Message | None = None
+        self._start_timer: asyncio.TimerHandle | None = None
+        self._late_start: asyncio.Future[None] | None = None
         self._status = 0
         self._streams = False
         self._reader: AnswerReader | None = None
@@ -106,8 +111,13 @@ class CapturedRequest:
             await finished
         finally:
             timer.cancel()
+            if self._start_timer is not None:
+                self._start_timer.cancel()
             if not work.done():
                 await self._stop(work)
+            self._start = None  # from now on nothing is started
+            if self._late_start is not None:
+                await cancel_all([self._late_start])
             if disconnect is not None:
                 disconnect.cancel()
         if self._known.done():
@@ -156,7 +166,9 @@ class CapturedRequest:
             return  # the client has disconnected, or may not have an unrecorded answer
         if message["type"] == "http.response.body":
             self._read(message.get("body", b""), message.get("more_body", False))
-        if self._start is not None and not self._started:
+        if self._late_start is not None:
+            await self._late_start
+        elif self._start is not None and not self._started:
             self._started = True
             await self._to_client(self._start)
         await self._to_client(message)
@@ -172,6 +184,18 @@ class CapturedRequest:
         self._streams = content_type.startswith("text/event-stream")
         if self._status < 400:
             self._reader = AnswerReader(content_type)
+            if self._streams:
+                self._start_timer = asyncio.get_running_loop().call_later(START_AFTER_S, self._start_late)
+
+    def _start_late(self) -> None:
+        """Send the start of a stream whose first event is late, once the store has its calls."""
+        if self._start is None or self._started or self._disconnected.is_set():
+            return
+        if not self._known.done():
+            self._known.add_done_callback(lambda _: self._start_late())
+        elif self._known.exception() is None:
+            self._started = True
+            self._late_start = asyncio.ensure_future(self._to_client(self._start))
 
     def _read(self, piece: bytes, more: bool) -> None:
         """Read a piece of the answer before the client gets it."""

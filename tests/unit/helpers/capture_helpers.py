@@ -68,6 +68,8 @@ async def settle() -> None:
 class FakeApp:
     """An engine's application that samples each choice letter by letter; `gate` stops it after the first.
 
+    `first_gate` stops it before the first, when a streamed answer has been started.
+
     Attributes:
         listens: True if it stops by itself when its client disconnects, as vLLM's does.
         breaks_at: number of letters after which it raises.
@@ -81,6 +83,8 @@ class FakeApp:
         self.contexts: list[CaptureContext | None] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.first_gate = asyncio.Event()
+        self.first_gate.set()
         self.sampling = asyncio.Event()
         self.listens = False
         self.breaks_at: int | None = None
@@ -141,6 +145,7 @@ class FakeApp:
                     "headers": [(b"content-type", b"text/event-stream")],
                 }
             )
+        await self.first_gate.wait()
         for place, letter in enumerate(self.answer):
             if place == self.breaks_at:
                 raise RuntimeError("the engine died")
@@ -202,6 +207,7 @@ class Call:
     ) -> None:
         self.sent: list[Message] = []
         self.left = asyncio.Event()
+        self.begun = asyncio.Event()
         self.over = asyncio.Event()
         self.lose_answer = False
         self._body = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -241,6 +247,7 @@ class Call:
             self.left.set()
             raise OSError("the client is gone")
         self.sent.append(message)
+        self.begun.set()
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.over.set()
 

@@ -476,6 +476,61 @@ async def test_an_engine_that_fails_in_mid_stream_leaves_an_aborted_call(bench: 
     assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
 
 
+@pytest.fixture
+def late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Bench whose application starts a stream, and is silent before its first event."""
+    monkeypatch.setattr(captured_request, "START_AFTER_S", 0.01)
+    bench.app.first_gate.clear()
+    return bench
+
+
+async def test_a_stream_is_started_before_its_first_event_if_that_is_late(late: Bench) -> None:
+    call = late.call(STREAMED)
+    async with within():
+        await call.begun.wait()
+        assert [message["type"] for message in call.sent] == ["http.response.start"]
+        late.app.first_gate.set()
+        await call.answered()
+    assert [message["type"] for message in call.sent].count("http.response.start") == 1
+    assert call.body.endswith(b"data: [DONE]\n\n")
+    await late.sink.has(1, 1)
+    assert late.sink.closed[0][1].output_ids.tolist() == [ord(letter) for letter in "hello"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_late_stream_is_not_started_before_the_store_knows_it(late: Bench, fails: bool) -> None:
+    late.sink.gate.clear()
+    late.app.breaks_at = 0 if fails else None
+    call = late.call(STREAMED)
+    await asyncio.sleep(0.1)
+    assert call.sent == []
+    if fails:
+        late.app.first_gate.set()
+        with pytest.raises(RuntimeError, match="the engine died"):
+            await call.answered()
+    late.sink.gate.set()
+    if fails:
+        await late.sink.has(1, 1)
+        await settle()
+        assert call.sent == []  # another layer has answered with an error meanwhile
+        return
+    async with within():
+        await call.begun.wait()
+        late.app.first_gate.set()
+        await call.answered()
+
+
+async def test_a_client_that_leaves_a_late_stream_ends_its_call(late: Bench) -> None:
+    call = late.call(STREAMED)
+    async with within():
+        await call.begun.wait()
+        call.left.set()
+        await call.answered()
+    await late.sink.has(1, 1)
+    assert len(call.sent) == 1
+    assert late.app.cancelled == 1
+
+
 async def test_a_choice_that_was_cut_off_is_aborted_and_the_other_is_not(bench: Bench) -> None:
     """An engine may end requests early when new weights arrive."""
 
