@@ -16,6 +16,7 @@ from raylight.serving.capture.call_records import model_of, records_of
 from raylight.serving.capture.recorder import ClosedCall
 from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.answers import Answer, AnswerReader
+from raylight.serving.dialects.translate import ANSWER_ID
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class CapturedRequest:
         clock: seconds since the epoch.
         conversations: remember the answer; None: nothing does.
         sent: the request's messages; None if it is not a chat.
+        is_translated: True if an outer layer writes the answer in another dialect.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CapturedRequest:
         clock: Callable[[], float],
         conversations: Conversations | None,
         sent: SentConversation | None,
+        is_translated: bool = False,
     ) -> None:
         self._context = context
         self._known = known
@@ -56,6 +59,7 @@ class CapturedRequest:
         self._clock = clock
         self._conversations = conversations
         self._sent = sent
+        self._is_translated = is_translated
         self._listeners = 0
         self._disconnected = asyncio.Event()
         """Set once the application is to receive a disconnect."""
@@ -195,7 +199,10 @@ class CapturedRequest:
             self._known.add_done_callback(lambda _: self._start_late())
         elif self._known.exception() is None:
             self._started = True
-            self._late_start = asyncio.ensure_future(self._to_client(self._start))
+            start = self._start
+            if self._is_translated:
+                start = {**start, "headers": [*start.get("headers", ()), (ANSWER_ID, self._call_id.encode())]}
+            self._late_start = asyncio.ensure_future(self._to_client(start))
 
     def _read(self, piece: bytes, more: bool) -> None:
         """Read a piece of the answer before the client gets it."""
@@ -227,6 +234,11 @@ class CapturedRequest:
 
     # the recorder's side
 
+    @property
+    def _call_id(self) -> str:
+        """Id of the request's first call."""
+        return self._context.keys[0].call_id
+
     def records(self, default_model: str) -> list[ClosedCall]:
         """Return the records of the request's calls after it has ended.
 
@@ -237,6 +249,8 @@ class CapturedRequest:
         if self._status >= 400 or (self._crashed and not self._started):
             return [(key, None, None) for key in context.keys]
         answer = self._answer or (self._reader.finish() if self._reader else Answer())
+        if self._late_start is not None and self._is_translated:
+            answer.id = self._call_id  # the id that the client has seen
         model = model_of(context.body, default_model)
         end_time = self._end_time or self._clock()
         delivered = self._answer is not None

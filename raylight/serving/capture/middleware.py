@@ -112,7 +112,10 @@ class CaptureMiddleware:
             await self._budgets.limit(context)
         sent = self._conversations.read(attempt, context.body) if self._conversations and is_chat else None
         known = await self._recorder.open(context.keys, context.start_time, may_cover=not attempt.has_budgets)
-        captured = CapturedRequest(context, known, send, self._clock, self._conversations, sent)
+        is_translated = DIALECT_KEY in scope
+        captured = CapturedRequest(
+            context, known, send, self._clock, self._conversations, sent, is_translated
+        )
         try:
             if is_chat and (tokens := await self._prompt(context, sent, headers)) is not None:
                 request = JsonRequest({**context.body, PROMPT_FIELD: {PROMPT_IDS: tokens}}, receive)

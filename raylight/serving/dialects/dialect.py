@@ -20,7 +20,13 @@ Event = dict[str, Any]
 
 
 class AnswerStream(ABC):
-    """Writer of a streamed answer: chunks of a chat completion in, events of the dialect out."""
+    """Writer of a streamed answer: chunks of a chat completion in, events of the dialect out.
+
+    Attributes:
+        answer_id: id of the answer if it is known before the first chunk, else empty. The chunks have it too.
+    """
+
+    answer_id: str = ""
 
     @abstractmethod
     def feed(self, chunk: dict[str, Any]) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from raylight.engines.capture_context import AttemptScope
@@ -70,6 +71,7 @@ class ResponsesTranslation(Translation):
         self.tools = request.given_tools()
         self.dropped_tools = self.tools.dropped
         chat = request.to_chat(self._messages, self.tools)
+        self.model = str(chat.get("model", ""))
         super().__init__(chat, request.field_names(len(earlier), self.tools))
 
     def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +145,13 @@ class ResponsesStream(AnswerStream):
 
     def keep_alive(self) -> list[Event]:
         # Codex's limit of silence does not count comments; other clients expect `response.created` first
-        return [self._event("keepalive")] if self._sequence_number else []
+        if self._sequence_number:
+            return [self._event("keepalive")]
+        if not self.answer_id:
+            return []
+        turn = self._reader.turn
+        turn.id, turn.model, turn.created = self.answer_id, self._translation.model, int(time.time())
+        return self._start()
 
     def _start(self) -> list[Event]:
         if self._sequence_number:

@@ -29,6 +29,8 @@ from raylight.serving.dialects.tool_checks import check_large_schemas, check_res
 
 DIALECT_KEY = "raylight.dialect"
 """Key of the ASGI scope that holds the name of the dialect of a translated request."""
+ANSWER_ID = b"x-raylight-answer-id"
+"""Header of a stream that is started before its first event: the id of the answer, without a prefix."""
 
 NATIVE_PATHS = (ChatDialect.path, CompletionsDialect.path, "/tokenize", "/detokenize")
 """Routes that the engine serves itself, and whose requests are checked."""
@@ -185,9 +187,10 @@ class _AnswerSender:
     async def _start(self, message: Message) -> None:
         self._status = message["status"]
         headers = {name.lower(): value for name, value in message.get("headers", [])}
-        self._headers = _without(message.get("headers", []), b"content-length", b"content-type")
+        self._headers = _without(message.get("headers", []), b"content-length", b"content-type", ANSWER_ID)
         if self._status < 400 and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
-            self._events = _EventStream(self._dialect, self.translation)
+            answer_id = headers.get(ANSWER_ID, b"").decode()
+            self._events = _EventStream(self._dialect, self.translation, answer_id)
             await self._send_start(b"text/event-stream; charset=utf-8")
 
     async def _send_start(self, content_type: bytes, *more: tuple[bytes, bytes]) -> None:
@@ -224,10 +227,11 @@ class _AnswerSender:
 class _EventStream:
     """Translates the bytes of an engine's event stream to those of a dialect's."""
 
-    def __init__(self, dialect: type[Dialect], translation: Translation) -> None:
+    def __init__(self, dialect: type[Dialect], translation: Translation, answer_id: str) -> None:
         self._dialect = dialect
         self._field_names = translation.field_names
         self._stream = translation.start_stream()
+        self._stream.answer_id = answer_id
         self._reader = SseReader()
         self._ended = False
 
@@ -254,6 +258,8 @@ class _EventStream:
                 chunk = _decode_engine_json(data)
                 if error := find_error(chunk):
                     raise self._field_names.rename(error)
+                if self._stream.answer_id:
+                    chunk["id"] = self._stream.answer_id
                 events = self._stream.feed(chunk)
         except RequestError as error:
             self._ended = True

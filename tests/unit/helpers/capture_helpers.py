@@ -74,6 +74,7 @@ class FakeApp:
         listens: True if it stops by itself when its client disconnects, as vLLM's does.
         breaks_at: number of letters after which it raises.
         status: status of its answers; from 400 on it samples nothing.
+        answer_id: id of its answers; None: that of the call.
     """
 
     def __init__(self, answer: str = "hello") -> None:
@@ -89,6 +90,7 @@ class FakeApp:
         self.listens = False
         self.breaks_at: int | None = None
         self.status = 200
+        self.answer_id: str | None = None
         self.samples = True
         self.cancelled = self.disconnects = 0
 
@@ -129,7 +131,8 @@ class FakeApp:
         streams, context = bool(body.get("stream")), CURRENT.get()
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         prompt = given or [ord(c) for m in body.get("messages", []) for c in m["content"]] or [1]
-        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{headers.get(b'x-request-id', b'x').decode()}"
+        name = self.answer_id or headers.get(b"x-request-id", b"x").decode()
+        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{name}"
         head: dict[str, Any] = {"id": answer_id, "object": "x", "created": 0, "model": "policy"}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(self.answer), "total_tokens": 99}
         samples = (

@@ -43,6 +43,7 @@ from raylight.serving.capture.conversation_loader import REMEMBERED, Conversatio
 from raylight.serving.capture.middleware import CaptureMiddleware, count_choices
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.conversations.conversations import Conversations, Prompt
+from raylight.serving.dialects.translate import ANSWER_ID
 from raylight.store.client import StoreClient
 from raylight.store.reading import ChatTurn
 from raylight.store.service import StoreService
@@ -495,6 +496,22 @@ async def test_a_stream_is_started_before_its_first_event_if_that_is_late(late: 
     assert call.body.endswith(b"data: [DONE]\n\n")
     await late.sink.has(1, 1)
     assert late.sink.closed[0][1].output_ids.tolist() == [ord(letter) for letter in "hello"]
+
+
+async def test_a_late_stream_of_another_dialect_has_its_id_from_the_start(late: Bench) -> None:
+    async def translated(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        await late.capture({**scope, "raylight.dialect": "responses"}, receive, send)
+
+    late.app.answer_id = "of-a-provider"
+    call = Call(translated, STREAMED)
+    async with within():
+        await call.begun.wait()
+        late.app.first_gate.set()
+        await call.answered()
+    await late.sink.has(1, 1)
+    span = late.sink.closed[0][2]
+    assert call.headers[ANSWER_ID].decode() == span.attributes[CALL_ID]
+    assert span.attributes[RESPONSE_ID] == f"resp_{span.attributes[CALL_ID]}"
 
 
 @pytest.mark.parametrize("fails", [False, True])

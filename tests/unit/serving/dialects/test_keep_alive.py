@@ -11,23 +11,28 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.http.sse import SseReader, sse_bytes
 from raylight.serving.dialects.keep_alive import COMMENT, KeepAliveSend
-from raylight.serving.dialects.translate import TranslationMiddleware
+from raylight.serving.dialects.translate import ANSWER_ID, TranslationMiddleware
 
 INTERVAL_S = 0.01
 DEADLINE_S = 30
-START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream")],
+}
 
 
 class SilentChat:
     """Chat application whose stream is silent after its first `pieces` until it is released."""
 
-    def __init__(self, pieces: list[bytes], pause_after: int) -> None:
+    def __init__(self, pieces: list[bytes], pause_after: int, answer_id: str = "") -> None:
         self.pieces = pieces
+        self.start = {**START, "headers": [*START["headers"], (ANSWER_ID, answer_id.encode())]}
         self.pause_after = pause_after
         self.released = asyncio.Event()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        await send(START)
+        await send(self.start)
         for index, piece in enumerate(self.pieces):
             if index == self.pause_after:
                 await asyncio.wait_for(self.released.wait(), DEADLINE_S)
@@ -126,9 +131,9 @@ class Released:
         await self._app(scope, receive, watch)
 
 
-def silent(sign: bytes, pause_after: int = 3) -> Released:
+def silent(sign: bytes, pause_after: int = 3, answer_id: str = "") -> Released:
     """Return an application that is silent for a while, with the sign of life that it waits for."""
-    return Released(SilentChat(pieces_of(Say("hello")), pause_after), sign)
+    return Released(SilentChat(pieces_of(Say("hello")), pause_after, answer_id), sign)
 
 
 @pytest.mark.parametrize("pause_after", [0, 3])
@@ -157,3 +162,18 @@ async def test_the_sdk_of_responses_reads_a_stream_that_was_silent(pause_after: 
         numbers = [event.sequence_number async for event in stream if event.type != "keepalive"]
         assert (await stream.get_final_response()).output_text == "hello"
     assert numbers == sorted(numbers)
+
+
+async def test_a_response_that_is_late_is_created_before_its_first_chunk() -> None:
+    app = silent(b"event: keepalive\n", 0, "call-1")
+    async with openai_client(app).responses.stream(model="policy", input="hi") as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    assert [event.type for event in events[:3]] == ["response.created", "response.in_progress", "keepalive"]
+    assert [event.type for event in events].count("response.created") == 1
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    created = events[0].response  # type: ignore[union-attr]
+    assert (created.id, created.model) == (response.id, response.model) == ("resp_call-1", "policy")
+    assert created.created_at == response.created_at > 0
+    assert response.output_text == "hello"
+    assert COMMENT not in app.body
