@@ -260,6 +260,7 @@ PRESETS: dict[str, Preset] = {
             "MSWEA_SILENT_STARTUP": "1",
             "MSWEA_GLOBAL_CONFIG_DIR": "{home}",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",  # 10 take 4 minutes, after a spent budget too
         },
         configure=_mini_swe_agent,
     ),
