@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ import raylight as rl
 from raylight.agent.resources import LLM
 from raylight.engines.protocol import Engine
 from raylight.engines.upstream import UpstreamEngine
+from raylight.http.context_length import ContextLengthError
+from raylight.http.errors import error_response
 from raylight.runner.execute import execute
 from raylight.types import FinishedRollout, Span
 
@@ -31,28 +33,23 @@ SCRIPT = "text(await tools.exec_command({cmd: %s}))"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
-class RepairServer(EngineServer):
-    """Gateway whose model answers by a script; `requests` are those that the model received.
+class HarnessServer(EngineServer):
+    """Gateway whose model is called by harnesses.
 
     Attributes:
-        command: the shell command that the model runs.
-        proxy: URL of a proxy that refuses connections.
-        proxied: what it was asked to connect to.
-        silence_s: seconds in which a stream is silent before its end.
+        requests: requests of the last rollout, as the model received them, if it records them.
     """
 
-    def __init__(self, command: str) -> None:
-        self.command = command
+    def __init__(self, kind: str, model_path: str) -> None:
         self.requests: list[dict[str, Any]] = []
-        self.proxied: list[str] = []
-        self.silence_s = 0.0
-        super().__init__("upstream", "")
-        self.proxy = self.call(self._serve_proxy())
+        super().__init__(kind, model_path)
 
-    def roll_out(self, task: Any, agent: rl.CommandAgent) -> tuple[list[Span], FinishedRollout]:
+    def roll_out(
+        self, task: Any, agent: rl.CommandAgent, **limits: Any
+    ) -> tuple[list[Span], FinishedRollout]:
         """Run one rollout as a runner does. Return the agent's own spans, and what the store recorded."""
         self.requests.clear()
-        config = rl.RolloutConfig(timeout_seconds=TIMEOUT_S)
+        config = rl.RolloutConfig(timeout_seconds=TIMEOUT_S, **limits)
         rollout = self.call(self.store.start_rollout(task, mode="train", config=config))
         model = LLM(endpoint=f"http://127.0.0.1:{self.port}/v1", model=MODEL, traced=True)
         context = replace(make_context(agent), secret=SECRET)
@@ -62,6 +59,26 @@ class RepairServer(EngineServer):
         (finished,) = self.call(self.store.collect([rollout.rollout_id], with_spans=True))
         assert outcome.status == "succeeded", outcome.failure
         return trace.spans, finished
+
+
+class RepairServer(HarnessServer):
+    """Gateway whose model answers by a script.
+
+    Attributes:
+        command: the shell command that the model runs.
+        proxy: URL of a proxy that refuses connections.
+        proxied: what it was asked to connect to.
+        silence_s: seconds in which a stream is silent before its end.
+        fits: returns False for messages that are longer than the model's context.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.proxied: list[str] = []
+        self.silence_s = 0.0
+        self.fits: Callable[[list[dict[str, Any]]], bool] = lambda messages: True
+        super().__init__("upstream", "")
+        self.proxy = self.call(self._serve_proxy())
 
     async def _engine(self, path: str) -> Engine:
         app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
@@ -80,6 +97,8 @@ class RepairServer(EngineServer):
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        if not self.fits(body["messages"]):
+            return error_response(ContextLengthError(2048, 9000))
         message = self.message(body)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
         common = {"id": "chatcmpl-1", "created": 1, "model": body["model"]}
