@@ -68,14 +68,15 @@ class RepairServer(HarnessServer):
         command: the shell command that the model runs.
         proxy: URL of a proxy that refuses connections.
         proxied: what it was asked to connect to.
-        silence_s: seconds in which a stream is silent before its end.
+        silence_s: seconds in which a stream is silent.
+        silent_at: number of events before that.
         fits: returns False for messages that are longer than the model's context.
     """
 
     def __init__(self, command: str) -> None:
         self.command = command
         self.proxied: list[str] = []
-        self.silence_s = 0.0
+        self.silence_s, self.silent_at = 0.0, 1
         self.fits: Callable[[list[dict[str, Any]]], bool] = lambda messages: True
         super().__init__("upstream", "")
         self.proxy = self.call(self._serve_proxy())
@@ -118,10 +119,11 @@ class RepairServer(HarnessServer):
         events = [f"data: {json.dumps(line)}\n\n" for line in lines]
         return StreamingResponse(self._send(*events, "data: [DONE]\n\n"), media_type="text/event-stream")
 
-    async def _send(self, first: str, *rest: str) -> AsyncIterator[str]:
-        yield first
-        await asyncio.sleep(self.silence_s)
-        yield "".join(rest)
+    async def _send(self, *events: str) -> AsyncIterator[str]:
+        for index, event in enumerate(events):
+            if index == self.silent_at:
+                await asyncio.sleep(self.silence_s)
+            yield event
 
     def message(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a request: the command, then the end of the work."""

@@ -14,7 +14,7 @@ from harness_helpers import REPAIR, TASK, TESTS, agent_of, needs
 from scripted_repairer import RepairServer
 
 from raylight.harnesses.presets import PRESETS
-from raylight.semconv import DIALECT, PROMPT_SOURCE
+from raylight.semconv import DIALECT, PROMPT_SOURCE, RESPONSE_ID
 from raylight.traces.rewards import find_final_reward
 
 pytestmark = pytest.mark.slow
@@ -47,14 +47,19 @@ def test_a_harness_repairs_a_module(server: RepairServer, preset: str) -> None:
     assert TESTS["check.py"] not in prompt
 
 
-def test_codex_waits_for_a_stream_that_is_silent_for_longer_than_it_allows(server: RepairServer) -> None:
+@pytest.mark.parametrize("silent_at", [0, 1])
+def test_codex_waits_for_a_stream_that_is_silent_for_longer_than_it_allows(
+    server: RepairServer, silent_at: int
+) -> None:
     needs("codex")
     idle = "model_providers.raylight.stream_idle_timeout_ms=2500"
     command = [*PRESETS["codex"].command[:-1], "-c", idle, "-"]
-    server.silence_s = 6.0
+    server.silence_s, server.silent_at = 6.0, silent_at
     try:
-        own, _ = server.roll_out(TASK, agent_of("codex", command=command))
+        own, finished = server.roll_out(TASK, agent_of("codex", command=command))
     finally:
-        server.silence_s = 0.0
+        server.silence_s, server.silent_at = 0.0, 1
     assert find_final_reward(own) == 1.0
     assert len(server.requests) == 2  # without a retry
+    calls = [span for span in finished.spans if PROMPT_SOURCE in span.attributes]
+    assert len({span.attributes[RESPONSE_ID] for span in calls}) == (2 if silent_at == 0 else 1)
