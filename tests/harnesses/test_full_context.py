@@ -1,4 +1,4 @@
-"""OpenCode with a conversation that is longer than the model's context."""
+"""Harnesses with a conversation that is longer than the model's context."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ LONGEST = 10_000
 """Characters of tool results that the model's context holds."""
 LONG = f"{REPAIR}; [ -e long ] || {{ touch long; yes 0123456789 | head -c {2 * LONGEST}; }}"
 """Repair with an output that does not fit, the first time."""
+MOST_REQUESTS = 6
+"""Requests of a harness that tries to shorten its conversation once or twice."""
 
 
 @pytest.fixture
@@ -39,3 +41,13 @@ def test_opencode_compacts_its_conversation_and_goes_on(server: RepairServer) ->
     assert full["tools"] == first["tools"]
     assert not compaction.get("tools")
     assert [server.fits(request["messages"]) for request in rest] == [True, True]
+
+
+@pytest.mark.parametrize("preset", ["codex", "claude-code", "mini-swe-agent", "qwen-code"])
+def test_a_harness_whose_context_stays_full_ends(server: RepairServer, preset: str) -> None:
+    needs(preset)
+    server.fits = lambda messages: not tool_results(messages)
+    own, _ = server.roll_out(TASK, agent_of(preset, scores_failures=True))
+    assert own[0].attributes["agentlightning.operation.output.timed_out"] is False
+    assert find_final_reward(own) == 1.0  # of what it did before
+    assert len(server.requests) <= MOST_REQUESTS
