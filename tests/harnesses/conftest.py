@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from raylight.sandboxes.folders import PREFIX
+
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Make sandboxes in a folder of the module, and assert that it is empty and unused afterwards."""
-    folder = tmp_path_factory.mktemp("sandboxes")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(folder))
+    """Make sandboxes in a folder of the module, and assert that none is left and none is used afterwards."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder is elsewhere
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        folder.chmod(0o755)  # the user of bubblewrap reaches it
+        patch.setattr(tempfile, "tempdir", name)
         yield
-    assert [path.name for path in folder.iterdir()] == []
-    assert processes_in(folder) == []
+        assert [path.name for path in folder.glob(f"{PREFIX}*")] == []
+        assert processes_in(folder) == []
 
 
 def processes_in(folder: Path) -> list[str]:
