@@ -178,7 +178,10 @@ class CapturedRequest:
         await self._to_client(message)
 
     def _hold_start(self, message: Message) -> None:
-        """Hold the start of an answer until its first byte, so that sampling does not wait for the store."""
+        """Hold the start of an answer until its first byte, so that sampling does not wait for the store.
+
+        The start of a stream whose first event is late is sent before it.
+        """
         if self._disconnected.is_set() and not self._started:
             return  # ignore responses sent after the client disconnected
         self._start, self._status = message, message["status"]
