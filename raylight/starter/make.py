@@ -35,6 +35,8 @@ MAX_READ = 2000
 MAX_HELD_OUT, LEAST_HELD_OUT = 128, 16
 """Demonstrations that measure the accuracy: a quarter of all, at most 128. Fewer than 16 are too few: then
 those that are trained on measure it."""
+MEASURED_TOKENS = 16_384
+"""Tokens of held-out demonstrations that are enough to measure the accuracy; at least 16 are taken."""
 RECORD = "starter.json"
 """File of a starter model's folder with its `StarterModel`."""
 TOLERANCE = 0.1
@@ -214,11 +216,19 @@ def _encode(found: Iterator[Any], name: str) -> tuple[Any, list[DemonstrationRow
         if (longest := max(len(row.tokens) for row in rows)) > MODEL_LENGTH:
             raise DatasetError(f"{source} has {longest} tokens, and a starter model reads {MODEL_LENGTH}")
     trained, held_out = split_held_out([tuple(map(_key, rows)) for rows in encoded])
-    return tokenizer, [r for i in trained for r in encoded[i]], [r for i in held_out for r in encoded[i]]
+    measured = enough_rows([r for i in held_out for r in encoded[i]])
+    return tokenizer, [r for i in trained for r in encoded[i]], measured
 
 
 def _key(row: DemonstrationRow) -> Hashable:
     return tuple(row.tokens), tuple(row.answers)
+
+
+def enough_rows(rows: Sequence[DemonstrationRow]) -> list[DemonstrationRow]:
+    """Return the first rows that measure an accuracy: long ones take long, and fewer are enough."""
+    totals = itertools.accumulate(len(row.tokens) for row in rows)
+    count = sum(total <= MEASURED_TOKENS for total in totals)
+    return list(rows[: max(count, LEAST_HELD_OUT)])
 
 
 def split_held_out(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import raylight as rl
 from raylight.cli import app
 from raylight.errors import ConfigError, DatasetError
-from raylight.starter.make import split_held_out
+from raylight.experience.demonstrations import DemonstrationRow
+from raylight.starter.make import LEAST_HELD_OUT, MEASURED_TOKENS, enough_rows, split_held_out
 from raylight.starter.tasks.registry import FAMILIES, find_family
 
 
@@ -159,6 +160,17 @@ def test_equal_demonstrations_are_on_one_side() -> None:
     assert len(held_out) == 25
     assert not {keys[i] for i in held_out} & {keys[i] for i in trained}
     assert len(trained) == 250 - sum(keys[i] < 25 for i in range(250))
+
+
+def test_long_rows_measure_with_fewer() -> None:
+    def rows(length: int) -> list[DemonstrationRow]:
+        return [DemonstrationRow([0] * length, [(1, 2)])] * 100
+
+    assert [len(enough_rows(rows(length))) for length in (10, MEASURED_TOKENS // 40, 5000)] == [
+        100,
+        40,
+        LEAST_HELD_OUT,
+    ]
 
 
 def test_few_demonstrations_measure_themselves() -> None:
