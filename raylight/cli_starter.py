@@ -14,8 +14,8 @@ def starter(
     task: Annotated[
         str | None,
         typer.Option(
-            help="add, calculator, reasoning_gym:NAME, gymnasium:ID, harness:FORMAT, or the dotted name of a "
-            "function that yields demonstrations, package.module:function."
+            help="add, calculator, reasoning_gym:NAME, gymnasium:ID, textarena:ID, harness:FORMAT, or the "
+            "dotted name of a function that yields demonstrations, package.module:function."
         ),
     ] = None,
     messages: Annotated[

@@ -41,6 +41,19 @@ def textarena_agent(
     Raises:
         ConfigError: textarena or data of the game is missing, or the game is unknown or has several players.
     """
+    check_game(id, settings)
+    make = functools.partial(TextArenaGame, id, settings)
+    return game_agent(
+        f"textarena_agent({id})", make, max_turns=max_turns, sampling=sampling, trained_agents=trained_agents
+    )
+
+
+def check_game(id: str, settings: Mapping[str, Any]) -> None:
+    """Begin a game.
+
+    Raises:
+        ConfigError: textarena or data of the game is missing, or the game is unknown or has several players.
+    """
     try:
         TextArenaGame(id, settings).reset({"seed": 0})
     except ConfigError:
@@ -49,10 +62,6 @@ def textarena_agent(
         raise ConfigError(
             f"the game {id!r:.80} of TextArena cannot be played by one player: {error_text(error)}"
         ) from error
-    make = functools.partial(TextArenaGame, id, settings)
-    return game_agent(
-        f"textarena_agent({id})", make, max_turns=max_turns, sampling=sampling, trained_agents=trained_agents
-    )
 
 
 class TextArenaGame:

@@ -10,6 +10,7 @@ from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError
 from raylight.starter.tasks.arithmetic import add, calculator
 from raylight.starter.tasks.grid_worlds import gymnasium
+from raylight.starter.tasks.guessing import textarena
 from raylight.starter.tasks.puzzles import reasoning_gym
 from raylight.starter.tasks.repairs import harness
 
@@ -40,6 +41,7 @@ FAMILIES = {
     "calculator": TaskFamily(calculator),
     "reasoning_gym": TaskFamily(reasoning_gym, argument="name"),
     "gymnasium": TaskFamily(gymnasium, accuracy=0.3, argument="id"),
+    "textarena": TaskFamily(textarena, argument="id"),
     "harness": TaskFamily(harness, argument="format"),
 }
 """Task families by name."""

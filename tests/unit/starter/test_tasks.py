@@ -16,6 +16,7 @@ from raylight.environments.gymnasium_text import action_names, instructions, obs
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import Demonstration, demonstration_rows
 from raylight.starter.tasks.grid_worlds import best_actions, gymnasium
+from raylight.starter.tasks.guessing import GAMES, textarena
 from raylight.starter.tasks.puzzles import reasoning_gym
 from raylight.starter.tasks.registry import demonstrations, find_family
 from raylight.starter.tasks.repairs import FORMATS, harness, repair_tasks
@@ -171,6 +172,16 @@ def test_the_teacher_of_puzzles_is_right() -> None:
 
 
 @PACKAGES
+def test_the_teacher_finds_every_number_in_time() -> None:
+    pytest.importorskip("textarena")
+    games = [value["messages"] for value in textarena("GuessTheNumber-v0", seed=0)]
+    assert len(games) == GAMES
+    numbers = {messages[-1]["content"]: len(messages) // 2 for messages in games}
+    assert {int(number) for number in numbers} == set(range(1, 21))
+    assert max(numbers.values()) == 5
+
+
+@PACKAGES
 @pytest.mark.parametrize(
     ("task", "options", "words"),
     [
@@ -179,10 +190,13 @@ def test_the_teacher_of_puzzles_is_right() -> None:
         ("gymnasium:Blackjack-v1", {}, "no transition table"),
         ("reasoning_gym:no_such_puzzle", {}, "cannot be made"),
         ("reasoning_gym:chain_sum", {"terms": 2}, "cannot be made"),
+        ("textarena:GuessTheNumber-v0", {"largest": 5}, "cannot be played by one player"),
+        ("textarena:Hangman-v0", {}, "has no teacher"),
     ],
 )
 def test_unknown_environments_and_settings_are_named(task: str, options: dict[str, Any], words: str) -> None:
     pytest.importorskip("gymnasium")
+    pytest.importorskip("textarena")
     pytest.importorskip("reasoning_gym")
     family, arguments = find_family(task, options)
     with pytest.raises(ConfigError, match=words):
