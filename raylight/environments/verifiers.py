@@ -1,4 +1,4 @@
-"""Tasksets of verifiers as agents; each rollout is a process with a Python that has verifiers."""
+"""Tasksets of verifiers as agents, whose rollouts share a process with a Python that has verifiers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from raylight.agent.decorators import rollout
+from raylight.agent.litagent import LitAgent
+from raylight.agent.resources import LLM, check_sampling
+from raylight.environments.verifiers_process import VerifiersCommand, shared_process
 from raylight.errors import ConfigError
-from raylight.harnesses.command import CommandAgent
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 SETTINGS = "RAYLIGHT_VERIFIERS"
@@ -26,7 +29,7 @@ def verifiers_agent(
     sampling: Mapping[str, Any] | None = None,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-) -> CommandAgent:
+) -> LitAgent[Any]:
     """Return an agent that runs a harness of verifiers on a task of a taskset; the trace's reward counts.
 
     A task of raylight is `{"idx": 5}`: a position in the taskset.
@@ -43,20 +46,32 @@ def verifiers_agent(
         cwd: working folder, from which the taskset can be imported too.
 
     Raises:
-        ConfigError: a setting is not JSON.
+        ConfigError: a setting is not JSON, or a sampling parameter is out of range.
     """
-    settings = {
-        "taskset": taskset,
-        "config": dict(config or {}),
-        "harness": harness,
-        "max_turns": max_turns,
-        "sampling": {"temperature": 1.0, **(sampling or {})},
-    }
+    settings = {"taskset": taskset, "config": dict(config or {}), "harness": harness, "max_turns": max_turns}
+    chosen = {"temperature": 1.0, **check_sampling(dict(sampling or {}))}
     try:
         encoded = json.dumps(settings)
+        json.dumps(chosen)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"verifiers_agent: config and sampling must be JSON: {error}") from None
     search = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
-    return CommandAgent(
-        [python, "-P", PROGRAM], env={"PATH": search, **(env or {}), SETTINGS: encoded}, cwd=cwd
+    variables = {"PATH": search, **(env or {}), SETTINGS: encoded}
+    command = VerifiersCommand(
+        (os.fspath(python), "-P", str(PROGRAM)),
+        tuple(variables.items()),
+        None if cwd is None else os.fspath(cwd),
     )
+
+    @rollout
+    async def verifiers(task: Any, llm: LLM) -> float:
+        request = {
+            "task": task,
+            "base_url": llm.endpoint,
+            "api_key": llm.api_key,
+            "model": llm.model,
+            "sampling": {**chosen, **llm.sampling_parameters},
+        }
+        return await shared_process(command).run(request)
+
+    return verifiers
