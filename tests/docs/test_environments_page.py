@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,31 +45,60 @@ def test_the_class_of_the_page_learns(cluster: Cluster, tmp_path: Path) -> None:
     assert learning.after > learning.before + 0.1
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """A snippet of the page with an agent and tasks, and a starter model for it."""
+
+    snippet: str
+    package: str
+    task: str
+    options: dict[str, Any]
+    steps: int
+    gain: float
+    """Difference of the rewards, less two standard errors, that is reached at least."""
+    tasks_per_step: int = 16
+    teaching: int | None = None
+    """Steps of the starter model at most."""
+
+    def __str__(self) -> str:
+        return self.snippet
+
+
+LESSONS = [
+    Lesson(
+        "cliff",
+        "gymnasium",
+        "gymnasium:CliffWalking-v1",
+        {"render_mode": None},
+        steps=6,
+        gain=1.0,
+        tasks_per_step=4,
+        teaching=150,
+    ),
+    Lesson(
+        "puzzles", "reasoning_gym", "reasoning_gym:spell_backward", {"max_word_len": 6}, steps=10, gain=0.03
+    ),
+    Lesson("number", "textarena", "textarena:GuessTheNumber-v0", {}, steps=8, gain=0.1, tasks_per_step=8),
+]
+
+
 @pytest.mark.slow("a learning run, with packages of the extra environments")
-@pytest.mark.parametrize(
-    ("name", "package", "task", "settings", "steps", "gain"),
-    [
-        ("lake", "gymnasium", "gymnasium:FrozenLake-v1", {"is_slippery": False}, 8, 0.3),
-        ("puzzles", "reasoning_gym", "reasoning_gym:spell_backward", {"max_word_len": 6}, 10, 0.2),
-    ],
-)
-def test_a_starter_model_learns(
-    name: str,
-    package: str,
-    task: str,
-    settings: dict[str, Any],
-    steps: int,
-    gain: float,
-    cluster: Cluster,
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip(package)
-    made = rl.make_starter(task, tmp_path / "model", options=settings)
-    names = snippet(PAGE, name).run()
-    tasks = (names["tasks"], names["val_tasks"])
-    learning = learn(names["agent"], made.path, tmp_path / "run", steps=steps, tasks=tasks)
+@pytest.mark.parametrize("lesson", LESSONS, ids=str)
+@pytest.mark.timeout(480)
+def test_a_starter_model_learns(lesson: Lesson, cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip(lesson.package)
+    made = rl.make_starter(lesson.task, tmp_path / "model", options=lesson.options, steps=lesson.teaching)
+    names = snippet(PAGE, lesson.snippet).run()
+    learning = learn(
+        names["agent"],
+        made.path,
+        tmp_path / "run",
+        steps=lesson.steps,
+        tasks=(names["tasks"], names["val_tasks"]),
+        tasks_per_step=lesson.tasks_per_step,
+    )
     assert learning.failures == []
-    assert learning.after > learning.before + gain
+    assert learning.least_gain > lesson.gain
 
 
 @pytest.mark.slow("needs a package of the extra environments")
