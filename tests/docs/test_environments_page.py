@@ -78,7 +78,7 @@ LESSONS = [
     Lesson(
         "puzzles", "reasoning_gym", "reasoning_gym:spell_backward", {"max_word_len": 6}, steps=10, gain=0.03
     ),
-    Lesson("number", "textarena", "textarena:GuessTheNumber-v0", {}, steps=8, gain=0.1, tasks_per_step=8),
+    Lesson("number", "textarena", "textarena:GuessTheNumber-v0", {}, steps=6, gain=0.1, tasks_per_step=8),
 ]
 
 
