@@ -84,6 +84,7 @@ class SamplingBody(Body):
     n: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: SampledStreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -134,6 +135,7 @@ class SamplingBody(Body):
             logit_bias=_bias(self.logit_bias or {}, vocab_size),
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=_token_ids(self.stop_token_ids or [], vocab_size),
             top_logprobs=top_logprobs,
             grammar=grammar,
         )
@@ -297,3 +299,9 @@ def _bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, floa
     if invalid := [key for key in biases if int(key) >= vocab_size]:
         raise RequestError(f"logit_bias: keys are token ids below {vocab_size}, not {invalid[0]!r}")
     return tuple((int(key), bias) for key, bias in biases.items())
+
+
+def _token_ids(ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    if invalid := [token for token in ids if not 0 <= token < vocab_size]:
+        raise RequestError(f"stop_token_ids: token ids are below {vocab_size}, not {invalid[0]}")
+    return tuple(ids)

@@ -36,6 +36,8 @@ class SamplingParams:
     min_tokens: int = 0
     """Tokens sampled before the response may end."""
     ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, beside the model's own; the response includes them."""
     top_logprobs: int = 0
     """Number of most probable tokens to report per position."""
     grammar: Any = field(default=None, compare=False)
@@ -167,7 +169,7 @@ def _allowed(
 def adjust_logits(
     logits: torch.Tensor, params: list[SamplingParams], histories: list[History], stop_ids: Iterable[int]
 ) -> torch.Tensor:
-    """Apply each row's bias and penalties, and exclude `stop_ids` while a row has fewer than `min_tokens`.
+    """Apply each row's bias and penalties, and exclude stop tokens while a row has fewer than `min_tokens`.
 
     Args:
         logits: shape (rows, vocabulary); not modified.
@@ -179,7 +181,7 @@ def adjust_logits(
             continue
         line = logits[row]
         if len(output) < p.min_tokens:
-            line[stops] = -torch.inf
+            line[[*stops, *p.stop_token_ids]] = -torch.inf
         if p.logit_bias:
             ids, bias = zip(*p.logit_bias, strict=True)
             line[list(ids)] += torch.tensor(bias, device=line.device)

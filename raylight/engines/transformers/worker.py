@@ -260,7 +260,7 @@ class EngineWorker:
         reason: FinishReason | None = None
         if stop_words is not None:
             stop_words.feed([token])
-        stopped = stop_words is not None and stop_words.stopped
+        stopped = (stop_words is not None and stop_words.stopped) or token in params.stop_token_ids
         if stopped or (token in self._stop_ids and not params.ignore_eos):
             reason = "stop"
         elif sequence.count >= params.max_tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from typing import Any
 
@@ -230,6 +231,19 @@ async def test_min_tokens_and_ignore_eos_hold_off_the_end(make_engine: MakeEngin
     )
     assert {len(r.output_ids) for r in never} == {40}
     assert any(end in r.output_ids for r in never)
+
+
+async def test_a_stop_token_ends_a_response_which_includes_it(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    whole = (await engine.generate([5], SamplingParams(20, temperature=0.0, ignore_eos=True))).output_ids
+    token = whole[6]
+    place = whole.index(token)
+    params = SamplingParams(20, temperature=0.0, ignore_eos=True, stop_token_ids=(token,))
+    stopped = await engine.generate([5], params)
+    assert (stopped.output_ids, stopped.finish_reason) == (whole[: place + 1], "stop")
+    later = await engine.generate([5], dataclasses.replace(params, min_tokens=place + 1))
+    assert len(later.output_ids) > place + 1
+    assert token not in later.output_ids[: place + 1]
 
 
 # recording in the capture context

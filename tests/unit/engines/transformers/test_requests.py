@@ -45,6 +45,7 @@ def test_every_setting_arrives() -> None:
         "logit_bias": {"7": -2},
         "min_tokens": 2,
         "ignore_eos": True,
+        "stop_token_ids": [5, 300],
     }
     assert params_of(**given) == SamplingParams(
         9,
@@ -60,6 +61,7 @@ def test_every_setting_arrives() -> None:
         logit_bias=((7, -2),),
         min_tokens=2,
         ignore_eos=True,
+        stop_token_ids=(5, 300),
     )
 
 
