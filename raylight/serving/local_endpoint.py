@@ -27,7 +27,7 @@ FLUSH_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-class _Server(uvicorn.Server):
+class ThreadServer(uvicorn.Server):
     """Server without signal handlers, which the caller's process keeps."""
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class Endpoint:
             training_temperature=self._training_temperature,
             metrics=self._metrics,
         )
-        self._server = _Server(
+        self._server = ThreadServer(
             uvicorn.Config(
                 app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=1
             )

@@ -1,4 +1,4 @@
-"""`raylight serve` as a subprocess."""
+"""`raylight serve` and `raylight tinker` as subprocesses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run `raylight serve` until the block ends. It must then exit by itself on Ctrl-C.
+def serve(*args: str, env: dict[str, str] | None = None, command: str = "serve") -> Iterator[Server]:
+    """Run a command that serves until the block ends. It must then exit by itself on Ctrl-C.
 
     Args:
         env: additional environment variables; without RAY_ADDRESS, the server has a cluster of its own.
     """
     process = subprocess.Popen(
-        [str(BIN / "raylight"), "serve", *args],
+        [str(BIN / "raylight"), command, *args],
         env={**os.environ, "RAY_ADDRESS": "local", **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -43,7 +43,7 @@ def serve(*args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
             if " is served at " in line:
                 break
         assert " is served at " in output, output
-        yield Server(process, output.rpartition(" is served at ")[2].split("/v1")[0].strip(), output)
+        yield Server(process, output.rpartition(" is served at ")[2].split()[0].removesuffix("/v1"), output)
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[0]
         assert "Traceback" not in rest, rest
