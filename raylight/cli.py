@@ -1,5 +1,5 @@
-"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `runner`, `ui`, `scale`,
-`trace`, `export`, `export-traces`, `grafana` and `doctor`.
+"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `tinker`, `runner`, `ui`,
+`scale`, `trace`, `export`, `export-traces`, `grafana` and `doctor`.
 
 A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
 is the dotted name of a setting, VALUE is read as YAML.
@@ -29,6 +29,7 @@ from raylight.cli_options import (
 from raylight.cli_runs import export, export_traces_command, grafana, scale, trace, ui_command
 from raylight.cli_serve import serve
 from raylight.cli_starter import starter
+from raylight.cli_tinker import tinker
 from raylight.errors import RaylightError
 
 app = typer.Typer(
@@ -248,6 +249,7 @@ def evaluate(
 
 
 app.command()(serve)
+app.command()(tinker)
 
 
 @app.command()

@@ -45,10 +45,12 @@ FLOORS = [
         "cli_runs",
         "cli_serve",
         "cli_starter",
+        "cli_tinker",
         "doctor",
         "doctor_report",
         "quickstart",
         "starter",
+        "tinker",
         "ui",
     },
 ]

@@ -1,0 +1,199 @@
+"""HTTP routes of the Tinker API."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from raylight.http.errors import RequestError
+from raylight.http.request import read_request
+from raylight.tinker import requests as bodies
+from raylight.tinker.records import ServerRecords
+from raylight.tinker.requests import TinkerBody
+from raylight.tinker.service import TinkerService
+from raylight.tinker.wire import PROTOBUF
+
+PREFIX = "/api/v1"
+MAX_BODY = 64 * 2**20
+"""Largest body, in bytes. The SDK sends examples in parts of 5 MB."""
+LONG_POLL_S = 30.0
+"""Longest time in which a request waits for a result. The SDK gives up after 45 s."""
+MAX_CHUNK = 128
+"""Examples that the SDK sends in one request, so that models take turns."""
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_len": MAX_CHUNK}
+"""Flags of the SDK. It sends the parts of a call in order, so that a rejected one does not hold up others."""
+UNEMBED = "this server trains no LoRA of the output layer: train_unembed has no effect"
+Fields = dict[str, Any]
+
+
+def build_app(service: TinkerService, key: str | None = None) -> Starlette:
+    """Build the application.
+
+    Args:
+        key: key that clients must send; None: none.
+    """
+    records = ServerRecords(service)
+    json_routes: dict[str, Callable[[Any], Any]] = {
+        "client/config": _reading(bodies.SdkVersion, lambda body: CLIENT_CONFIG),
+        "client/dynamic_config": _reading(bodies.SdkVersion, lambda body: DYNAMIC_CONFIG),
+        "create_session": _reading(bodies.CreateSession, lambda body: _open_session(service)),
+        "session_heartbeat": _reading(bodies.SessionHeartbeat, lambda body: _renew(service, body)),
+        "create_model": _reading(bodies.CreateModel, service.create_model),
+        "get_info": _reading(bodies.ModelBody, records.model_info),
+        "optim_step": _reading(bodies.OptimStep, service.optim_step),
+        "save_weights": _reading(bodies.SaveWeights, service.save_weights),
+        "save_weights_for_sampler": _reading(bodies.SaveWeightsForSampler, service.save_weights_for_sampler),
+        "load_weights": _reading(bodies.LoadWeights, service.load_weights),
+        "weights_info": _reading(bodies.WeightsInfo, records.weights_info),
+        "create_sampling_session": _reading(
+            bodies.CreateSamplingSession, lambda body: _create_sampler(service, body)
+        ),
+        "asample": _reading(bodies.SampleBody, lambda body: _sample(service, body)),
+        "cancel_future": _reading(bodies.CancelFuture, lambda body: _cancel(service, body)),
+        "telemetry": lambda fields: {"status": "accepted"},
+    }
+    routes = [
+        Route(f"{PREFIX}/healthz", _answering(lambda request: {"status": "ok"})),
+        Route(f"{PREFIX}/get_server_capabilities", _answering(lambda request: records.capabilities())),
+        Route(f"{PREFIX}/forward_backward", _train_route(service), methods=["POST"]),
+        Route(f"{PREFIX}/retrieve_future", _future_route(service), methods=["POST"]),
+        *(
+            Route(f"{PREFIX}/{name}", _json_route(answer), methods=["POST"])
+            for name, answer in json_routes.items()
+        ),
+        Route(f"{PREFIX}/sessions/{{session_id}}/finish", _finish_route(service), methods=["POST"]),
+        *records.routes(PREFIX, _answering),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(KeyCheck, key=key)] if key is not None else [],
+        exception_handlers={RequestError: _error_response},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class KeyCheck:
+    """ASGI middleware that rejects requests without the server's key, in the SDK's header or as a bearer."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        if hmac.compare_digest(sent, self._key):
+            await self._app(scope, receive, send)
+            return
+        error = RequestError("the API key is missing or wrong; set TINKER_API_KEY to the server's key", 401)
+        await _error(error)(scope, receive, send)
+
+
+def _reading(kind: type[TinkerBody], answer: Callable[[Any], Any]) -> Callable[[Fields], Any]:
+    """Return a function of a decoded body that checks it first."""
+    return lambda fields: answer(kind.read(fields))
+
+
+def _json_route(answer: Callable[[Fields], Any]) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        body = await read_request(request.scope, request.receive, MAX_BODY)
+        return JSONResponse(answer(body.fields))
+
+    return respond
+
+
+def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        found = answer(request)
+        return Response(status_code=204) if found is None else JSONResponse(found)
+
+    return respond
+
+
+def _train_route(service: TinkerService) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        if request.headers.get("content-type", "") != PROTOBUF:
+            raise RequestError(f"the content type must be {PROTOBUF}, as the SDK sends it", 415)
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise RequestError("compressed bodies are not supported", 415)
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > MAX_BODY:
+                raise RequestError(f"the body is larger than {MAX_BODY} bytes; send fewer examples", 413)
+        return JSONResponse(service.forward_backward(bytes(content)))
+
+    return respond
+
+
+def _future_route(service: TinkerService) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        body = await read_request(request.scope, request.receive, MAX_BODY)
+        request_id = bodies.RetrieveFuture.read(body.fields).request_id
+        answer = await service.promises.wait(request_id, LONG_POLL_S)
+        if answer is None:
+            pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            return JSONResponse(pending, 408)
+        return Response(answer.content, media_type=answer.media_type)
+
+    return respond
+
+
+def _finish_route(service: TinkerService) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        body = await read_request(request.scope, request.receive, MAX_BODY)
+        bodies.FinishSession.read(body.fields)
+        service.sessions.finish(request.path_params["session_id"])
+        return Response(status_code=204)
+
+    return respond
+
+
+def _sample(service: TinkerService, body: bodies.SampleBody) -> Fields:
+    request_id = service.samplers.sample(body)
+    sequences = [f"{request_id}:{number}" for number in range(body.num_samples)]
+    return {"request_id": request_id, "sample_sequence_ids": sequences}
+
+
+def _cancel(service: TinkerService, body: bodies.CancelFuture) -> Fields:
+    if body.request_id in service.samplers:
+        service.promises.cancel(body.request_id)
+    return {}
+
+
+def _open_session(service: TinkerService) -> Fields:
+    return {"type": "create_session", "session_id": service.sessions.open(), "info_message": UNEMBED}
+
+
+def _renew(service: TinkerService, body: bodies.SessionHeartbeat) -> Fields:
+    service.sessions.renew(body.session_id)
+    return {"type": "session_heartbeat"}
+
+
+def _create_sampler(service: TinkerService, body: bodies.CreateSamplingSession) -> Fields:
+    service.sessions.check(body.session_id)
+    sampler_id = service.samplers.create(body)
+    return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _error(error)
+
+
+def _error(error: RequestError) -> JSONResponse:
+    """Return an error answer in the form of the SDK's failed results."""
+    category = "server" if error.status >= 500 else "user"
+    return JSONResponse({"error": error.message, "category": category}, error.status)

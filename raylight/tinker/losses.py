@@ -1,0 +1,86 @@
+"""Losses of the Tinker API, by name. Each returns one value per token; a call's loss is their sum.
+
+Formulas: https://tinker-docs.thinkingmachines.ai/losses. The functions use tensors' own methods only, so that
+this file needs no torch, and requests can be checked where it is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TARGETS = "target_tokens"
+Inputs = Mapping[str, Any]
+"""Tensors by name, each with one value per token."""
+TokenLoss = Callable[[Any, Inputs, Mapping[str, float]], Any]
+"""Function from the log-probs of the targets, the inputs of the loss, and its settings to the tokens' losses.
+"""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss, and what a request gives for it."""
+
+    function: TokenLoss
+    required: tuple[str, ...]
+    """Inputs that each datum has, beside `target_tokens`."""
+    optional: tuple[str, ...] = ()
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Defaults of `loss_fn_config`."""
+
+
+def cross_entropy(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the weighted negative log-probs."""
+    return -logprobs * inputs["weights"]
+
+
+def importance_sampling(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the negative advantages times the ratios of the policy to the one that sampled."""
+    return _weighted(-_ratio(logprobs, inputs) * inputs["advantages"], inputs)
+
+
+def ppo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the clipped surrogate loss of PPO (https://arxiv.org/abs/1707.06347)."""
+    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
+    clipped = _clip(ratio, inputs, settings)
+    return _weighted(-(ratio * advantages).minimum(clipped * advantages), inputs)
+
+
+def cispo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the loss of CISPO, whose clipped ratio weighs the gradient (https://arxiv.org/abs/2506.13585)."""
+    clipped = _clip(_ratio(logprobs, inputs), inputs, settings).detach()
+    return _weighted(-clipped * logprobs * inputs["advantages"], inputs)
+
+
+def dro(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the loss of DRO, with a quadratic penalty (https://arxiv.org/abs/2405.19107)."""
+    distance = (logprobs - inputs["logprobs"]) ** 2
+    return _weighted(settings["beta"] / 2 * distance - logprobs * inputs["advantages"], inputs)
+
+
+def _ratio(logprobs: Any, inputs: Inputs) -> Any:
+    return (logprobs - inputs["logprobs"]).exp()
+
+
+def _clip(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Clip ratios to the thresholds of each token, or to those of the call."""
+    low, high = (inputs.get(name, settings[name]) for name in (LOW, HIGH))
+    return ratio.clamp(min=low).clamp(max=high)
+
+
+def _weighted(losses: Any, inputs: Inputs) -> Any:
+    weights = inputs.get("weights")
+    return losses if weights is None else losses * weights
+
+
+LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+SAMPLED = ("logprobs", "advantages")
+CLIPPED = ("weights", LOW, HIGH)
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, ("weights",)),
+    "importance_sampling": Loss(importance_sampling, SAMPLED, ("weights",)),
+    "ppo": Loss(ppo, SAMPLED, CLIPPED, {LOW: 0.8, HIGH: 1.2}),
+    "cispo": Loss(cispo, SAMPLED, CLIPPED, {LOW: 0.0, HIGH: 4.0}),
+    "dro": Loss(dro, SAMPLED, ("weights",), {"beta": 0.05}),
+}

@@ -1,0 +1,230 @@
+"""`raylight tinker`: the engines, the trainer and the HTTP server around a TinkerService."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import uvicorn
+from pydantic import Field, field_validator
+
+from raylight.base_config import Config
+from raylight.bounds import MAX_PROCESSES, MAX_SECONDS
+from raylight.config import EngineConfig
+from raylight.errors import ConfigError, EngineStartError, LearnerLostError, PortInUseError
+from raylight.serving.deploy.ingress import LOOPBACK
+from raylight.serving.local_endpoint import ThreadServer
+from raylight.trainer.blocking import run_blocking
+from raylight.trainer.cluster import ray_session
+from raylight.trainer.cluster_monitor import LossGuard, component_stack
+from raylight.trainer.components.serving import Serving
+from raylight.trainer.engine_nodes import engine_on_nodes
+from raylight.trainer.fit import fixed_model
+from raylight.trainer.settings import ServingSettings
+
+KEY_PREFIX = "tml-"
+"""Beginning of the keys that the SDK sends."""
+INSTALL = "pip install 'raylight[tinker]'"
+MODEL = "base"
+"""Name under which the engines serve the model without an adapter."""
+
+
+class TinkerConfig(Config):
+    """Settings of a server of the Tinker API."""
+
+    host: str = "127.0.0.1"
+    """Address that HTTP listens on."""
+    port: int = Field(default=8080, ge=0, le=65535)
+    """HTTP port; 0: any free one."""
+    api_key: str | None = None
+    """Key that clients must send. None: none on loopback, and a new one, which is shown, elsewhere."""
+    output_dir: str = "outputs/tinker"
+    """Folder of the checkpoints."""
+    max_models: int = Field(default=8, ge=1, le=MAX_PROCESSES)
+    """Adapters that may be in training at a time."""
+    max_samplers: int = Field(default=8, ge=1, le=MAX_PROCESSES)
+    """Adapters that the engines have at a time."""
+    max_rank: int = Field(default=128, ge=1, le=1024)
+    """Highest rank of an adapter."""
+    session_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
+    """Seconds without a heartbeat after which a session ends."""
+    learner_cpus: float = Field(default=1.0, ge=0, le=MAX_PROCESSES)
+    """CPUs of the trainer."""
+    learner_gpus: float = Field(default=0.0, ge=0, le=1)
+    """GPUs of the trainer."""
+    max_tokens_per_micro_batch: int = Field(default=8192, ge=1, le=2**24)
+    """Tokens of one pass of the trainer, padding included; a longer example is a pass of its own."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_key(cls, key: str | None) -> str | None:
+        if key is not None and not key.startswith(KEY_PREFIX):
+            raise ValueError(f"the SDK sends only keys that begin with {KEY_PREFIX}; choose such a key")
+        return key
+
+
+def serve_tinker(
+    model: str,
+    engine: EngineConfig,
+    config: TinkerConfig,
+    *,
+    name: str | None = None,
+    address: str | None = None,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Serve the Tinker API until Ctrl-C or SIGTERM, then stop everything that was started.
+
+    Args:
+        model: folder, or name in the local Hugging Face cache.
+        name: model name that clients ask for; by default `model`.
+        show: receives messages for the user.
+
+    Raises:
+        ConfigError: the SDK is not installed, or the settings are wrong.
+        EngineStartError: the replicas or the trainer did not start.
+        LearnerLostError: the trainer has died.
+    """
+    try:
+        import tinker.proto  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"the Tinker API needs the messages of the SDK ({error}): {INSTALL}") from None
+    serving = fixed_model(model, engine)
+    if not serving.model_path:
+        raise ConfigError("an upstream model cannot be trained; choose the engine transformers or vllm")
+    key = config.api_key
+    if key is None and config.host not in LOOPBACK:
+        key = f"{KEY_PREFIX}{secrets.token_hex(20)}"
+        show(f"the API key is {key}")
+    listener = _listen(config.host, config.port)
+    with listener, ray_session(address, False, engine.start_timeout_s) as connection:
+        connection.announce(show, show)
+        own = serving.engine.model_copy(update={"host": engine.host or "127.0.0.1"})
+        serving = with_adapters(replace(serving, engine=engine_on_nodes(engine, own), name=MODEL), config)
+        work = _serve(serving, config, name or model, key, listener, connection.owns_cluster, show)
+        run_blocking(work, LossGuard("Start the command again"))
+
+
+def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSettings:
+    """Return settings of an engine that has room for adapters."""
+    engine = serving.engine
+    update: dict[str, Any] = {"max_adapters": config.max_samplers}
+    if engine.kind == "vllm":
+        from raylight.config import LoraConfig
+        from raylight.learner.adapter import adapted_layers
+
+        layers = adapted_layers(serving.model_path, LoraConfig())
+        update["args"] = {"max_lora_rank": config.max_rank, "lora_target_modules": layers} | engine.args
+    return replace(serving, engine=engine.model_copy(update=update))
+
+
+async def _serve(
+    model: ServingSettings,
+    config: TinkerConfig,
+    name: str,
+    key: str | None,
+    listener: socket.socket,
+    owns_cluster: bool,
+    show: Callable[[str], None],
+) -> None:
+    from raylight.tinker.app import build_app
+    from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
+    from raylight.tinker.samplers import Samplers
+    from raylight.tinker.service import TinkerService
+    from raylight.tinker.trainer_actor import TrainerClient
+
+    folder = Path(config.output_dir)
+    run, secret = f"tinker-{secrets.token_hex(4)}", secrets.token_hex(20)
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(error: LearnerLostError) -> None:
+        if not lost.done():
+            lost.set_exception(error)
+
+    async with component_stack() as stack:
+        serving = Serving(run, model, secret, None, show, owns_cluster)
+        await serving.open(stack)
+        serving.prepare(seed=0)
+        trainer = TrainerClient(
+            run,
+            model.model_path,
+            model.engine.dtype,
+            config.max_tokens_per_micro_batch,
+            config.learner_cpus,
+            config.learner_gpus,
+        )
+        stack.callback(trainer.stop)
+        show(f"starting the {model.engine.kind} engine and the trainer")
+        async with asyncio.timeout(model.engine.start_timeout_s):
+            url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())
+        checkpoints = Checkpoints(folder)
+
+        async def fetch(path: str) -> list[Any]:
+            adapter = await asyncio.to_thread(checkpoints.load, CheckpointPath.parse(path))
+            return [ray.put(adapter)]
+
+        samplers = Samplers(
+            url,
+            secret,
+            MODEL,
+            serving.coordinator.client,
+            fetch,
+            config.max_samplers,
+            model.engine.start_timeout_s,
+        )
+        stack.push_async_callback(samplers.close)
+        settings = await asyncio.to_thread(_describe, model, config, name)
+        service = TinkerService(settings, trainer, samplers, checkpoints, end)
+        stack.push_async_callback(service.close)
+        server = ThreadServer(uvicorn.Config(build_app(service, key), log_level="warning", lifespan="off"))
+        listening = asyncio.create_task(server.serve(sockets=[listener]))
+        stack.push_async_callback(_stop, server, listening)
+        host, port = listener.getsockname()[:2]
+        show(f"{name} is served at http://{host}:{port} (Tinker API); press Ctrl-C to stop")
+        await asyncio.wait([listening, lost], return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
+        raise EngineStartError("the HTTP server has stopped unexpectedly") from listening.exception()
+
+
+def _describe(model: ServingSettings, config: TinkerConfig, name: str) -> Any:
+    """Return the settings of a service, with the limits of its model."""
+    from transformers import AutoConfig
+
+    from raylight.tinker.settings import TinkerSettings
+
+    text = AutoConfig.from_pretrained(model.model_path).get_text_config()
+    longest = min(model.engine.max_model_len, getattr(text, "max_position_embeddings", 2**31))
+    return TinkerSettings(
+        base_model=name,
+        vocabulary=text.vocab_size,
+        max_model_len=longest,
+        max_rank=config.max_rank,
+        max_models=config.max_models,
+        lease_s=config.session_timeout_s,
+    )
+
+
+async def _stop(server: uvicorn.Server, listening: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await asyncio.wait([listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket, in whose backlog requests wait until the server has started.
+
+    Raises:
+        PortInUseError: the port is in use, or the address does not belong to this machine.
+    """
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise PortInUseError(
+            f"the Tinker API cannot be served on {host}:{port} ({error.strerror}); choose another --port, or "
+            "0 for a free one"
+        ) from None

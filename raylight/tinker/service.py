@@ -1,0 +1,301 @@
+"""The work of each request of the Tinker API, without HTTP and Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from raylight.errors import LearnerLostError
+from raylight.http.errors import RequestError
+from raylight.tinker import requests as bodies
+from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
+from raylight.tinker.datums import check_batch
+from raylight.tinker.models import Models, TenantModel, TenantTrainer
+from raylight.tinker.promises import Promises, ResultBody, json_answer
+from raylight.tinker.sampling import SamplingClients, SamplingEngines
+from raylight.tinker.sessions import ClientSessions
+from raylight.tinker.settings import TinkerSettings
+from raylight.tinker.turns import Work
+from raylight.tinker.wire import (
+    PROTOBUF,
+    read_data,
+    read_forward_backward,
+    read_settings,
+    write_forward_backward,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RANK = 32
+"""Rank of a model without `lora_config`, as the SDK's default."""
+Accepted = dict[str, Any]
+"""Answer to an accepted request: the id under which its result is fetched, and the model."""
+
+
+class TinkerService:
+    """The state of a server: sessions, models in training, samplers, and results that clients fetch.
+
+    Args:
+        on_lost: called when the trainer is gone.
+    """
+
+    def __init__(
+        self,
+        settings: TinkerSettings,
+        trainer: TenantTrainer,
+        engines: SamplingEngines,
+        checkpoints: Checkpoints,
+        on_lost: Callable[[LearnerLostError], None],
+    ) -> None:
+        self.settings, self.checkpoints = settings, checkpoints
+        self._trainer, self._on_lost = trainer, on_lost
+        self.sessions = ClientSessions(settings.lease_s, self._end_session)
+        self.models = Models(settings.max_models, settings.max_waiting)
+        self.promises = Promises()
+        self.samplers = SamplingClients(settings, engines, checkpoints, self.promises)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # models
+
+    def create_model(self, body: bodies.CreateModel) -> Accepted:
+        """Add an adapter."""
+        self.sessions.check(body.session_id)
+        self.settings.check_base_model(body.base_model)
+        spec = body.lora_config or bodies.LoraSpec(rank=DEFAULT_RANK)
+        if spec.rank > self.settings.max_rank:
+            raise RequestError(
+                f"lora_config: rank {spec.rank} is above this server's limit, {self.settings.max_rank}; "
+                "ask for a lower one, or start the server with a higher --max-rank"
+            )
+        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        answer = {"model_id": model_id, "type": "create_model"}
+        return self._create(model_id, body.session_id, spec, body.user_metadata, answer)
+
+    def forward_backward(self, content: bytes) -> Accepted:
+        """Compute a loss, and add its gradient to the model's."""
+        message, model_id, number = read_forward_backward(content)
+        model = self.models.get(model_id)
+        limits = self.settings.vocabulary, self.settings.max_model_len
+
+        def prepare() -> Work:
+            batch = check_batch(read_data(message), message.loss_fn, read_settings(message), *limits)
+
+            async def compute() -> ResultBody:
+                call = self._trainer.forward_backward(model_id, batch, not message.forward_only)
+                loss, logprobs = await self._train(call)
+                return ResultBody(write_forward_backward(loss, logprobs), PROTOBUF)
+
+            return compute
+
+        return self._submit(model, number, prepare)
+
+    def optim_step(self, body: bodies.OptimStep) -> Accepted:
+        """Take a step of the optimizer."""
+
+        async def step() -> ResultBody:
+            metrics = await self._train(self._trainer.optim_step(body.model_id, body.adam_params))
+            return json_answer({"metrics": metrics, "type": "optim_step"})
+
+        return self._submit(self.models.get(body.model_id), body.seq_id, lambda: step)
+
+    # checkpoints
+
+    def save_weights(self, body: bodies.SaveWeights) -> Accepted:
+        """Save an adapter and its optimizer."""
+        model = self.models.get(body.model_id)
+
+        def prepare() -> Work:
+            path = CheckpointPath.of(model.model_id, "weights", body.path or f"state-{uuid.uuid4().hex}")
+
+            async def save() -> ResultBody:
+                optimizer = await self._train(self._trainer.export_optimizer(model.model_id))
+                await self._save(model, path, optimizer, body.ttl_seconds, body.overwrite)
+                return json_answer({"path": str(path), "type": "save_weights"})
+
+            return save
+
+        return self._submit(model, body.seq_id, prepare)
+
+    def save_weights_for_sampler(self, body: bodies.SaveWeightsForSampler) -> Accepted:
+        """Save an adapter for sampling: under a name, or for one new sampling client."""
+        model = self.models.get(body.model_id)
+
+        def prepare() -> Work:
+            name = body.path or f"ephemeral-{uuid.uuid4().hex}"
+            path = CheckpointPath.of(model.model_id, "sampler_weights", name)
+
+            async def save() -> ResultBody:
+                await self._save(model, path, None, body.ttl_seconds, overwrite=True)
+                await self.samplers.drop(str(path))
+                answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+                if body.path is not None:
+                    return json_answer(answer | {"path": str(path)})
+                sampler_id = await self.samplers.add_ephemeral(
+                    model.session_id, body.sampling_session_seq_id, str(path), model.model_id
+                )
+                return json_answer(answer | {"sampling_session_id": sampler_id})
+
+            return save
+
+        return self._submit(model, body.seq_id, prepare)
+
+    def load_weights(self, body: bodies.LoadWeights) -> Accepted:
+        """Continue from a saved adapter, with or without its optimizer, in a model or in a new one."""
+        if body.model_id is None:
+            return self._create_from(body)
+        model = self.models.get(body.model_id)
+
+        def prepare() -> Work:
+            path = CheckpointPath.parse(body.path)
+            self.settings.check_base_model(self.checkpoints.record(path).base_model)
+
+            async def load() -> ResultBody:
+                await self._load(model.model_id, path, body.optimizer)
+                return json_answer({"path": str(path), "model_id": model.model_id, "type": "load_weights"})
+
+            return load
+
+        return self._submit(model, body.seq_id, prepare)
+
+    def _create_from(self, body: bodies.LoadWeights) -> Accepted:
+        if body.session_id is None or body.model_seq_id is None:
+            raise RequestError("model_id: give it, or session_id and model_seq_id for a new model")
+        self.sessions.check(body.session_id)
+        path = CheckpointPath.parse(body.path)
+        record = self.checkpoints.record(path)
+        for name in (record.base_model, body.base_model or record.base_model):
+            self.settings.check_base_model(name)
+        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        answer = {"path": str(path), "model_id": model_id, "type": "load_weights"}
+        spec = bodies.LoraSpec(**record.lora)
+        load = functools.partial(self._load, model_id, path, body.optimizer)
+        return self._create(model_id, body.session_id, spec, body.user_metadata, answer, load)
+
+    # ends
+
+    async def close(self) -> None:
+        """End all sessions."""
+        self.sessions.close()
+        await self.samplers.close()
+        for model in self.models.find():
+            await model.turns.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _end_session(self, session_id: str) -> None:
+        models = self.models.find(lambda model: model.session_id == session_id)
+        for model in models:
+            self.models.pop(model.model_id)
+        logger.info("session %s has ended; it had %d models", session_id, len(models))
+
+        async def end() -> None:
+            for model in models:
+                await self._free(model)
+            await self.samplers.end_session(session_id)
+
+        self._start(end())
+
+    async def _free(self, model: TenantModel) -> None:
+        await model.turns.close()
+        async with self.models.trainer_lock:
+            await self._train(self._trainer.remove(model.model_id))
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # parts of requests
+
+    def _create(
+        self,
+        model_id: str,
+        session_id: str,
+        spec: bodies.LoraSpec,
+        user_metadata: dict[str, Any] | None,
+        answer: dict[str, Any],
+        load: Callable[[], Awaitable[None]] | None = None,
+    ) -> Accepted:
+        """Add an adapter: the request 0 of its model.
+
+        Args:
+            load: replaces its weights; None for those of a new one.
+        """
+        accepted = {"request_id": f"{model_id}:0", "model_id": model_id}
+        if accepted["request_id"] in self.promises:  # a repeated request
+            return accepted
+        model = self.models.add(model_id, session_id, spec, user_metadata)
+
+        async def create() -> ResultBody:
+            try:
+                await self._train(self._trainer.create(model_id, spec))
+                if load is not None:
+                    await load()
+            except Exception:
+                self.models.pop(model_id)
+                await self._trainer.remove(model_id)
+                raise
+            return json_answer(answer)
+
+        self.promises.add(accepted["request_id"], model.turns.submit(0, create))
+        return accepted
+
+    async def _load(self, model_id: str, path: CheckpointPath, with_optimizer: bool) -> None:
+        adapter = await asyncio.to_thread(self.checkpoints.load, path)
+        optimizer = None
+        if with_optimizer:
+            optimizer = await asyncio.to_thread(self.checkpoints.load_optimizer, path)
+        await self._train(self._trainer.load(model_id, adapter, optimizer))
+
+    def _submit(self, model: TenantModel, number: int | None, prepare: Callable[[], Work]) -> Accepted:
+        """Accept a request of a model, whose number is used up even if `prepare` rejects it.
+
+        Args:
+            prepare: checks the request, and returns the work.
+        """
+        request_id = f"{model.model_id}:{uuid.uuid4().hex if number is None else number}"
+        if request_id not in self.promises:  # else a repeated request
+            try:
+                work = prepare()
+            except RequestError:
+                if number is not None:
+                    model.turns.submit(number, None)
+                raise
+            self.promises.add(request_id, model.turns.submit(number, work))
+        return {"request_id": request_id, "model_id": model.model_id}
+
+    async def _save(
+        self,
+        model: TenantModel,
+        path: CheckpointPath,
+        optimizer: dict[str, np.ndarray] | None,
+        ttl_s: int | None,
+        overwrite: bool,
+    ) -> None:
+        adapter = await self._train(self._trainer.export(model.model_id))
+        await asyncio.to_thread(
+            self.checkpoints.save,
+            path,
+            adapter,
+            optimizer,
+            base_model=self.settings.base_model,
+            lora=model.spec.model_dump(exclude={"type"}),
+            ttl_s=ttl_s,
+            overwrite=overwrite,
+        )
+
+    async def _train(self, call: Awaitable[Any]) -> Any:
+        """Await the trainer."""
+        try:
+            return await call
+        except LearnerLostError as error:
+            self._on_lost(error)
+            raise

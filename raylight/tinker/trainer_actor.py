@@ -1,0 +1,105 @@
+"""The trainer of all tenants as a Ray actor around LoraTrainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from raylight.engines.protocol import LoraAdapter
+from raylight.errors import EngineStartError, LearnerLostError, summarize_ray_error
+from raylight.tinker.datums import Batch
+from raylight.tinker.requests import AdamParams, LoraSpec
+
+TRAINER_NAME = "trainer"
+"""Name of the actor, in the namespace of the server."""
+
+
+class TrainerActor:
+    """One process with the model and the adapters of all tenants."""
+
+    def __init__(self, model_path: str, dtype: str, max_tokens: int, threads: int) -> None:
+        import torch
+
+        from raylight.learner.local_device import select_device
+        from raylight.tinker.lora_trainer import LoraTrainer
+
+        torch.set_num_threads(threads)
+        self._trainer = LoraTrainer(model_path, dtype, select_device("auto"), max_tokens)
+
+    def ready(self) -> None:
+        """Return once the model is loaded."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the trainer."""
+        return getattr(self._trainer, method)(*args)
+
+
+class TrainerClient:
+    """The actor as the server calls it; `LoraTrainer` documents the methods.
+
+    The methods raise LearnerLostError too: the actor is gone, and with it all tenants.
+    """
+
+    def __init__(
+        self, namespace: str, model_path: str, dtype: str, max_tokens: int, num_cpus: float, num_gpus: float
+    ) -> None:
+        threads = max(1, round(num_cpus))
+        self._actor: Any = (
+            ray.remote(TrainerActor)
+            .options(name=TRAINER_NAME, namespace=namespace, num_cpus=num_cpus, num_gpus=num_gpus)
+            .remote(model_path, dtype, max_tokens, threads)
+        )
+
+    async def wait_ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            EngineStartError: it cannot be loaded.
+        """
+        try:
+            await self._actor.ready.remote()
+        except RayActorError as error:
+            raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None
+
+    async def create(self, model_id: str, spec: LoraSpec) -> None:
+        await self._call("create", model_id, spec)
+
+    async def remove(self, model_id: str) -> None:
+        await self._call("remove", model_id)
+
+    async def forward_backward(
+        self, model_id: str, batch: Batch, backward: bool
+    ) -> tuple[float, list[np.ndarray]]:
+        return await self._call("forward_backward", model_id, batch, backward)
+
+    async def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        return await self._call("optim_step", model_id, params)
+
+    async def export(self, model_id: str) -> LoraAdapter:
+        return await self._call("export", model_id)
+
+    async def export_optimizer(self, model_id: str) -> dict[str, np.ndarray]:
+        return await self._call("export_optimizer", model_id)
+
+    async def load(
+        self, model_id: str, adapter: LoraAdapter, optimizer: dict[str, np.ndarray] | None
+    ) -> None:
+        await self._call("load", model_id, adapter, optimizer)
+
+    def stop(self) -> None:
+        """End the actor."""
+        ray.kill(self._actor)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await self._actor.call.remote(method, *args)
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayActorError as error:
+            raise LearnerLostError(
+                f"the trainer is gone, and with it the adapters in training: {summarize_ray_error(error)}; "
+                "start the server again, and continue from the saved states"
+            ) from None
