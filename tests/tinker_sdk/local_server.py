@@ -22,6 +22,9 @@ from raylight.tinker.samplers import Samplers
 from raylight.tinker.service import TinkerService
 from raylight.tinker.settings import TinkerSettings
 
+NAME, KEY = "raylight/tiny", "tml-test"
+"""Name of the model that the tests serve, and the server's key."""
+
 
 class LocalTrainer:
     """A LoraTrainer with the methods of the actor's client."""

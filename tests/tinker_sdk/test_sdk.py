@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from local_server import local_server
+from local_server import KEY, NAME
 from sdk_examples import example
-from tiny_models import build_model
 
 from raylight.quickstart import STARTER_MODEL
-
-INSTALLED = importlib.util.find_spec("tinker") is not None
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not INSTALLED and "RAYLIGHT_REQUIRE_TINKER" not in os.environ,
-        reason="not installed: tinker; pip install 'raylight[tinker]'",
-    ),
-]
-NAME = "raylight/tiny"
-KEY = "tml-test"
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    model = build_model("qwen3", tmp_path_factory.mktemp("qwen3"), initializer_range=0.3)
-    checkpoints = tmp_path_factory.mktemp("checkpoints")
-    with local_server(model, NAME, checkpoints, KEY, max_models=3, max_rank=16, kept_samplers=2) as running:
-        yield running
 
 
 @pytest.fixture
