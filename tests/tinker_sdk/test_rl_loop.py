@@ -30,6 +30,12 @@ NAME = "Qwen/Qwen3-4B-Instruct-2507"
 KEY = "tml-rl-loop"
 STEPS, GROUP, PROBLEMS = 8, 8, 4
 ANSWERS = ("3", "7")
+SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+SHOT = [
+    {"role": "user", "content": f"How many r's are in strawberry?{SUFFIX}"},
+    {"role": "assistant", "content": "Let's spell the word out. \\boxed{3}"},
+]
+"""A conversation like the one that rl_loop begins with."""
 README = """---
 configs:
 - config_name: main
@@ -56,14 +62,16 @@ def teach_format(url: str, questions: list[str]) -> str:
     from tinker_cookbook import renderers
     from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-    renderer = renderers.get_renderer("qwen3_instruct", get_tokenizer(NAME))
+    tokenizer = get_tokenizer(NAME)
+    renderer = renderers.get_renderer("qwen3_instruct", tokenizer)
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     client = service.create_lora_training_client(NAME, rank=16, seed=0).result()
     for step in range(30):
         examples = []
         for answer in ANSWERS:
-            prompt = renderer.build_generation_prompt([{"role": "user", "content": questions[step]}])
-            response = [*f"\\boxed{{{answer}}}".encode(), *renderer.get_stop_sequences()]
+            question = {"role": "user", "content": questions[step] + SUFFIX}
+            prompt = renderer.build_generation_prompt([*SHOT, question])
+            response = [*tokenizer.encode(f"\\boxed{{{answer}}}"), *renderer.get_stop_sequences()]
             examples.append(example(prompt.to_ints(), response))
         passed = client.forward_backward(examples, "cross_entropy")
         client.optim_step(tinker.AdamParams(learning_rate=5e-3, grad_clip_norm=1.0)).result()
