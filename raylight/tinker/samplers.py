@@ -72,6 +72,7 @@ class Samplers:
             headers={"authorization": f"Bearer {key}"},
             timeout=httpx2.Timeout(SAMPLE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             limits=httpx2.Limits(max_connections=None),
+            trust_env=False,  # the engines are in the cluster
         )
 
     async def sample(

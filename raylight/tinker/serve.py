@@ -160,8 +160,8 @@ async def _serve(
         )
         stack.callback(trainer.stop)
         show(f"starting the {model.engine.kind} engine and the trainer")
-        async with asyncio.timeout(model.engine.start_timeout_s):
-            url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())
+        limit = model.engine.start_timeout_s
+        url, _ = await asyncio.gather(serving.start(), trainer.wait_ready(limit))
         checkpoints = Checkpoints(folder)
 
         async def fetch(path: str) -> list[Any]:
@@ -175,7 +175,7 @@ async def _serve(
             serving.coordinator.client,
             fetch,
             config.max_samplers,
-            model.engine.start_timeout_s,
+            limit,
         )
         stack.push_async_callback(samplers.close)
         settings = await asyncio.to_thread(_describe, model, config, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -53,14 +54,20 @@ class TrainerClient:
             .remote(model_path, dtype, max_tokens, threads)
         )
 
-    async def wait_ready(self) -> None:
+    async def wait_ready(self, timeout: float) -> None:
         """Wait until the model is loaded.
 
         Raises:
-            EngineStartError: it cannot be loaded.
+            EngineStartError: it cannot be loaded, or not within `timeout` seconds.
         """
         try:
-            await self._actor.ready.remote()
+            async with asyncio.timeout(timeout):
+                await self._actor.ready.remote()
+        except TimeoutError:
+            raise EngineStartError(
+                f"the trainer did not start within {timeout:g} s; check that the cluster has the CPUs and "
+                "GPUs that it asks for beside the engine, or raise --start-timeout"
+            ) from None
         except RayActorError as error:
             raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None
 
