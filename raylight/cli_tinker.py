@@ -43,7 +43,7 @@ def tinker(
     session_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds without a heartbeat after which a client's session ends.")
     ] = 300.0,
-    learner_cpus: Annotated[float, typer.Option(min=0, help="CPUs of the trainer.")] = 1.0,
+    learner_cpus: Annotated[float, typer.Option(min=0, help="CPUs of the trainer.")] = 0.5,
     learner_gpus: Annotated[float, typer.Option(min=0, max=1, help="GPUs of the trainer.")] = 0.0,
     replicas: Annotated[int, typer.Option(min=1, help="Number of engine replicas.")] = 1,
     num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of a replica.")] = 1.0,

@@ -54,7 +54,7 @@ class TinkerConfig(Config):
     """Highest rank of an adapter."""
     session_timeout_s: float = Field(default=300.0, gt=0, le=MAX_SECONDS)
     """Seconds without a heartbeat after which a session ends."""
-    learner_cpus: float = Field(default=1.0, ge=0, le=MAX_PROCESSES)
+    learner_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
     """CPUs of the trainer."""
     learner_gpus: float = Field(default=0.0, ge=0, le=1)
     """GPUs of the trainer."""
