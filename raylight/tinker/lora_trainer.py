@@ -229,7 +229,7 @@ class LoraTrainer:
     def _logprobs(self, rows: Sequence[Datum]) -> torch.Tensor:
         """Return the log-probs of all targets, row after row, float32."""
         lengths = torch.tensor([len(row.tokens) for row in rows], device=self._device)
-        ids = pad_sequence([torch.from_numpy(row.tokens) for row in rows], batch_first=True)
+        ids = pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True)
         positions = torch.arange(ids.shape[1], device=self._device)
         within = positions < lengths[:, None]
         targets = torch.from_numpy(np.concatenate([row.inputs[TARGETS] for row in rows]))
