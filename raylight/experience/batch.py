@@ -22,7 +22,7 @@ from raylight.experience.scored_rollout import (
 from raylight.experience.staleness import StaleMask, TokenAges, describe_ages
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
-from raylight.types import FinishedRollout, Generation, Trajectory
+from raylight.types import FinishedRollout, Generation, LogprobArray, Trajectory
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class TrainBatch:
     """Baseline reward of each rollout, for estimators that do not derive it from the batch (ReMax)."""
     parts: list[tuple[float, ...]] | None = None
     """Named rewards of each rollout, for an estimator that normalises them apart (GDPO)."""
+    teacher_logprobs: list[LogprobArray] | None = None
+    """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "grpo": EstimatorTraits("group", reads=("norm_adv_by_std",)),
     "grpo_passk": EstimatorTraits("group", reads=("norm_adv_by_std",)),
     "grpo_vectorized": EstimatorTraits("group", reads=("norm_adv_by_std",)),
+    "opd": EstimatorTraits("none", reads=("gamma", "log_ratio_clip", "norm_adv_by_std", "reward_coef")),
     "opo": EstimatorTraits("group"),
     "optimal_token_baseline": EstimatorTraits("group"),
     "reinforce_plus_plus": EstimatorTraits("batch", reads=("gamma",)),
@@ -43,7 +44,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "rloo_vectorized": EstimatorTraits("group"),
     "tir_optimal_token_baseline": EstimatorTraits("group"),
 }
-"""verl's advantage estimators."""
+"""Advantage estimators: verl's, and `opd`, which compares the policy with a teacher."""
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators with a baseline for each token, from the probabilities of the policy before the update."""
 

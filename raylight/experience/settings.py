@@ -82,6 +82,10 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     reward_weights: dict[str, Weight] | None = Field(default=None, min_length=1)
     """Weights by name of the rewards that GDPO (https://arxiv.org/abs/2601.05242) normalises apart; GDPO
     requires it. Rewards with other names are not trained."""
+    reward_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Weight of GRPO's advantages beside those of a teacher; 0 needs no rewards."""
+    log_ratio_clip: float = Field(default=10.0, gt=0, le=MAX_FACTOR)
+    """Bound of the log ratio of the teacher's probability of a token to the policy's."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from one sampled token to the next."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -154,6 +158,11 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         return self._baseline_kind
 
     @property
+    def has_teacher(self) -> bool:
+        """True if the estimator needs the log-probs of a teacher."""
+        return self.adv_estimator == "opd"
+
+    @property
     def has_token_baselines(self) -> bool:
         """True if the estimator needs the policy's probabilities before the update."""
         return self.adv_estimator in TOKEN_BASELINES
@@ -169,6 +178,11 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             raise ValueError(
                 "adv_estimator 'gdpo' reads the rewards of rollouts, not of tokens, so that kl_reward_coef "
                 "has no effect; set kl_coef instead"
+            )
+        if self.has_teacher and self.kl_reward_coef and not self.reward_coef:
+            raise ValueError(
+                "adv_estimator 'opd' reads no rewards without reward_coef, so that kl_reward_coef has no "
+                "effect; set reward_coef, or kl_coef instead"
             )
         if self.loss_mode == "dro" and self.dro_beta is None:
             raise ValueError("loss_mode 'dro' needs the weight of its penalty; set dro_beta, as to 0.05")

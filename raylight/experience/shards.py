@@ -70,6 +70,8 @@ class PackedRows:
     """One entry per response token, like the following."""
     logprobs: LogprobArray
     weight_versions: VersionArray
+    teacher_logprobs: LogprobArray | None
+    """None for an update without a teacher."""
 
 
 class MinibatchShard(NamedTuple):
@@ -115,7 +117,7 @@ def shard_batch(
         parts = [_shard(part, rank, lengths, batch.owners) for part in policy]
         critic_parts = [_shard(part, rank, lengths, batch.owners) for part in critic]
         indices = sorted({index for part in [*parts, *critic_parts] for index in part.rows})
-        yield BatchShard(outline, _pack(indices, batch.rows), parts, critic_parts)
+        yield BatchShard(outline, _pack(indices, batch), parts, critic_parts)
 
 
 def split_minibatches(owners: Sequence[int], parts: int) -> list[list[int]]:
@@ -192,9 +194,9 @@ def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np
     return starts
 
 
-def _pack(indices: list[int], rows: list[Trajectory]) -> PackedRows:
-    chosen = [rows[index] for index in indices]
-    prompts = [row.prompt_length for row in chosen]
+def _pack(indices: list[int], batch: TrainBatch) -> PackedRows:
+    chosen = [batch.rows[index] for index in indices]
+    prompts, teacher = [row.prompt_length for row in chosen], batch.teacher_logprobs
 
     def join(name: str) -> Any:
         parts = [getattr(row, name)[start:] for row, start in zip(chosen, prompts, strict=True)]
@@ -209,4 +211,5 @@ def _pack(indices: list[int], rows: list[Trajectory]) -> PackedRows:
         mask=join("mask"),
         logprobs=join("logprobs"),
         weight_versions=join("weight_versions"),
+        teacher_logprobs=None if teacher is None else np.concatenate([teacher[index] for index in indices]),
     )

@@ -8,7 +8,7 @@ last token; a turn reward is on the last token of the call before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,38 @@ def estimate_gdpo(
     return verl.masked_whiten(combined, response_mask) * response_mask
 
 
-OWN_ESTIMATORS = {"gdpo": estimate_gdpo}
-"""Estimators of verl that raylight computes itself."""
+def estimate_opd(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray[Any, Any],
+    norm_adv_by_std_in_grpo: bool,
+    gamma: float,
+    teacher_log_ratios: torch.Tensor,
+    reward_coef: float,
+) -> torch.Tensor:
+    """Return advantages of on-policy distillation: the log ratio of the teacher's probability of each token
+    to the policy's, discounted over the tokens after it, and GRPO's advantages with a weight.
+
+    Args:
+        teacher_log_ratios: bounded log ratios, shape (rollouts, tokens).
+        reward_coef: the weight; 0 ignores the rewards.
+    """
+    advantages, later = torch.zeros_like(teacher_log_ratios), 0.0 * teacher_log_ratios[:, 0]
+    for token in reversed(range(advantages.shape[1])):
+        later = advantages[:, token] = teacher_log_ratios[:, token] + gamma * later
+    if reward_coef:
+        of_rewards, _ = verl.get_adv_estimator_fn("grpo")(
+            token_level_rewards=token_level_rewards,
+            response_mask=response_mask,
+            index=index,
+            norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        )
+        advantages += reward_coef * of_rewards
+    return advantages * response_mask
+
+
+OWN_ESTIMATORS: dict[str, Callable[..., Any]] = {"gdpo": estimate_gdpo, "opd": estimate_opd}
+"""Estimators that raylight computes itself."""
 
 
 class KlController:
@@ -182,8 +212,18 @@ def add_advantages(
     if settings.has_token_baselines:
         fields += ["old_logprobs", "sum_pi_squared"]
         fields += ["weights"] if settings.importance_level is not None else []
+    if settings.has_teacher and any(row.teacher_logprobs is None for row in rows):
+        raise ConfigError(
+            f"adv_estimator {settings.adv_estimator!r} was given rows without log-probs of a teacher; use "
+            "rl.OPD(teacher=...) with raylight's own training loop"
+        )
+    # without a pass before the update, the engine's log-probs are the policy's
+    own = "old_logprobs" if all(row.old_logprobs is not None for row in rows) else "engine_logprobs"
+    fields += ["teacher_logprobs", own] if settings.has_teacher else []
     sequences = RolloutSequences(outline)
     matrices = {name: sequences.matrix(_all_gather_field(rows, name)) for name in dict.fromkeys(fields)}
+    if settings.has_teacher:
+        matrices["teacher_log_ratios"] = matrices["teacher_logprobs"] - matrices[own]
     result = estimate(outline, sequences, matrices, settings, kl)
     result.assign(rows)
     if settings.critic and (others := [row for row in rows if row.values is None]):
@@ -204,7 +244,7 @@ def estimate(
     Args:
         matrices: by name, the fields of rows that the settings need: `old_logprobs` and `ref_logprobs` for a
             KL penalty in the reward, `values` for a critic, `old_logprobs` and `sum_pi_squared` (and
-            `weights`) for baselines of tokens.
+            `weights`) for baselines of tokens; and `teacher_log_ratios` for a teacher.
 
     Raises:
         ConfigError: a user's estimator returned something of another shape, or a value that is not finite.
@@ -222,6 +262,9 @@ def estimate(
     metrics["learner/advantage_abs_mean"] = float(
         (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
     )
+    if settings.has_teacher:
+        kl_of_tokens = -matrices["teacher_log_ratios"] * sequences.mask
+        metrics["learner/teacher_kl"] = float(kl_of_tokens.sum() / sequences.mask.sum().clamp(min=1))
     if settings.critic is not None:
         sampled = sequences.mask == 1
         metrics["critic/explained_variance"] = explained_variance(
@@ -273,6 +316,10 @@ def _run_estimator(
             "sum_pi_squared": matrices["sum_pi_squared"].double(),
             "rollout_is_weights": matrices.get("weights"),
         }
+    if settings.has_teacher:
+        bound = settings.log_ratio_clip
+        arguments["teacher_log_ratios"] = matrices["teacher_log_ratios"].double().clamp(-bound, bound)
+        arguments["reward_coef"] = settings.reward_coef
     if outline.baselines is not None:
         arguments["reward_baselines"] = torch.tensor(outline.baselines, dtype=torch.float64)
     # verl cannot whiten a single token; two copies of it have the same mean

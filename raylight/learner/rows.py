@@ -42,6 +42,7 @@ class TrainRow:
     """The learner's log-probs before the update, if `old_logprobs` are not. Without a pass before the update
     they are those of the first training pass."""
     ref_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     """Sums over the vocabulary of the old policy's squared probabilities."""
@@ -64,7 +65,7 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
     Args:
         owners: rollout of each row of the batch.
     """
-    lengths = packed.response_lengths
+    lengths, teacher = packed.response_lengths, packed.teacher_logprobs
     fields = (
         packed.indices,
         packed.temperatures,
@@ -73,6 +74,7 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
         _split(packed.mask, torch.long, lengths),
         _split(packed.logprobs, torch.float32, lengths),
         _split(packed.weight_versions, torch.long, lengths),
+        [None] * len(lengths) if teacher is None else _split(teacher, torch.float32, lengths),
     )
     return {
         index: TrainRow(
@@ -84,8 +86,9 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
             engine_logprobs=logprobs,
             versions=versions,
             temperature=temperature,
+            teacher_logprobs=scores,
         )
-        for index, temperature, start, tokens, mask, logprobs, versions in zip(*fields, strict=True)
+        for index, temperature, start, tokens, mask, logprobs, versions, scores in zip(*fields, strict=True)
     }
 
 

@@ -1,5 +1,7 @@
 """Estimators and losses that raylight drives in its own way, compared with verl's own functions."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_advantages import batch_of, estimate_rows, policy_settings, rows_of
 
+from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import shard_batch
 from raylight.learner import verl_api
+from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.losses import actor_config
 
 WEIGHTS = {"right": 1.0, "short": 0.5, "polite": -0.25}
@@ -183,3 +188,123 @@ def test_bypass_mode_is_a_setting(threshold):
         ),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+LENGTHS = [3, 5, 1, 4]
+MASK = (torch.arange(5) < torch.tensor(LENGTHS)[:, None]).float()
+
+
+def teacher_tokens() -> dict[str, torch.Tensor]:
+    """Log-probs of the policy and of a teacher, one of which is beyond the bound."""
+    generator = torch.Generator().manual_seed(2)
+    own, teacher = -4 * torch.rand(2, 4, 5, generator=generator)
+    teacher[1, 2] = -40.0
+    return {"engine_logprobs": own, "teacher_logprobs": teacher}
+
+
+def distilled(options: PolicySettings, **fields: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    """Return the advantages that a rank sets for four rollouts of one row each, and its metrics.
+
+    Args:
+        fields: matrices of the rows' fields.
+    """
+    batch = batch_of([[[n]] for n in LENGTHS], [1.0, 0.0, 0.0, 2.0], ["a", "a", "b", "b"])
+    rows = rows_of(batch)
+    for row in rows:
+        for name, matrix in fields.items():
+            setattr(row, name, matrix[row.index, : len(row.response)].clone())
+    (shard,) = shard_batch(batch, options, 1)
+    metrics = add_advantages(shard.outline, rows, options, KlController(options))
+    return torch.nn.utils.rnn.pad_sequence([row.advantages for row in rows], batch_first=True), metrics
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("reward_coef", [0.0, 0.5])
+def test_distillation_is_its_formula(gamma, reward_coef):
+    fields = teacher_tokens()
+    options = PolicySettings(adv_estimator="opd", gamma=gamma, reward_coef=reward_coef)
+    found, metrics = distilled(options, **fields)
+    ratios = ((fields["teacher_logprobs"] - fields["engine_logprobs"]).clamp(-10, 10) * MASK).double()
+    expected = torch.zeros_like(ratios)
+    for token in range(5):
+        for later in range(token, 5):
+            expected[:, token] += gamma ** (later - token) * ratios[:, later]
+    rewards = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64).view(2, 2)
+    of_group = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    expected = (expected + reward_coef * of_group.view(4, 1)) * MASK
+    torch.testing.assert_close(found, expected.float(), rtol=0, atol=1e-6)
+    divergence = ((fields["engine_logprobs"] - fields["teacher_logprobs"]) * MASK).sum() / MASK.sum()
+    assert metrics["learner/teacher_kl"] == pytest.approx(float(divergence), abs=1e-6)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_log_probs_before_the_update_win_over_the_engines():
+    fields = teacher_tokens()
+    fields["old_logprobs"] = fields["engine_logprobs"] - 0.25
+    found, _ = distilled(PolicySettings(adv_estimator="opd", gamma=0.0), **fields)
+    expected = (fields["teacher_logprobs"] - fields["old_logprobs"]).clamp(-10, 10) * MASK
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_rows_without_a_teachers_log_probs_are_an_error():
+    with pytest.raises(ConfigError, match=r"opd.* without log-probs of a teacher"):
+        distilled(PolicySettings(adv_estimator="opd"))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_loss_of_distillation_is_verls():
+    """verl's k1 loss as a policy gradient: the same loss, and the same gradient by the log-probs."""
+    from tensordict import TensorDict
+    from verl.trainer.distillation.losses import distillation_loss
+    from verl.workers.config import DistillationConfig, DistillationLossConfig
+
+    fields, options = teacher_tokens(), PolicySettings(adv_estimator="opd", gamma=0.0)
+    own = fields["engine_logprobs"]
+    numbers = {"dp_size": 1, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 4}
+    leaf, config = own.clone().requires_grad_(), actor_config(options)
+    config.global_batch_info.update(numbers, loss_scale_factor=None)
+    loss, _ = verl_api.POLICY_LOSS_REGISTRY["vanilla"](
+        old_log_prob=own,
+        log_prob=leaf,
+        advantages=distilled(options, **fields)[0],
+        response_mask=MASK,
+        loss_agg_mode="token-mean",
+        config=config,
+    )
+    found = loss.detach(), torch.autograd.grad(loss, leaf)[0]
+
+    def packed(matrix: torch.Tensor) -> torch.Tensor:
+        """Join rows of one prompt token each; a log-prob is in the place of the token before."""
+        return torch.cat(
+            [torch.cat([row[:n], torch.zeros(1)]) for row, n in zip(matrix, LENGTHS, strict=True)]
+        )
+
+    leaf = own.clone().requires_grad_()
+    tensors = {
+        "prompts": torch.ones(4, 1, dtype=torch.long),
+        "responses": torch.ones(4, 5, dtype=torch.long),
+        "attention_mask": torch.cat([torch.ones(4, 1), MASK], 1).long(),
+        "response_mask": MASK,
+        "old_log_probs": own,
+    }
+    data = TensorDict(tensors, batch_size=4)
+    batch = {name: data[name] for name in tensors} | numbers
+    batch["teacher_logprobs"] = packed(fields["teacher_logprobs"])[:, None]  # without a row for each rollout
+    loss_config = DistillationLossConfig(loss_mode="k1", loss_max_clamp=10.0)
+    loss, _ = distillation_loss(
+        actor_config(options),
+        DistillationConfig(distillation_loss=loss_config),
+        {"log_probs": packed(leaf)},
+        batch,
+    )
+    expected = loss.detach(), torch.autograd.grad(loss, leaf)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
