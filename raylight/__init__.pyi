@@ -45,6 +45,7 @@ from raylight.algorithms.policy_gradient import GMPO as GMPO
 from raylight.algorithms.policy_gradient import GPG as GPG
 from raylight.algorithms.policy_gradient import GSPO as GSPO
 from raylight.algorithms.policy_gradient import KLCov as KLCov
+from raylight.algorithms.policy_gradient import OPD as OPD
 from raylight.algorithms.policy_gradient import OPO as OPO
 from raylight.algorithms.policy_gradient import OTB as OTB
 from raylight.algorithms.policy_gradient import PPO as PPO
@@ -55,6 +56,7 @@ from raylight.algorithms.policy_gradient import ReinforcePlusPlusBaseline as Rei
 from raylight.algorithms.policy_gradient import SAPO as SAPO
 from raylight.algorithms.supervised import DPO as DPO
 from raylight.algorithms.supervised import SFT as SFT
+from raylight.algorithms.teacher import TeacherConfig as TeacherConfig
 from raylight.algorithms.verl import VERL as VERL
 from raylight.config import EngineConfig as EngineConfig
 from raylight.config import LearnerConfig as LearnerConfig

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
@@ -181,6 +182,12 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return self
 
     @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if self.has_teacher and self.teacher_model is None:
+            raise ValueError(f"adv_estimator {self.adv_estimator!r} needs a teacher; use rl.OPD(teacher=...)")
+        return self
+
+    @model_validator(mode="after")
     def _check_all_read(self) -> Self:
         if self.rejects_unused_settings and (names := unused_settings(self)):
             raise ValueError(f"nothing reads {'; '.join(names)}")
@@ -212,6 +219,16 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     def needs_greedy_rollouts(self) -> bool:
         """True if each task gets one more rollout, with greedy sampling, as the baseline (ReMax)."""
         return self.baseline_kind == "greedy"
+
+    @property
+    def needs_rewards(self) -> bool:
+        """True if rollouts without a reward cannot be trained."""
+        return True
+
+    @property
+    def teacher_model(self) -> TeacherConfig | None:
+        """The model that scores sampled tokens; None if there is none."""
+        return None
 
     @property
     def min_group(self) -> int:

@@ -7,11 +7,13 @@ trained policy to that under the policy that sampled it.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from pathlib import PurePath
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.experience.settings import CriticSettings, KlType, LossAggregation
 from raylight.types import FinishedRollout
@@ -285,3 +287,76 @@ class PPO(PolicyAlgorithm):
     group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     lam: float = Field(default=0.95, ge=0, le=1)
     critic: CriticSettings | None = Field(default_factory=CriticSettings)
+
+
+OPD_REWARD_SETTINGS = (
+    "failure_reward",
+    "max_rounds",
+    "norm_adv_by_std",
+    "turn_rewards",
+    "zero_variance_groups",
+)
+"""Settings of rewards, which are not read without `reward_coef`."""
+
+
+class OPD(PolicyAlgorithm):
+    """On-policy distillation, https://arxiv.org/abs/2306.13649.
+
+    A teacher gives the log-prob of each token that the trained model has sampled. A = log of the ratio of the
+    teacher's probability to the trained model's: the negative reverse KL divergence of the token, as its
+    advantage. `reward_coef` adds GRPO's advantages, with this weight.
+
+    Args:
+        teacher: folder or name of the teacher's model, or its settings.
+    """
+
+    teacher: TeacherConfig
+    adv_estimator: Literal["opd"] = "opd"
+    group_size: int = Field(default=4, ge=1, le=MAX_SAMPLES)
+    gamma: float = Field(default=0.0, ge=0, le=1)
+    """Weight of the log ratio of the next token in a token's advantage, of the one after that squared, and so
+    on. 1 is the divergence of the whole answer."""
+
+    @field_validator("teacher", mode="before")
+    @classmethod
+    def _parse_teacher(cls, value: Any) -> Any:
+        return {"model": str(value)} if isinstance(value, str | PurePath) else value
+
+    @model_validator(mode="after")
+    def _check_rewards_read(self) -> Self:
+        if self.reward_coef:
+            if self.group_size < 2:
+                raise ValueError(
+                    "reward_coef adds the advantages of groups, and group_size=1; set it to 2 or more"
+                )
+            return self
+        fields = PolicyAlgorithm.model_fields
+        unread = [name for name in OPD_REWARD_SETTINGS if getattr(self, name) != fields[name].default]
+        if unread:
+            raise ValueError(f"nothing reads {', '.join(unread)} without reward_coef")
+        return self
+
+    @property
+    def teacher_model(self) -> TeacherConfig | None:
+        return self.teacher
+
+    @property
+    def needs_rewards(self) -> bool:
+        return self.reward_coef > 0
+
+    @property
+    def min_group(self) -> int:
+        """Fewest rollouts of a group that can be trained."""
+        return 2 if self.reward_coef else 1
+
+    def reward_of(self, item: FinishedRollout) -> float | None:
+        """Return the reward of a rollout, 0 if it has none and needs none; None excludes the rollout."""
+        reward = super().reward_of(item)
+        if reward is None and not self.needs_rewards and item.rollout.status == "succeeded":
+            return 0.0
+        return reward
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that construct an equal algorithm, as JSON values."""
+        # defaults of the hardware replace what is not set
+        return super().arguments() | {"teacher": self.teacher.model_dump(mode="json", exclude_unset=True)}

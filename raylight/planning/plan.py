@@ -15,14 +15,26 @@ from raylight.engines.vllm.args import most_workers
 from raylight.experience.settings import PolicySettings
 from raylight.planning.cluster_shape import ClusterShape
 from raylight.planning.fit import Shortage, find_shortages
-from raylight.planning.memory import EngineMemory, RoleMemory
+from raylight.planning.memory import EngineMemory, Item, RoleMemory
 from raylight.planning.model_shape import ModelShape, read_shape
-from raylight.planning.roles import engine_memory, learner_memory, other_memory
+from raylight.planning.roles import FLOAT32, LOGIT_COPIES, engine_memory, learner_memory, other_memory
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
 FEW_SEQUENCES, SHORT_ROW = 8, 2048
 """Concurrent sequences of an engine, and tokens of a micro-batch, below which no remedy goes."""
+
+
+@dataclass(frozen=True)
+class PlannedTeacher:
+    """The model that scores the tokens of a run's policy.
+
+    Attributes:
+        model_path: folder of the model.
+    """
+
+    model_path: str
+    engine: EngineConfig
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class PlannedRun:
     Attributes:
         model_path: folder of the model.
         kind: the engine, "vllm" or "transformers".
+        teacher: None for a run without a teacher.
     """
 
     model_path: str
@@ -40,6 +53,7 @@ class PlannedRun:
     learner: LearnerConfig
     runner: RunnerConfig
     settings: PolicySettings
+    teacher: PlannedTeacher | None = None
 
 
 @dataclass(frozen=True)
@@ -77,8 +91,19 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
     return [
         learner_memory(run.model_path, shape, run.learner, run.settings, run.engine.dtype),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
+        *(() if run.teacher is None else (_teacher(run.teacher, cluster),)),
         *other_memory(run.runner),
     ]
+
+
+def _teacher(teacher: PlannedTeacher, cluster: ClusterShape) -> RoleMemory:
+    path, engine, shape = teacher.model_path, teacher.engine, read_shape(teacher.model_path)
+    memory = engine_memory(path, shape, engine.kind, engine, cluster.gpu_memory)
+    items = memory.items
+    if engine.kind == "transformers":
+        logits = LOGIT_COPIES * FLOAT32 * memory.context * shape.vocabulary
+        items += (Item("logits of a row", logits, grows=True),)
+    return RoleMemory("teacher", memory.processes, memory.gpus, items)
 
 
 def _shortages(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> list[Shortage]:

@@ -11,6 +11,7 @@ from raylight.trainer.memory_check import check_memory
 from raylight.trainer.policy_checks import idle_hardware, with_mismatch_limit, with_transport
 from raylight.trainer.served_adapter import with_adapter
 from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.teacher_settings import with_teacher
 
 
 def settings_for_cluster(
@@ -25,16 +26,17 @@ def settings_for_cluster(
         ConfigError: the run cannot work on this cluster.
     """
     if settings.training is not None and settings.training.learner.kind == "local":
-        return finalize_settings(with_local_dtype(settings)), ()
+        return finalize_settings(with_teacher(with_local_dtype(settings))), ()
     resources = ray.cluster_resources()
     settings, notes = with_cpu_fallback(settings, requested, resources.get("GPU", 0))
     settings, hardware_notes = settings_for_hardware(settings, requested.engine)
-    settings = settings_for_nodes(settings, requested.engine)
+    settings = with_teacher(settings_for_nodes(settings, requested.engine))
     check_memory(settings)
     settings = finalize_settings(settings)
     training = settings.training
     if training is not None and settings.serving is not None and training.learner.kind == "ranks":
-        notes += tuple(idle_hardware(settings.serving.engine, training.learner, resources))
+        teacher = training.teacher.engine if training.teacher is not None else None
+        notes += tuple(idle_hardware(settings.serving.engine, training.learner, resources, teacher))
     return settings, notes + hardware_notes
 
 

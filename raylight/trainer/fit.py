@@ -44,6 +44,7 @@ from raylight.trainer.settings import (
 )
 from raylight.trainer.stop_request import StopRequest
 from raylight.trainer.supervised_data import batch_schedule, load_supervised_data
+from raylight.trainer.teacher_settings import plan_teacher, with_teacher_path
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
 """Arguments of a Trainer that an algorithm with its own loop and a served model reads."""
@@ -162,6 +163,9 @@ def plan_policy(
             f"the length of {type(tasks).__name__}, the train_dataset, is not known, and so is not that of "
             "training; set n_steps"
         )
+    teacher = plan_teacher(algorithm, serving.model_path)
+    if teacher is not None:
+        algorithm = with_teacher_path(algorithm, teacher.model_path)
     total_steps = algorithm.steps(tasks.size or 0)
     training = TrainingSettings(
         algorithm,
@@ -170,6 +174,7 @@ def plan_policy(
         resolve_state_url(checkpoint.path or str(Path(settings.folder, "state"))),
         total_steps,
         trained_agents_pattern(inputs.agent, adapter, algorithm),
+        teacher,
     )
     settings = replace(settings, rollout=algorithm.rollout, serving=serving, training=training)
     _check_has_run(resume, requested)

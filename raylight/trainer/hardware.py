@@ -14,7 +14,7 @@ import ray
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import most_workers
+from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.settings import ResolvedSettings
@@ -66,6 +66,8 @@ def settings_for_hardware(
     own_kind = serving.engine.kind
     on_gpu = requested.model_copy(update={"num_gpus": 1})
     hardware = _cluster_hardware()
+    if training is not None and training.teacher is not None:
+        hardware = replace(hardware, gpus=max(hardware.gpus - asked_gpus(training.teacher.engine), 0))
     kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
     choice = choose(
         hardware,
@@ -97,7 +99,7 @@ def choose(
     if learner is not None:
         learner = _learner_on_gpu(hardware, learner)
     if engine.num_gpus:
-        engine = _engine_on_gpu(engine, learner, context)
+        engine = engine_on_gpu(engine, learner, context)
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
@@ -160,7 +162,8 @@ def _share(
     return shared, offloading, ["learners and engines share GPUs, because there are too few for both"]
 
 
-def _engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: int | None) -> EngineConfig:
+def engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: int | None) -> EngineConfig:
+    """Return the settings of an engine with the defaults for a GPU; the arguments are as for `choose`."""
     longest = min(context or MAX_CONTEXT, MAX_CONTEXT)
     if learner is not None:
         longest = min(longest, learner.row_limit)

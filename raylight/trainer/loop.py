@@ -172,6 +172,10 @@ class Training(StepLoop):
         report.batch(content)
         if not content.has_signal:
             return metrics, False
+        if (teacher := self._run.teacher) is not None:
+            with report.phase("scoring by the teacher"):
+                batch, found = await self._until_failure(teacher.score(batch))
+            metrics |= found
         started = time.perf_counter()
         with report.phase("update of the weights"):
             metrics |= await self._learners.update(batch)
@@ -193,7 +197,7 @@ class Training(StepLoop):
             RaylightError: no rollout has a reward (see `raise_if_hopeless`).
         """
         self._report.failures(rollouts)
-        raise_if_hopeless(rollouts, self._algorithm.failure_reward)
+        raise_if_hopeless(rollouts, self._algorithm.failure_reward, self._algorithm.needs_rewards)
 
     async def _enter(self, step: int, rollouts: list[FinishedRollout], content: BatchReport) -> None:
         """Enter the tokens of a step into the ledger."""

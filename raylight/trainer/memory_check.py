@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
-from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.config import EngineConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import most_workers
+from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.hardware import Hardware, choose, longest_sequence
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.teacher_settings import fitted_engine, plan_teacher
 
 if TYPE_CHECKING:
     from raylight.planning.plan import MemoryPlan
@@ -46,7 +47,7 @@ def plan_settings(
         raise ConfigError(
             f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
         )
-    from raylight.planning.plan import PlannedRun, make_plan
+    from raylight.planning.plan import PlannedRun, PlannedTeacher, make_plan
 
     settings = settings.for_hardware(cluster.gpus)
     engine, learner = settings.engine, settings.learner
@@ -57,12 +58,16 @@ def plan_settings(
         )
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
-    hardware, context = Hardware(cluster.gpus), longest_sequence(Path(model_path))
-    choice = choose(hardware, engine.model_copy(update={"kind": kind}), learner, context)
+    teacher, context = plan_teacher(algorithm, model_path), longest_sequence(Path(model_path))
+    gpus = cluster.gpus - (0 if teacher is None else asked_gpus(teacher.engine))
+    choice = choose(Hardware(max(gpus, 0)), engine.model_copy(update={"kind": kind}), learner, context)
+    planned = None
+    if teacher is not None:
+        scoring = fitted_engine(teacher.engine, choice.engine.max_model_len)
+        planned = PlannedTeacher(teacher.model_path, scoring)
     policy = algorithm.policy_settings()
-    return make_plan(
-        PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, policy), cluster
-    )
+    run = PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, policy, planned)
+    return make_plan(run, cluster)
 
 
 def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
@@ -90,21 +95,26 @@ def check_memory(settings: ResolvedSettings) -> None:
     if training.learner.kind != "ranks":
         return
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
-    asked = _asked_gpus(serving.engine, training.learner)
+    learner, teacher = training.learner, training.teacher
+    asked = learner.n * learner.num_gpus + asked_gpus(serving.engine)
+    if teacher is not None:
+        needed += SMALL_MODEL * _size_of_files(teacher.model_path)
+        asked += asked_gpus(teacher.engine)
     if not asked and needed < this_machine().memory:  # no other node need be asked
         return
     cluster = connected_cluster()
     if asked > cluster.gpus or (not cluster.gpus and needed < cluster.memory):
         return
-    from raylight.planning.plan import PlannedRun, make_plan
+    from raylight.planning.plan import PlannedRun, PlannedTeacher, make_plan
 
     run = PlannedRun(
         serving.model_path,
         serving.engine.kind,
         serving.engine,
-        training.learner,
+        learner,
         settings.runner,
         training.algorithm.policy_settings(),
+        None if teacher is None else PlannedTeacher(teacher.model_path, teacher.engine),
     )
     if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
         return
@@ -115,11 +125,6 @@ def check_memory(settings: ResolvedSettings) -> None:
         f"the run does not fit on the cluster: {lacks}. {remedy}; `raylight plan` shows the memory of each "
         "part"
     )
-
-
-def _asked_gpus(engine: EngineConfig, learner: LearnerConfig) -> float:
-    """Return the GPUs of all roles of a run."""
-    return learner.n * learner.num_gpus + most_workers(engine) * engine.num_gpus
 
 
 def connected_cluster() -> ClusterShape:

@@ -165,11 +165,14 @@ def _age_metrics(content: BatchReport) -> Metrics:
     }
 
 
-def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | None) -> None:
+def raise_if_hopeless(
+    finished: list[FinishedRollout], failure_reward: float | None, needs_rewards: bool = True
+) -> None:
     """Raise an error if no rollout of a batch has a reward.
 
     Args:
         failure_reward: reward of a rollout whose agent failed; None leaves it out.
+        needs_rewards: False if a rollout that succeeded is of use without a reward.
 
     Raises:
         RewardError: the agent returns a value that is not a reward.
@@ -178,6 +181,8 @@ def raise_if_hopeless(finished: list[FinishedRollout], failure_reward: float | N
         EmptyTraceError: failed rollouts have a `failure_reward`, but no rollout called the model.
     """
     if any(effective_reward(item, None) is not None for item in finished):
+        return
+    if not needs_rewards and any(item.rollout.status == "succeeded" for item in finished):
         return
     if errors := Counter(item.grade_error for item in finished if item.grade_error is not None):
         error, count = errors.most_common(1)[0]

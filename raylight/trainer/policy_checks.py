@@ -11,7 +11,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import EngineConfig, LearnerConfig, cpu_threads
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import most_workers
+from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
@@ -148,16 +148,25 @@ def _has_experts(model_path: str) -> bool:
     return any(isinstance(fields.get(name), int) and fields[name] > 1 for name in EXPERT_COUNTS)
 
 
-def idle_hardware(engine: EngineConfig, learner: LearnerConfig, resources: Mapping[str, float]) -> list[str]:
+def idle_hardware(
+    engine: EngineConfig,
+    learner: LearnerConfig,
+    resources: Mapping[str, float],
+    teacher: EngineConfig | None = None,
+) -> list[str]:
     """Return notes on GPUs and cores of the cluster that a run leaves idle.
 
     Args:
         resources: total resources of the cluster, as Ray names them.
+        teacher: the teacher's engine; None if there is no teacher.
     """
     gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
-    workers = most_workers(engine)
-    used = learner.n * learner.num_gpus + workers * engine.num_gpus
+    used = learner.n * learner.num_gpus + sum(asked_gpus(part) for part in (engine, teacher) if part)
     notes = []
+    if gpus and teacher is not None and not teacher.num_gpus:
+        notes.append(
+            f"the cluster has {gpus:g} GPUs, and the teacher computes on CPUs: set its num_gpus to 1"
+        )
     if gpus and not learner.num_gpus:
         notes.append(
             f"the cluster has {gpus:g} GPUs, and the learners compute on CPUs: set learner={{'num_gpus': 1}}"

@@ -19,6 +19,7 @@ from raylight.trainer.components.runners import Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.sessions import OutsideAgents
 from raylight.trainer.components.store import RunStore
+from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.resume import ResumePoint, fresh_start
 from raylight.trainer.run_metrics import ComponentMetrics
 from raylight.trainer.settings import ResolvedSettings, SupervisedTraining, TrainingSettings
@@ -57,6 +58,8 @@ class Run:
     """Only in a run that trains a policy."""
     ranks: LearnerRanks
     """The learners of a run that trains, whatever it trains on."""
+    teacher: Teacher | None = None
+    """The model that scores the tokens of the policy, if there is one."""
 
     def __init__(
         self,
@@ -113,6 +116,9 @@ class Run:
         if learners is not None:
             self.learners = self.ranks = learners
             learners.open(stack, self.serving)
+        self.teacher = self._make_teacher()
+        if self.teacher is not None:
+            await self.teacher.open(stack)
         if settings.sessions is not None:
             self.runners, runners = OutsideAgents(settings.sessions), None
             rollouts = settings.sessions.max_open
@@ -126,7 +132,7 @@ class Run:
         scaling = ScaleRequests(settings.name, self.store, resizable | self.serving.resizable, show)
         metrics = ComponentMetrics(settings.name, self.store, self.runners.metrics, self.serving.metrics)
         self._components = [store, self.runners, self.serving, scaling, metrics]
-        self._components += [] if learners is None else [learners]
+        self._components += [part for part in (learners, self.teacher) if part is not None]
 
     async def _open_ranks(self, training: SupervisedTraining) -> None:
         """Start the learners of a run without rollouts, which needs nothing else."""
@@ -154,6 +160,16 @@ class Run:
             return LocalServing(settings.training.learner, *parts)
         return Serving(*parts)
 
+    def _make_teacher(self) -> Teacher | None:
+        settings = self.settings
+        if settings.training is None or settings.training.teacher is None:
+            return None
+        assert settings.payload is not None, "the run has agents"
+        config = settings.training.algorithm.teacher_model
+        assert config is not None, "a run with a teacher has its settings"
+        secret, model = settings.payload.secret, settings.training.teacher
+        return Teacher(settings.name, model, config.timeout_s, secret, self._show_stage, self._owns_cluster)
+
     async def _start(self, runners: Runners | None) -> None:
         """Start the components side by side, then what needs all of them."""
         settings = self.settings
@@ -167,10 +183,16 @@ class Run:
             if settings.shares_gpus:  # vLLM sizes its cache by the memory that is free when it starts
                 await asyncio.wait(loading)
             if settings.serving:
-                tasks.create_task(self.serving.start())
+                tasks.create_task(self._serve())
         if settings.training:
             await self.learners.join()
         await self.serving.offer(settings.resources)
+
+    async def _serve(self) -> None:
+        await self.serving.start()
+        if self.teacher is not None:
+            self._show_stage("starting the teacher")
+            await self.teacher.start()
 
     async def _sampling_seed(self) -> int:
         """Return the engines' seed. A resumed run must not repeat responses of groups that it completes.

@@ -96,6 +96,8 @@ class TrainingSettings(LearningSettings):
     algorithm: PolicyAlgorithm
     trained_agents: str | None = None
     """Regular expression for the agents whose calls are trained on; None for all."""
+    teacher: ServingSettings | None = None
+    """The model that scores sampled tokens; None if there is none."""
 
     @property
     def serves_adapter(self) -> bool:

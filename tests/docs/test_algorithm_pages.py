@@ -23,7 +23,10 @@ FAMILY = {
 SUPERVISED = {name: getattr(algorithms, name) for name in ("SFT", "DPO")}
 CLASSES = FAMILY | SUPERVISED | {"CriticSettings": CriticSettings}
 UNSEEN = object()
-REQUIRED = {"GDPO": {"reward_weights": {"right": 1.0}}}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "GDPO": {"reward_weights": {"right": 1.0}},
+    "OPD": {"teacher": "t"},
+}
 """Settings that an algorithm cannot do without, besides the model."""
 
 
@@ -55,11 +58,11 @@ def test_every_algorithm_has_one_table_and_a_place_in_the_index() -> None:
 @pytest.mark.parametrize("table", SETTINGS, ids=class_of)
 def test_defaults_are_those_of_the_code(table: Table) -> None:
     name = class_of(table)
-    real = defaults(CLASSES[name])
+    cls, real = CLASSES[name], defaults(CLASSES[name])
+    words = {setting: "required" for setting, field in cls.model_fields.items() if field.is_required()}
+    words["critic"] = "CriticSettings()"
     shown = {code(row[0]): code(row[1]) for row in table.rows}
-    assert shown == {
-        setting: repr(real[setting]) if setting != "critic" else "CriticSettings()" for setting in shown
-    }
+    assert shown == {setting: words.get(setting, repr(real[setting])) for setting in shown}
 
 
 @pytest.mark.parametrize("table", SETTINGS, ids=class_of)
@@ -142,7 +145,7 @@ def test_the_same_eight_rollouts() -> None:
         assert advantages(name, lengths, rewards) == pytest.approx(shared, abs=0.0051), name
     for name, values in shown.items():
         assert advantages(code(name), lengths, rewards) == pytest.approx(values, abs=0.0051), name
-    assert {*subclasses, *map(code, shown)} == {*FAMILY} - {"PolicyAlgorithm", "PPO", "OTB"}
+    assert {*subclasses, *map(code, shown)} == {*FAMILY} - {"PolicyAlgorithm", "PPO", "OTB", "OPD"}
 
 
 def pushes(name: str, advantage: float, ratios: list[float]) -> list[float]:

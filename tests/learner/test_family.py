@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +61,7 @@ def exact(plain):
 
 def settings_of(name: str, **more) -> PolicySettings:
     more |= {"reward_weights": {"right": 1.0}} if name == "GDPO" else {}
+    more |= {"teacher": "a model that is right"} if name == "OPD" else {}
     algorithm = getattr(algorithms, name)(model="m", **OPTIONS | more)
     return PolicySettings(**{field: getattr(algorithm, field) for field in PolicySettings.model_fields})
 
@@ -258,6 +260,10 @@ def test_every_algorithm_moves_the_policy_towards_rewarded_answers(plain, exact,
         batch = replace(batch, baselines=[0.5] * 8)
     if name == "GDPO":
         batch = replace(batch, parts=[(reward,) for reward in batch.rewards])
+    if name == "OPD":
+        surer = [2 * reward - 1 for reward in batch.rewards]
+        scores = [np.asarray(row, np.float32) + more for row, more in zip(exact, surer, strict=True)]
+        batch = replace(batch, teacher_logprobs=scores)
     metrics, _, policy = update(settings_of(name), batch)
     assert metrics["learner/grad_norm"] > 0
     moved = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)

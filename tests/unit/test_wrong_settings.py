@@ -43,6 +43,8 @@ from raylight.trainer.trainer import Trainer
 REQUIRED: dict[str, dict[str, Any]] = {
     "RunFile": {"agent": "package:agent", "algorithm": {"name": "GRPO", "model": "m"}},
     "EvalSettings": {"model": "m"},
+    "OPD": {"teacher": "t"},
+    "TeacherConfig": {"model": "m"},
     "TrlSettings": {"model": "m", "prompt_of": str, "reward_of": lambda task, text: 0.0},
     "MiniGRPO": {"model": "m"},
     "BaselineSettings": {
@@ -67,7 +69,8 @@ WRONG: dict[Any, list[Any]] = {
 }
 PARSED = {"rollout_is_threshold", "rollout_rs_threshold"}
 """Texts with numbers, which a parser of their own checks."""
-FREE = {"resource_type"}
+FREE = {"resource_type", "teacher"}
+"""Settings that take any text."""
 INFINITE = {"timeout_seconds", "unresponsive_seconds", "max_seconds"}
 """Time limits of which infinity means none."""
 
@@ -147,7 +150,7 @@ def cases_of(
 
 def class_cases(cls: type[Config]) -> list[tuple[Callable[[], Any], str, Any]]:
     """Cases of the fields that a class defines or redefines; its bases have their own."""
-    required = {"model": "m"} if issubclass(cls, PolicyAlgorithm) else REQUIRED.get(cls.__name__, {})
+    required = REQUIRED.get(cls.__name__, {}) | ({"model": "m"} if issubclass(cls, PolicyAlgorithm) else {})
     own = [name for name in cls.__annotations__ if name in cls.model_fields]
     return cases_of(cls, cls, own, **required) if own else []
 

@@ -6,8 +6,9 @@ import asyncio
 import functools
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 import ray.serve._private.constants as serve_constants
 import ray.serve._private.replica as serve_replica
@@ -24,7 +25,7 @@ from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
 from raylight.store.client import StoreClient
-from raylight.types import Span
+from raylight.types import IntArray, LogprobArray, Span
 from raylight.weight_sync.client import GRACE_S, ReplicaClient, call_until_answered
 from raylight.weight_sync.order_executor import OrderExecutor
 from raylight.weight_sync.seeds import derive_seed
@@ -66,6 +67,14 @@ class ReplicaSettings:
     def prefix(self) -> str:
         """Path at which Serve mounts the application."""
         return self.route or f"/{self.app_name}"
+
+
+class ScoredRow(NamedTuple):
+    """Tokens of which a replica computes log-probs."""
+
+    ids: IntArray
+    start: int
+    """Index of the first token that is scored, at least 1."""
 
 
 def close_pickle_port() -> None:
@@ -174,6 +183,19 @@ class ReplicaRuntime:
         assert settings.secret is not None, "a run has a secret"
         return SessionService(settings.store, settings.sessions, settings.secret, settings.model)
 
+    async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
+        """Return the log-probs at temperature 1 of the tokens of each row from its start on.
+
+        Raises:
+            WeightSyncError: the engine cannot compute them.
+        """
+        assert self._engine is not None, "the replica has started"
+        found = await asyncio.gather(*(self._engine.logprobs(row.ids.tolist()) for row in rows))
+        return [
+            np.asarray(logprobs[row.start - 1 :], np.float32)
+            for row, logprobs in zip(rows, found, strict=True)
+        ]
+
     async def check_health(self) -> None:
         """Raise if the engine failed or no longer executes orders; Serve then replaces the replica."""
         if self._engine is not None and self._executor is not None:
@@ -238,6 +260,10 @@ class EngineReplica:
             await self._runtime.report_start_failure(error)
             raise
         return await self._runtime.start(engine)
+
+    async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
+        """See `ReplicaRuntime.token_logprobs`."""
+        return await self._runtime.token_logprobs(rows)
 
     async def check_health(self) -> None:
         await self._runtime.check_health()

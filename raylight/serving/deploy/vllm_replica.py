@@ -12,7 +12,8 @@ from raylight.engines.vllm.args import chat_template
 from raylight.engines.vllm.cache_connectors import check_connectors
 from raylight.engines.vllm.engine import VllmEngine
 from raylight.engines.vllm.server import VllmServer
-from raylight.serving.deploy.replica import ReplicaRuntime, ReplicaSettings
+from raylight.serving.deploy.replica import ReplicaRuntime, ReplicaSettings, ScoredRow
+from raylight.types import LogprobArray
 
 
 @serve.ingress()
@@ -38,6 +39,10 @@ class VllmReplica(VllmServer):
             engine.tokenizer = copy.copy(engine.tokenizer)
             engine.tokenizer.chat_template = template
         return await self._runtime.start(engine)
+
+    async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
+        """See `ReplicaRuntime.token_logprobs`."""
+        return await self._runtime.token_logprobs(rows)
 
     async def __del__(self) -> None:  # awaited by Serve when the replica stops
         await self._runtime.close()

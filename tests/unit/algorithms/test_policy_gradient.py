@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import raylight as rl
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.types import GREEDY, FinishedRollout
+from raylight.types import GREEDY, Failure, FinishedRollout
 
 FAMILY = sorted(
     name
@@ -21,7 +22,10 @@ FAMILY = sorted(
 )
 
 
-REQUIRED = {"GDPO": {"reward_weights": {"right": 1.0}}}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "GDPO": {"reward_weights": {"right": 1.0}},
+    "OPD": {"teacher": "t"},
+}
 """Settings that an algorithm cannot do without, besides the model."""
 
 
@@ -171,6 +175,54 @@ def test_ppo_has_a_critic() -> None:
     assert rl.PPO(model="m").critic is not None
     with pytest.raises(ConfigError, match="a critic need each other"):
         rl.PPO(model="m", critic=None)
+
+
+# distillation
+
+
+def opd(**settings: Any) -> rl.OPD:
+    return rl.OPD(**{"model": "m", "teacher": "t"} | settings)
+
+
+def test_a_teacher_is_a_model_or_its_settings(tmp_path: Path) -> None:
+    assert opd().teacher == opd(teacher={"model": "t"}).teacher == rl.TeacherConfig(model="t")
+    assert opd(teacher=tmp_path).teacher.model == str(tmp_path)
+    given = {"model": "t", "kind": "vllm", "replicas": 2, "num_gpus": 1, "args": {"tensor_parallel_size": 2}}
+    algorithm = opd(teacher=given)
+    assert algorithm.arguments()["teacher"] == given  # other settings keep the defaults of the hardware
+    assert algorithm.teacher.engine().model_fields_set == {"kind", "replicas", "num_gpus", "args"}
+    with pytest.raises(ConfigError, match="TeacherConfig has no setting 'url'"):
+        opd(teacher={"model": "t", "url": "http://127.0.0.1"})
+    with pytest.raises(ConfigError, match="adv_estimator 'opd' needs a teacher"):
+        rl.PolicyAlgorithm(model="m", adv_estimator="opd")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"turn_rewards": True}, "nothing reads turn_rewards without reward_coef"),
+        ({"zero_variance_groups": "drop"}, "nothing reads zero_variance_groups without reward_coef"),
+        ({"kl_reward_coef": 0.1}, "reads no rewards without reward_coef, so that kl_reward_coef"),
+        (
+            {"reward_coef": 1.0, "group_size": 1},
+            "reward_coef adds the advantages of groups, and group_size=1",
+        ),
+        ({"lam": 0.9}, "nothing reads lam"),
+    ],
+)
+def test_settings_that_a_distillation_does_not_read_are_an_error(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        opd(**settings)
+
+
+def test_a_teacher_needs_no_rewards_and_no_groups() -> None:
+    unscored, equal = make_finished(None), [make_finished(1.0, group="g"), make_finished(1.0, group="g")]
+    batch, report = opd().build_train_batch([unscored, *equal], LearnerConfig())
+    assert (batch.rewards, report.has_signal, report.unscored) == ([0.0, 1.0, 1.0], True, 0)
+    batch, report = opd(reward_coef=0.5).build_train_batch([unscored, *equal], LearnerConfig())
+    assert (batch.rewards, report.has_signal, report.unscored) == ([1.0, 1.0], True, 1)
+    failed = make_finished(failure=Failure(kind="agent", error="ValueError: no tool"))
+    assert opd().reward_of(failed) is None
 
 
 # DAPO's length penalty

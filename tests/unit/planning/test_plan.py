@@ -10,7 +10,7 @@ from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.planning.model_shape import adapter_parameters, measure_activations, read_shape
-from raylight.planning.plan import PlannedRun, _changes, make_plan
+from raylight.planning.plan import PlannedRun, PlannedTeacher, _changes, make_plan
 
 H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
 
@@ -112,6 +112,20 @@ def test_a_reference_and_a_critic_need_memory(dense):
     with_critic = learner_items(planned(dense, PolicySettings(adv_estimator="gae", critic=CriticSettings())))
     assert with_critic["critic optimizer"] == with_critic["policy optimizer"]
     assert "critic gradients" not in with_critic  # freed after the critic's update
+
+
+def test_a_teacher_needs_memory_and_gpus(dense):
+    engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 2})
+    plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, engine)), H100S)
+    teacher = plan.roles[2]
+    assert (teacher.role, teacher.processes, teacher.gpus) == ("teacher", 2, 1)
+    assert {item.name: item.size for item in teacher.items}["weights"] == 7_615_616_512
+    assert [shortage.what for shortage in plan.shortages] == ["GPUs"]  # 4 + 4 + 2 of 8
+    on_cpu = EngineConfig(kind="transformers", max_concurrent=1, max_model_len=1024)
+    plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, on_cpu)), H100S)
+    items = {item.name: item.size for item in plan.roles[2].items}
+    assert items["logits of a row"] == 3 * 4 * 1024 * 152064
+    assert not plan.shortages
 
 
 def test_on_a_cpu_tensors_that_come_and_go_leave_gaps(dense):

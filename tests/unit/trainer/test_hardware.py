@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_settings import served_settings
+from run_settings import policy_settings, served_settings
 
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer import hardware
 from raylight.trainer.hardware import Hardware, choose, longest_sequence, settings_for_hardware
+from raylight.trainer.settings import ServingSettings
 
 CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
@@ -224,6 +225,20 @@ def test_the_plan_of_a_run_follows_the_nodes(
     if not gpus:
         assert found == settings
     assert all(list(addresses) == [str(len(nodes) - 1)] for addresses in asked)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(3.0, (1, 1)), (2.0, (0.6, 0.4))])
+def test_the_gpus_of_a_teacher_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, expected: tuple[float, float]
+) -> None:
+    monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(gpus))
+    teacher = ServingSettings("t", EngineConfig(kind="transformers", num_gpus=1), "teacher")
+    engine = EngineConfig(kind="transformers")
+    settings = policy_settings(str(tmp_path), engine, training={"teacher": teacher})
+    found, _ = settings_for_hardware(settings, engine)
+    assert found.training is not None
+    assert found.serving is not None
+    assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected
 
 
 def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
+from raylight.planning.plan import PlannedTeacher
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer import memory_check
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.settings import ResolvedSettings, ServingSettings
 
 
 @pytest.fixture
@@ -58,6 +60,23 @@ def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.Monk
         ConfigError, match=r"of host memory \(.*\); it has 10.0 GiB. It fits with learner.lora.rank=16; "
     ):
         memory_check.check_memory(trained(model))
+
+
+def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, 10)
+    planned = []
+
+    def make_plan(run: Any, *_: Any, **__: Any) -> Any:
+        planned.append(run.teacher)
+        return SimpleNamespace(shortages=())
+
+    monkeypatch.setattr("raylight.planning.plan.make_plan", make_plan)
+    teacher = ServingSettings(model, EngineConfig(kind="transformers", replicas=2), "teacher")
+    memory_check.check_memory(policy_settings(str(STARTER_MODEL), training={"teacher": teacher}))
+    assert planned == []  # its kind is not known
+    engine = EngineConfig(kind="transformers")
+    memory_check.check_memory(policy_settings(str(STARTER_MODEL), engine, training={"teacher": teacher}))
+    assert planned == [PlannedTeacher(model, teacher.engine)]
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

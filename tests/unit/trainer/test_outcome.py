@@ -36,6 +36,12 @@ def test_a_batch_without_any_score_says_that_the_agent_returns_none() -> None:
         raise_if_hopeless([make_finished(None), make_finished(None)], 0.0)
 
 
+def test_rollouts_without_rewards_are_of_use_to_a_teacher() -> None:
+    raise_if_hopeless([make_finished(None), make_finished(failure=BROKEN)], None, needs_rewards=False)
+    with pytest.raises(RolloutsFailedError, match="no tool"):
+        raise_if_hopeless([make_finished(failure=BROKEN)], None, needs_rewards=False)
+
+
 def test_a_wrong_reward_keeps_its_own_message() -> None:
     failure = Failure(kind="reward", error="RewardError: the agent returned 'good'")
     for failure_reward in (None, 0.0):

@@ -177,3 +177,12 @@ def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expec
     notes = idle_hardware(EngineConfig(**engine), LearnerConfig(**learner), resources)
     assert len(notes) == len(expected)
     assert all(text in note for text, note in zip(expected, notes, strict=True))
+
+
+@pytest.mark.parametrize(("teacher_gpus", "expected"), [(1, []), (0, ["teacher computes on CPUs", "1 of 3"])])
+def test_a_teacher_on_cpus_beside_gpus_is_noted(teacher_gpus: float, expected: list[str]) -> None:
+    on_gpu = {"num_gpus": 1}
+    notes = idle_hardware(
+        EngineConfig(**on_gpu), LearnerConfig(**on_gpu), {"GPU": 3.0}, EngineConfig(num_gpus=teacher_gpus)
+    )
+    assert all(text in note for text, note in zip(expected, notes, strict=True))

@@ -11,9 +11,9 @@ const FAILURES = ["agent", "reward", "hook", "truncated", "timeout", "unresponsi
 /** Charts at the top: title, and metrics with their labels. In an asynchronous run the rollouts take the whole step. */
 const CHARTS = [
   ["reward", { "train/reward": "training", "val/reward": "validation" }, { interval: true, height: 260, wide: true }],
-  ["seconds of a step", { "time/rollout_s": "rollouts", "async/trainer_idle_s": "waiting for rollouts", "time/update_s": "update", "time/sync_s": "publication", "time/val_s": "evaluation" }, { stacked: true, height: 260 }],
+  ["seconds of a step", { "time/rollout_s": "rollouts", "async/trainer_idle_s": "waiting for rollouts", "time/teacher_s": "teacher", "time/update_s": "update", "time/sync_s": "publication", "time/val_s": "evaluation" }, { stacked: true, height: 260 }],
   ["loss", { "learner/pg_loss": "policy", "critic/vf_loss": "critic" }],
-  ["KL", { "learner/kl": "to the reference", "learner/ppo_kl": "of the update" }],
+  ["KL", { "learner/kl": "to the reference", "learner/teacher_kl": "to the teacher", "learner/ppo_kl": "of the update" }],
   ["entropy", { "learner/entropy": "entropy" }],
   ["gradient norm", { "learner/grad_norm": "gradient norm" }],
   ["mismatch of engine and learner", { "mismatch/logprob_abs_mean": "mean |difference|", "mismatch/kl_k3": "KL" }],

@@ -1,0 +1,177 @@
+"""The teacher of a run that distils: a fixed model in engines of its own, which scores sampled tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raylight.aio import pause, task_group
+from raylight.errors import ServingLostError, summarize_ray_error
+from raylight.experience.batch import TrainBatch
+from raylight.serving.deploy.replica import ScoredRow
+from raylight.trainer.components.serving import Serving
+from raylight.trainer.settings import ServingSettings
+from raylight.types import LogprobArray
+
+MOST_TOKENS = 16_384
+"""Tokens of one request; a longer row is a request of its own."""
+REQUESTS_PER_REPLICA = 2
+"""Requests in flight for each replica, so that none waits for the next one to arrive."""
+RETRY_DELAY_S = 0.5
+
+
+class TeacherClient:
+    """An actor that divides requests among the replicas.
+
+    Serve's client polls the controller in a thread for as long as its process lives. The driver must not have
+    such a thread: Ray ends a process that uses it after the connection was closed.
+    """
+
+    def __init__(self, app_name: str) -> None:
+        self._handle = serve.get_app_handle(app_name)
+
+    async def score(self, rows: list[ScoredRow]) -> list[LogprobArray]:
+        """Have a replica score rows."""
+        try:
+            return await self._handle.token_logprobs.remote(rows)
+        except RayTaskError as error:  # of the engine
+            raise error.cause from None
+
+
+class Teacher:
+    """The teacher's deployment, and the requests to it.
+
+    Args:
+        run_name: name of the run.
+        model: the teacher's model.
+        timeout_s: seconds within which a request must be answered, the replacement of lost replicas included.
+        secret: secret without which its HTTP address answers nobody.
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        model: ServingSettings,
+        timeout_s: float,
+        secret: str | None,
+        show_stage: Callable[[str], None],
+        owns_cluster: bool,
+    ) -> None:
+        self._name, self._timeout_s, self._show_stage = f"{run_name}-{model.name}", timeout_s, show_stage
+        self._replicas = model.engine.replicas
+        self._serving = Serving(self._name, model, secret, None, show_stage, owns_cluster)
+        self._client: Any = None
+        self.retries = 0
+        """Requests that were sent again because a replica was lost."""
+
+    async def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start the coordinator of the replicas, and define their deployment."""
+        self._stack = stack
+        await self._serving.open(stack)
+        self._serving.prepare(0)
+
+    async def start(self) -> None:
+        """Start the replicas. Not beside the start of another model: only one can start Serve.
+
+        Raises:
+            EngineStartError: the replicas did not start in time.
+        """
+        await self._serving.start()
+        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._client = (
+            ray.remote(TeacherClient)
+            .options(
+                name="teacher-client",
+                namespace=self._name,
+                num_cpus=0,
+                max_concurrency=2 * self._slots,
+                max_restarts=-1,
+                scheduling_strategy=this_node,
+            )
+            .remote(self._name)
+        )
+        self._stack.callback(ray.kill, self._client)
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return nothing: a request finds a lost teacher."""
+        return []
+
+    async def counts(self) -> dict[str, int]:
+        """Return the number of repeated requests."""
+        return {"teacher_retries": self.retries}
+
+    async def score(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Return a batch with the teacher's log-probs, and metrics.
+
+        Raises:
+            ServingLostError: the teacher did not answer in time.
+        """
+        started = time.perf_counter()
+        requests = list(split_rows([len(row.token_ids) for row in batch.rows], self._slots))
+        free = asyncio.Semaphore(self._slots)
+
+        async def send(part: range) -> list[LogprobArray]:
+            rows = [ScoredRow(row.token_ids, row.prompt_length) for row in batch.rows[part.start : part.stop]]
+            async with free:
+                return await self._ask(rows)
+
+        async with task_group() as tasks:
+            sent = [tasks.create_task(send(part)) for part in requests]
+        scored = replace(batch, teacher_logprobs=[logprobs for task in sent for logprobs in task.result()])
+        metrics = {"time/teacher_s": time.perf_counter() - started, "teacher/retries": float(self.retries)}
+        return scored, metrics
+
+    @property
+    def _slots(self) -> int:
+        return REQUESTS_PER_REPLICA * self._replicas
+
+    async def _ask(self, rows: list[ScoredRow]) -> list[LogprobArray]:
+        """Have a replica score rows; if it is lost meanwhile, another one."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    try:
+                        return await self._client.score.remote(rows)
+                    except (RayTaskError, RayActorError) as error:
+                        cause = error.cause if isinstance(error, RayTaskError) else error
+                        if not isinstance(cause, RayActorError):
+                            raise cause from None
+                        self.retries += 1
+                        self._show_stage(f"a replica of the teacher was lost: {summarize_ray_error(cause)}")
+                        await pause(RETRY_DELAY_S)
+        except TimeoutError:
+            raise ServingLostError(
+                f"the teacher did not score {len(rows)} rows within {self._timeout_s:g} s "
+                "(teacher.timeout_s), the replacement of lost replicas included; see the replicas' logs with "
+                "`ray logs`, give it more replicas, or raise timeout_s. The run can be resumed"
+            ) from None
+
+
+def split_rows(lengths: Sequence[int], parts: int) -> Iterator[range]:
+    """Yield ranges of rows for one request each: at least so many requests, if there are as many rows.
+
+    Args:
+        lengths: tokens of each row.
+        parts: requests at the same time.
+    """
+    most = min(MOST_TOKENS, math.ceil(sum(lengths) / parts))
+    start = tokens = 0
+    for index, length in enumerate(lengths):
+        if index > start and tokens + length > most:
+            yield range(start, index)
+            start, tokens = index, 0
+        tokens += length
+    if lengths:
+        yield range(start, len(lengths))

@@ -1,0 +1,100 @@
+"""Settings of the teacher that scores the tokens of a run's policy, and checks that both fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import EngineConfig
+from raylight.engines.registry import choose_engine
+from raylight.errors import ConfigError
+from raylight.trainer.hardware import engine_on_gpu, longest_sequence
+from raylight.trainer.inputs import resolve_model
+from raylight.trainer.settings import ResolvedSettings, ServingSettings
+
+TEACHER_NAME = "teacher"
+
+
+def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> ServingSettings | None:
+    """Return the settings of a run's teacher; None if it has none.
+
+    Args:
+        model_path: folder of the policy's initial model.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ConfigError: its engine is not installed, or its tokens are not the policy's.
+    """
+    if (teacher := algorithm.teacher_model) is None:
+        return None
+    path, engine = resolve_model(teacher.model), teacher.engine()
+    check_same_tokens(model_path, path)
+    return ServingSettings(path, engine.model_copy(update={"kind": choose_engine(engine)}), TEACHER_NAME)
+
+
+def with_teacher_path(algorithm: PolicyAlgorithm, path: str) -> PolicyAlgorithm:
+    """Return an algorithm that names its teacher by a folder, whatever the working directory."""
+    assert algorithm.teacher_model is not None, "the algorithm has a teacher"
+    teacher = algorithm.teacher_model.model_copy(update={"model": path})
+    return algorithm.model_copy(update={"teacher": teacher})
+
+
+def check_same_tokens(model_path: str, teacher_path: str) -> None:
+    """Check that a teacher reads token ids as the policy does. It may have further tokens.
+
+    Raises:
+        ConfigError: it does not, or a model has no tokenizer that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    tokens = []
+    for path in (model_path, teacher_path):
+        try:
+            tokens.append(AutoTokenizer.from_pretrained(path).get_vocab())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the tokenizer of {path} cannot be loaded: {error}") from None
+    own, others = tokens
+    different = [token for token, number in own.items() if others.get(token) != number]
+    if different:
+        first = min(different, key=lambda token: own[token])
+        raise ConfigError(
+            f"the teacher {teacher_path} has another tokenizer than {model_path}: {len(different)} of "
+            f"{len(own)} tokens differ, such as {first!r}, which is {own[first]} here and "
+            f"{others.get(first, 'no token')} there; choose a teacher of the same family, or learn its "
+            "answers as text with rl.SFT"
+        )
+
+
+def with_teacher(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with a teacher that takes rows as long as those of the policy.
+
+    Raises:
+        ConfigError: its model takes only shorter ones.
+    """
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None or (teacher := training.teacher) is None:
+        return settings
+    own = longest_sequence(Path(serving.model_path))
+    row = min(serving.engine.max_model_len, own or serving.engine.max_model_len)
+    engine = fitted_engine(teacher.engine, row)
+    limit = longest_sequence(Path(teacher.model_path))
+    if limit is not None and limit < engine.max_model_len:
+        raise ConfigError(
+            f"the teacher {teacher.model_path} takes {limit} tokens, and rows of the policy have up to {row} "
+            f"(engine.max_model_len){', to which vLLM adds one' if engine.kind == 'vllm' else ''}; set "
+            f"engine={{'max_model_len': {limit - engine.max_model_len + row}}}, or choose another teacher"
+        )
+    teacher = ServingSettings(teacher.model_path, engine, teacher.name)
+    return settings.with_training(teacher=teacher)
+
+
+def fitted_engine(engine: EngineConfig, row: int) -> EngineConfig:
+    """Return the settings of a teacher's engine that scores rows of so many tokens.
+
+    vLLM samples a token after each row. The transformers engine scores one row at a time and needs no cache.
+    """
+    if engine.num_gpus:
+        engine = engine_on_gpu(engine, None, None)
+    if engine.kind == "vllm":
+        return engine.model_copy(update={"max_model_len": row + 1})
+    return engine.model_copy(update={"max_model_len": row, "max_concurrent": 1})
