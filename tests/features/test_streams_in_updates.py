@@ -19,10 +19,10 @@ CHAT = ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 400, "ignor
 REQUESTS = {
     "chat": CHAT,
     "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 20}, "event: message_stop"),
-    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 20}, "event: response."),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 20}, "event: response.completed"),
 }
 """Path, body and last event of a request in each dialect."""
-PINGS = {"messages": "event: ping"}
+PINGS = {"messages": "event: ping", "responses": "event: keepalive"}
 """Signs of life that are no comments."""
 
 

@@ -20,8 +20,9 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import raylight
-import raylight.algorithms.minigrpo.algorithm  # defines settings, as does the next
+import raylight.algorithms.minigrpo.algorithm  # defines settings, as do the next two
 import raylight.algorithms.policy_gradient
+import raylight.tinker.serve
 from raylight.agent.resources import LLM, SamplingParameters
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.baseline import BaselineSettings
