@@ -1,0 +1,37 @@
+"""A teacher of two replicas of vLLM scores random rows; prints the largest difference from plain
+transformers: python scored_rows.py"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import numpy as np
+from random_rows import plain_logprobs, random_rows
+
+import raylight as rl
+from raylight.experience.batch import TrainBatch
+from raylight.quickstart import STARTER_MODEL
+from raylight.trainer.cluster import ray_session
+from raylight.trainer.components.teacher import Teacher
+from raylight.trainer.settings import ServingSettings
+from raylight.trainer.teacher_settings import fitted_engine
+
+
+async def score() -> float:
+    config = rl.TeacherConfig(model=STARTER_MODEL, kind="vllm", replicas=2)
+    model = ServingSettings(STARTER_MODEL, fitted_engine(config.engine(), 64), "teacher")
+    rows = random_rows(64, longest=64)
+    async with AsyncExitStack() as stack:
+        teacher = Teacher("distilled", model, 120.0, "secret", print, True)
+        await teacher.open(stack)
+        await teacher.start()
+        scored, _ = await teacher.score(TrainBatch([0.0] * 64, ["g"] * 64, rows, list(range(64))))
+    assert scored.teacher_logprobs is not None
+    pairs = zip(scored.teacher_logprobs, plain_logprobs(STARTER_MODEL, rows), strict=True)
+    return max(float(np.abs(found - expected).max()) for found, expected in pairs)
+
+
+if __name__ == "__main__":
+    with ray_session("local", False):
+        print(asyncio.run(score()))
