@@ -15,6 +15,8 @@ from raylight.sandboxes.sandbox import ExecResult, Sandbox, SandboxLimits
 
 STOP_S = 60.0
 """Time that the sandbox on the node has to stop before its actor is killed."""
+KILLED = (-9, 137)
+"""Exit statuses of a killed program; the second is that of a shell or a container."""
 
 
 class NodeSandbox:
@@ -129,7 +131,10 @@ class RaySandbox:
         timeout_s: float | None = None,
     ) -> ExecResult:
         options = {"env": dict(env or {}), "cwd": cwd, "stdin": stdin, "timeout_s": timeout_s}
-        return await self._call("exec", list(command), **options)
+        result = await self._call("exec", list(command), **options)
+        if result.status in KILLED:  # perhaps by the end of the actor, which kills what it has started
+            await self._await(self._actor.address.remote())
+        return result
 
     async def read(self, path: str) -> bytes:
         return await self._call("read", path)
