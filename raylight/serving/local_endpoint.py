@@ -69,7 +69,12 @@ class Endpoint:
 
     async def __aenter__(self) -> Self:
         config = self._config
-        self._socket = _listen(config.host or reachable_host(), config.port or 0)
+        self._socket = listen(
+            config.host or reachable_host(),
+            config.port or 0,
+            "the model",
+            "choose another port, or none for a free one",
+        )
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
         self._recorder = Recorder(functools.partial(self._store.capture, recorder=self._name))
@@ -137,8 +142,12 @@ def reachable_host() -> str:
     return ray.util.get_node_ip_address() if ray.is_initialized() else LOOPBACK
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, what: str, remedy: str) -> socket.socket:
     """Return a listening socket, in whose backlog requests wait until the server has started.
+
+    Args:
+        what: what is served, for the error.
+        remedy: what the user may do about it.
 
     Raises:
         PortInUseError: the port is in use, or the address does not belong to this machine.
@@ -147,6 +156,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
         raise PortInUseError(
-            f"the model cannot be served on {host}:{port} ({error.strerror}); choose another port, or none "
-            "for a free one"
+            f"{what} cannot be served on {host}:{port} ({error.strerror}); {remedy}"
         ) from None

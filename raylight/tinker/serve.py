@@ -17,9 +17,9 @@ from pydantic import Field, field_validator
 from raylight.base_config import Config
 from raylight.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight.config import EngineConfig
-from raylight.errors import ConfigError, EngineStartError, LearnerLostError, PortInUseError
+from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.serving.deploy.ingress import LOOPBACK
-from raylight.serving.local_endpoint import ThreadServer
+from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import LossGuard, component_stack
@@ -101,7 +101,8 @@ def serve_tinker(
     if key is None and config.host not in LOOPBACK:
         key = f"{KEY_PREFIX}{secrets.token_hex(20)}"
         show(f"the API key is {key}")
-    listener = _listen(config.host, config.port)
+    remedy = "choose another --port, or 0 for a free one"
+    listener = listen(config.host, config.port, "the Tinker API", remedy)
     with listener, ray_session(address, False, engine.start_timeout_s) as connection:
         connection.announce(show, show)
         own = serving.engine.model_copy(update={"host": engine.host or "127.0.0.1"})
@@ -213,18 +214,3 @@ def _describe(model: ServingSettings, config: TinkerConfig, name: str) -> Any:
 async def _stop(server: uvicorn.Server, listening: asyncio.Task[None]) -> None:
     server.should_exit = True
     await asyncio.wait([listening])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, in whose backlog requests wait until the server has started.
-
-    Raises:
-        PortInUseError: the port is in use, or the address does not belong to this machine.
-    """
-    try:
-        return socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        raise PortInUseError(
-            f"the Tinker API cannot be served on {host}:{port} ({error.strerror}); choose another --port, or "
-            "0 for a free one"
-        ) from None
