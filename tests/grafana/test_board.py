@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import httpx
 import pytest
 
 from raylight.ray_metrics.board import BOARD_FILE
-from raylight.serving.local_endpoint import LOOPBACK, _listen
+from raylight.serving.local_endpoint import LOOPBACK
 
 DEADLINE_S = 400.0
 """Longest time until every expression has an answer, with the start of the run."""
@@ -53,7 +54,7 @@ def session() -> Iterator[Path]:
 @pytest.fixture
 def prometheus(session: Path, tmp_path: Path) -> Iterator[str]:
     """URL of a Prometheus that reads the run's Ray cluster."""
-    with _listen(LOOPBACK, 0) as free:
+    with socket.create_server((LOOPBACK, 0)) as free:
         address = f"{LOOPBACK}:{free.getsockname()[1]}"
     config = tmp_path / "prometheus.yml"
     config.write_text(CONFIG % (session / "prom_metrics_service_discovery.json"))
