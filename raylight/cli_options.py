@@ -28,6 +28,15 @@ Engine = Annotated[
         "name of an engine class, package.module:Engine."
     ),
 ]
+Host = Annotated[str, typer.Option(help="Address to listen on; any but loopback requires an API key.")]
+Replicas = Annotated[int, typer.Option(min=1, help="Number of engine replicas.")]
+ReplicaCpus = Annotated[float, typer.Option(min=0, help="CPUs of a replica.")]
+ReplicaGpus = Annotated[float, typer.Option(min=0, help="GPUs of a replica.")]
+Precision = Annotated[Dtype, typer.Option(help="Precision of the model.")]
+MaxModelLen = Annotated[
+    int, typer.Option(min=8, help="Maximum length of prompt and response together, in tokens.")
+]
+StartTimeout = Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")]
 Runners = Annotated[int, typer.Option(min=1, help="Number of runner actors, which execute the agent.")]
 Port = Annotated[
     int | None,

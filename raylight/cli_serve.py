@@ -13,8 +13,15 @@ from raylight.cli_options import (
     Assignments,
     Dtype,
     Engine,
+    Host,
+    MaxModelLen,
     ModelName,
     Port,
+    Precision,
+    ReplicaCpus,
+    ReplicaGpus,
+    Replicas,
+    StartTimeout,
     Ui,
     apply_assignments,
     import_from_here,
@@ -31,30 +38,26 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Model name that clients send; the folder's by default.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; any but loopback requires an API key.")
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="RAYLIGHT_API_KEY", help="API key that clients must send.")
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Number of engine replicas.")] = 1,
+    replicas: Replicas = 1,
     max_replicas: Annotated[
         int | None, typer.Option(min=1, help="Scale up to this number of replicas under load.")
     ] = None,
-    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of a replica.")] = 1.0,
-    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of a replica.")] = 0.0,
-    dtype: Annotated[Dtype, typer.Option(help="Precision of the model.")] = Dtype.float32,
-    max_model_len: Annotated[
-        int, typer.Option(min=8, help="Maximum length of prompt and response together, in tokens.")
-    ] = 2048,
+    num_cpus: ReplicaCpus = 1.0,
+    num_gpus: ReplicaGpus = 0.0,
+    dtype: Precision = Dtype.float32,
+    max_model_len: MaxModelLen = 2048,
     url: Annotated[
         str | None, typer.Option(help="Base URL of an upstream model to which requests are forwarded.")
     ] = None,
     upstream_key: Annotated[
         str | None, typer.Option(envvar="RAYLIGHT_UPSTREAM_KEY", help="API key of the upstream model.")
     ] = None,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")] = 600.0,
+    start_timeout: StartTimeout = 600.0,
     learn: Annotated[
         bool, typer.Option("--learn", help="Train on the sessions that agents open at /v1/sessions.")
     ] = False,

@@ -12,7 +12,14 @@ from raylight.cli_options import (
     Assignments,
     Dtype,
     Engine,
+    Host,
+    MaxModelLen,
     ModelName,
+    Precision,
+    ReplicaCpus,
+    ReplicaGpus,
+    Replicas,
+    StartTimeout,
     apply_assignments,
     import_from_here,
 )
@@ -27,9 +34,7 @@ def tinker(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the checkpoints, which outlive the server.")
     ] = Path("outputs/tinker"),
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; any but loopback requires an API key.")
-    ] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port of the API; 0: any free one.")
     ] = 8080,
@@ -45,14 +50,12 @@ def tinker(
     ] = 300.0,
     learner_cpus: Annotated[float, typer.Option(min=0, help="CPUs of the trainer.")] = 0.5,
     learner_gpus: Annotated[float, typer.Option(min=0, max=1, help="GPUs of the trainer.")] = 0.0,
-    replicas: Annotated[int, typer.Option(min=1, help="Number of engine replicas.")] = 1,
-    num_cpus: Annotated[float, typer.Option(min=0, help="CPUs of a replica.")] = 1.0,
-    num_gpus: Annotated[float, typer.Option(min=0, help="GPUs of a replica.")] = 0.0,
-    dtype: Annotated[Dtype, typer.Option(help="Precision of the model.")] = Dtype.float32,
-    max_model_len: Annotated[
-        int, typer.Option(min=8, help="Maximum length of prompt and response together, in tokens.")
-    ] = 2048,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")] = 600.0,
+    replicas: Replicas = 1,
+    num_cpus: ReplicaCpus = 1.0,
+    num_gpus: ReplicaGpus = 0.0,
+    dtype: Precision = Dtype.float32,
+    max_model_len: MaxModelLen = 2048,
+    start_timeout: StartTimeout = 600.0,
     address: Address = None,
     assignments: Assignments = None,
 ) -> None:
