@@ -23,6 +23,7 @@ from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.attempt_state import HOLD, AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
+from raylight.store.lost_recorders import LostRecorders
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, MAX_REWARD_SPANS, MAX_SPANS, Failure
@@ -127,9 +128,7 @@ class Records:
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
-        self._lost_recorders: set[str] = set()
-        """Kept in memory only: after a restart of the store, the open calls of a lost recorder run into their
-        time limit."""
+        self._lost = LostRecorders(journal)
 
     # spans
 
@@ -271,13 +270,13 @@ class Records:
         for call in opened:
             recorder, call_id = call[4], call[2]
             attempt = message.attempt(call)
-            if attempt is None or attempt.status in ATTEMPT_FINISHED or recorder in self._lost_recorders:
+            if attempt is None or attempt.status in ATTEMPT_FINISHED or recorder in self._lost:
                 self._journal.increment("calls_late", by=not call_id.startswith(HOLD))
                 rejected.append(call[:3])
                 continue
             message.active.add(attempt.attempt_id)
             message.begun[attempt.attempt_id, call_id] = call
-        if self._lost_recorders or not closed:
+        if self._lost or not closed:
             self._store_begun(message)
         without_base, ignored = self._close_calls(message, closed)
         self._store_begun(message)
@@ -288,8 +287,7 @@ class Records:
         """Store the open calls of a message."""
         for attempt_id, call_id in list(message.begun):
             self._open(message.begun.pop((attempt_id, call_id)))
-            if self._lost_recorders:
-                self._drop_retried_calls("calls.attempt_id = ?", (attempt_id,))
+            self._lost.forget_repeated_calls(attempt_id)
 
     def _open(self, call: OpenedCall) -> None:
         rollout_id, attempt_id, call_id, *rest = call
@@ -305,8 +303,7 @@ class Records:
 
     def lose_recorder(self, recorder: str) -> None:
         """Stop waiting for the records of a recorder that is gone."""
-        self._lost_recorders.add(recorder)
-        self._drop_retried_calls("calls.recorder = ?", (recorder,))
+        self._lost.add(recorder)
         self._rollouts.events.calls_closed = True
 
     def count_awaited_calls(self, attempt_id: str) -> int:
@@ -314,20 +311,7 @@ class Records:
         rows = self._journal.execute(
             "SELECT recorder FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
         )
-        return sum(recorder not in self._lost_recorders for (recorder,) in rows)
-
-    def _drop_retried_calls(self, condition: str, values: tuple[str, ...]) -> None:
-        """Delete open calls of lost recorders that the agent retried elsewhere: it never received a response
-        to them."""
-        lost = sorted(self._lost_recorders)
-        dropped = self._journal.execute(
-            f"DELETE FROM calls WHERE {condition} AND generation IS NULL AND recorder IN "
-            f"({', '.join('?' * len(lost))}) AND EXISTS (SELECT 1 FROM calls AS retry WHERE retry.attempt_id "
-            "= calls.attempt_id AND retry.request = calls.request AND retry.request != '' AND "
-            "retry.recorder != calls.recorder AND retry.start_time >= calls.start_time)",
-            (*values, *lost),
-        ).rowcount
-        self._journal.increment("calls_repeated", by=dropped)
+        return sum(recorder not in self._lost for (recorder,) in rows)
 
     def _close_calls(self, message: _Message, calls: list[ClosedCall]) -> tuple[list[CallIds], list[CallIds]]:
         """Record ends of calls; returns the last two results of `capture`."""
@@ -337,7 +321,7 @@ class Records:
         for call in calls:
             rollout_id, attempt_id, call_id, base, _, generation, tokens, span = call
             key = (attempt_id, call_id)
-            if call_id.startswith(HOLD) and self._recorder_is_lost(key):
+            if call_id.startswith(HOLD) and self._lost.opened(*key):
                 continue  # it may have answered calls that were rejected
             span_base = span[BASE] or None if span else None
             is_usable = unusable.isdisjoint({(attempt_id, base), (attempt_id, span_base)})
@@ -384,13 +368,6 @@ class Records:
             message.next_spans[attempt_id] = max(message.next_spans[attempt_id], sequence_id + 1)
             self._journal.increment("spans_late", by=attempt.status in ATTEMPT_FINISHED)
         self._journal.increment("total_spans" if added else "spans_duplicate")
-
-    def _recorder_is_lost(self, key: tuple[str, str]) -> bool:
-        """Return True if the recorder of a call is gone."""
-        if not self._lost_recorders:
-            return False
-        row = self._journal.fetch_one("SELECT recorder FROM calls WHERE attempt_id = ? AND call_id = ?", key)
-        return row is not None and row[0] in self._lost_recorders
 
     def _is_open(self, key: tuple[str, str]) -> bool | None:
         """Return True for an open call, False for a recorded one, and None for one that is not stored."""

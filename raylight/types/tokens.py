@@ -34,6 +34,10 @@ MaskArray: TypeAlias = NDArray[np.int8]
 """0 or 1 for each token, int8 of shape (tokens,)."""
 
 
+REPEATED = "+"
+"""End of the digest of a request that its client sends again."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallKey:
     """Identity of one call to the engine within an attempt."""
@@ -42,8 +46,8 @@ class CallKey:
     attempt_id: str
     call_id: str
     request: str = field(default="", compare=False, repr=False)
-    """Digest of the request. After the death of a replica, a repeated request with the same digest shows that
-    the first one was never answered."""
+    """Digest of the request, with REPEATED at its end if its client sent it before, to another replica. If
+    that one died, this shows that one call with the same digest was never answered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,9 +82,10 @@ async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> N
         assert other != home
         assert home not in await model.coordinator.client.loads()
         await asyncio.gather(*(ask(model.client(rollout, retries=8)) for rollout in rollouts[1:]))
-        await ask(
-            model.client(victim), max_tokens=1500, extra_body={"ignore_eos": True}
-        )  # the interrupted call, repeated
+        repeats = {"x-stainless-retry-count": "1"}
+        await ask(  # the interrupted call
+            model.client(victim), max_tokens=1500, extra_body={"ignore_eos": True}, extra_headers=repeats
+        )
 
         done = await model.store.finish_attempt(victim, "succeeded")
         assert done.status == "succeeded", "the dead replica's call blocks the rollout"

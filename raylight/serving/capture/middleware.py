@@ -33,11 +33,12 @@ from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
 from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
+from raylight.serving.capture.retry_cache import REPEATED_KEY
 from raylight.serving.capture.sampling_override import OVERRIDDEN_KEY
 from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
-from raylight.types import DRIFTS, HistoryNote
+from raylight.types import DRIFTS, REPEATED, HistoryNote
 
 PROMPT_FIELD = "kv_transfer_params"
 """Field of a chat request in which engines take a prompt in tokens. Agents may not send it."""
@@ -150,7 +151,8 @@ class CaptureMiddleware:
                 "use_beam_search: beams are not sampled, so that they cannot be recorded; sample instead"
             )
         native = ChatDialect if scope["path"] == ChatDialect.path else CompletionsDialect
-        keys = new_keys(attempt, count_choices(body, native is ChatDialect), _digest(body))
+        digest = _digest(body) + (REPEATED if REPEATED_KEY in scope else "")
+        keys = new_keys(attempt, count_choices(body, native is ChatDialect), digest)
         return CaptureContext(
             attempt,
             scope.get(DIALECT_KEY) or native.name,

@@ -2,7 +2,8 @@
 
 Laws: an answer is replayed only to a retry (the SDK marks it), of the same attempt, on the same path, with
 the same body. Each retry continues the request before it. Errors and broken answers are not replayed: their
-retries are answered afresh. The kept answers are bounded in number, bytes and age.
+retries are answered afresh. A retry of a request that is unknown here is marked, for another replica had it.
+The kept answers are bounded in number, bytes and age.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from raylight.serving.dialects.registry import sampling_dialect
 
 RETRY_COUNT = b"x-stainless-retry-count"
 """Header with the number of times that a request was sent before, set by the SDKs of OpenAI and Anthropic."""
+REPEATED_KEY = "raylight.repeated"
+"""Key of the ASGI scope of a retry whose earlier request went to another replica; its value is True."""
 TTL_S = 300.0
 """Age at which an answer is dropped."""
 DELIVERED_TTL_S = 30.0
@@ -115,11 +118,14 @@ class RetryCache:
         key = (attempt, scope["path"], scope.get("query_string", b""), digest)
         tries = _retry_count(scope)
         self._drop_old()
-        if tries and (previous := self._find_previous(key, tries)) is not None:
+        previous = self._find_previous(key, tries) if tries else None
+        if previous is not None:
             if previous.state != "failed" and await self._replay(previous, tries, receive, send):
                 self._on_replay()
                 return
             self.drop(previous)
+        elif tries:
+            scope = {**scope, REPEATED_KEY: True}
         await self._answer(_KeptAnswer(key, tries), scope, request, receive, send)
 
     # replaying

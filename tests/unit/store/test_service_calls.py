@@ -19,7 +19,7 @@ from raylight.store import service
 from raylight.store.attempt_state import HOLD
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import CallKey, Generation, HistoryNote, Rollout
+from raylight.types import REPEATED, CallKey, Generation, HistoryNote, Rollout
 
 
 @pytest.fixture
@@ -410,7 +410,7 @@ async def test_what_was_asked_again_elsewhere_was_not_answered_by_the_dead(
     box: Box, noticed_first: bool
 ) -> None:
     rollout = await box.take()
-    again = asked(rollout, "hello")
+    again = asked(rollout, "hello" + REPEATED)
     await box.store.capture([(asked(rollout, "hello"), 0.0)], [], "r1")
     if noticed_first:
         await box.store.lose_recorder("r1")
@@ -424,9 +424,44 @@ async def test_what_was_asked_again_elsewhere_was_not_answered_by_the_dead(
     assert await box.count("calls_repeated") == 1
 
 
+async def test_each_repetition_stands_for_one_call(box: Box) -> None:
+    rollout = await box.take()
+    await box.store.capture([(asked(rollout, "hello"), 0.0) for _ in range(2)], [], "r1")
+    again = [asked(rollout, "hello" + REPEATED) for _ in range(2)]
+    await box.store.capture([(again[0], 1.0)], [], "r2")
+    await box.store.lose_recorder("r1")
+    await box.store.capture([], [(again[0], sampled(again[0]), None)], "r2")
+    assert await box.count("calls_repeated") == 1
+    await box.store.lose_recorder("r2")
+    assert await box.count("calls_repeated") == 1
+    await box.store.capture([(again[1], 2.0)], [(again[1], sampled(again[1]), None)], "r3")
+    assert await box.count("calls_repeated") == 2
+    async with within():
+        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=3600)).status == "succeeded"
+
+
+async def test_a_repetition_that_was_lost_too_was_repeated_itself(box: Box) -> None:
+    rollout = await box.take()
+    for number, recorder in enumerate(("r1", "r2", "r3")):
+        call = asked(rollout, "hello" + REPEATED * bool(number))
+        await box.store.capture([(call, float(number))], [], recorder)
+    await box.store.capture([], [(call, sampled(call), None)], "r3")
+    await box.store.lose_recorder("r2")
+    await box.store.lose_recorder("r1")
+    assert await box.count("calls_repeated") == 2
+    async with within():
+        assert (await box.store.finish_attempt(rollout, "succeeded", timeout=3600)).status == "succeeded"
+
+
 @pytest.mark.parametrize(
     ("request_id", "recorder", "start"),
-    [("other", "r2", 1.0), ("hello", "r1", 1.0), ("hello", "r2", -1.0), ("", "r2", 1.0)],
+    [
+        ("hello", "r2", 1.0),
+        ("other+", "r2", 1.0),
+        ("hello+", "r1", 1.0),
+        ("hello+", "r2", -1.0),
+        ("", "r2", 1.0),
+    ],
 )
 async def test_other_calls_say_nothing_of_the_dead_recorder_s(
     box: Box, request_id: str, recorder: str, start: float

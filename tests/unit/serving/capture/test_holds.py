@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from capture_helpers import Sink, settle
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_helpers import make_generation, make_key, until, within
 
@@ -19,7 +19,7 @@ from raylight.serving.capture.recorder import AttemptFinishedError, ClosedCall, 
 from raylight.store.attempt_state import HOLD
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import AttemptedRollout, CallKey
+from raylight.types import REPEATED, AttemptedRollout, CallKey
 
 FIRST, SECOND = "replica-1", "replica-2"
 
@@ -203,6 +203,7 @@ class Replica:
         self._closed = 0
 
     async def call(self, request: str) -> None:
+        """Send a request, which may equal an earlier one."""
         self.recorder._waits = True
         key = CallKey(*self._ids, make_key().call_id, request)
         self.calls.append((key, await self.recorder.open([key], 1.0)))
@@ -218,6 +219,10 @@ class Replica:
     def answered(self) -> set[str]:
         """Return the calls whose answers may have left."""
         return {key.call_id for key, known in self.calls if known.done() and known.exception() is None}
+
+    def unanswered(self) -> list[str]:
+        """Return the requests without an answer, which a client may send again."""
+        return [key.request for key, known in self.calls if not known.done()]
 
     async def kill(self) -> None:
         await self.recorder._records.stop()
@@ -249,7 +254,7 @@ async def running() -> AsyncIterator[tuple[StoreClient, AttemptedRollout]]:
 
 STEPS = st.lists(
     st.sampled_from(
-        ["call", "call", "close", "close", "pass", "pass", "lose answer", "time", "kill", "lost"]
+        ["call", "call", "close", "close", "pass", "pass", "lose answer", "time", "kill", "again", "lost"]
     ),
     max_size=30,
 )
@@ -257,6 +262,9 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=80)
 @given(STEPS, st.booleans())
+@example(["call", "pass", "pass", "time", "call", "kill", "call"], True).via(
+    "an equal request, no repetition"
+)
 def test_no_attempt_succeeds_without_a_call_that_was_answered(steps: list[str], ends: bool) -> None:
     """Replicas die between any two messages, also before the store has what they answered."""
 
@@ -268,6 +276,7 @@ def test_no_attempt_succeeds_without_a_call_that_was_answered(steps: list[str], 
         async with running() as (store, rollout):
             replicas = [Replica(store, rollout, FIRST)]
             is_lost, killed = False, False
+            unanswered: list[str] = []
             for number, step in enumerate(steps):
                 replica = replicas[-1]
                 match step:
@@ -286,6 +295,9 @@ def test_no_attempt_succeeds_without_a_call_that_was_answered(steps: list[str], 
                         killed = True
                         await replica.kill()
                         replicas.append(Replica(store, rollout, SECOND))
+                        unanswered = replica.unanswered()
+                    case "again" if unanswered:
+                        await replica.call(unanswered.pop() + REPEATED)
                     case "lost" if not is_lost:  # also of a replica that only seemed to be dead
                         is_lost = True
                         await store.lose_recorder(FIRST)

@@ -21,6 +21,7 @@ from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.capture.retry_cache import RetryCache
 from raylight.serving.dialects.translate import TranslationMiddleware
+from raylight.types import REPEATED
 
 STREAMED = ASKED | {"stream": True}
 
@@ -50,6 +51,16 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+async def test_a_retry_of_what_is_unknown_here_is_marked(bench: Bench) -> None:
+    """Another replica had it, which may have died."""
+    await bench.call(tries=0).answered()
+    await bench.call(tries=1).answered()
+    await bench.call(STREAMED | {"seed": 1}, tries=1).answered()
+    first, second = [key.request for key, _ in bench.sink.opened]
+    assert not first.endswith(REPEATED)
+    assert second.endswith(REPEATED)
 
 
 @pytest.mark.parametrize("body", [ASKED, STREAMED])
