@@ -104,6 +104,7 @@ async def main() -> None:
     """Answer the lines of the standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a taskset prints is no answer
+    sys.stdout = sys.stderr  # nor held back, in case the process dies
 
     def write(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
