@@ -7,6 +7,7 @@ is the dotted name of a setting, VALUE is read as YAML.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -303,6 +304,8 @@ def doctor(
 
 def main() -> None:
     """Run the command line; a typed error becomes one message and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log or a pipe shows each line at once
     try:
         app()
     except RaylightError as error:

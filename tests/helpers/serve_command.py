@@ -48,6 +48,7 @@ def serve(*args: str, env: dict[str, str] | None = None, command: str = "serve")
         rest = process.communicate(timeout=60)[0]
         assert "Traceback" not in rest, rest
     finally:
+        print(output)  # shown if it never serves
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

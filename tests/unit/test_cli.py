@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,16 @@ def test_scale_needs_a_number() -> None:
     result = CliRunner().invoke(cli.app, ["scale", "night"])
     assert isinstance(result.exception, rl.RaylightError)
     assert "give --runners N, --replicas N, or both" in str(result.exception)
+
+
+def test_a_pipe_shows_each_line_at_once(addresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server prints its address, and goes on."""
+    reading, writing = os.pipe()
+    with open(reading) as pipe, open(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "argv", ["raylight", "serve", "--model", "m"])
+        with pytest.raises(Constructed):
+            cli.main()
+        print("served")
+        os.set_blocking(reading, False)
+        assert pipe.readline() == "served\n"
