@@ -3,7 +3,8 @@
 `pytest -n 2` schedules whole files on two processes. All files that use the shared Ray cluster go to one
 process and all others to the other; the process that finishes first takes files that are left.
 `pytest -m slow --slow-part HASH` runs a twentieth of the slow tests; the commit hash selects the part. Tests
-with `slow(parts=N)`, which are slower still, are divided into N parts.
+with `slow(parts=N)`, which are slower still, are divided into N parts. A part that takes too long skips the
+tests that are left.
 """
 
 import functools
@@ -11,6 +12,7 @@ import hashlib
 import os
 import re
 import sys
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,9 @@ hypothesis.settings.register_profile("raylight", deadline=None)
 hypothesis.settings.load_profile("raylight")
 
 SLOW_PARTS = 20
+SLOW_PART_S = 400.0
+"""Seconds after which a part begins no further test."""
+STARTED = time.monotonic()
 ROOT = Path(__file__).parent.parent
 CLUSTER = r"\b(?:shared_)?cluster: (?:Cluster|Any)\b"
 """Parameter of a test or fixture that uses the shared cluster."""
@@ -88,6 +93,12 @@ def _is_selected(item: pytest.Item, commit: int) -> bool:
         return True
     parts = slow.kwargs.get("parts", SLOW_PARTS)
     return int(hashlib.sha256(item.nodeid.encode()).hexdigest(), 16) % parts == commit % parts
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("--slow-part") and time.monotonic() > STARTED + SLOW_PART_S:
+        pytest.skip(f"this part of the slow tests has taken {SLOW_PART_S:g} s")
 
 
 @pytest.hookimpl(wrapper=True)
