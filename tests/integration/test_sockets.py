@@ -7,6 +7,7 @@ from listening_sockets import KNOWN, sockets_of_run, unknown
 
 
 @pytest.mark.usefixtures("no_processes_left")
+@pytest.mark.slow
 def test_a_local_run_listens_where_it_is_documented_to(tmp_path: Path) -> None:
     sockets = sockets_of_run(tmp_path, {"num_cpus": 0.4})
     assert unknown(sockets, KNOWN) == []
