@@ -19,9 +19,13 @@ CHAT = ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 400, "ignor
 REQUESTS = {
     "chat": CHAT,
     "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 20}, "event: message_stop"),
-    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 20}, "event: response.completed"),
+    "responses": (
+        "/v1/responses",
+        {"input": "hi", "max_output_tokens": 20},
+        ("event: response.completed", "event: response.incomplete"),
+    ),
 }
-"""Path, body and last event of a request in each dialect."""
+"""Path, body and last event of a request in each dialect; two if it names the limit of tokens."""
 PINGS = {"messages": "event: ping", "responses": "event: keepalive"}
 """Signs of life that are no comments."""
 
@@ -40,8 +44,8 @@ def stream(server: EngineServer, path: str, body: dict[str, Any]) -> Iterator[It
         yield answer.iter_lines()
 
 
-def read_until(lines: Iterator[str], start: str, count: int = 1) -> None:
-    """Read until the line of a number that begins with a text."""
+def read_until(lines: Iterator[str], start: str | tuple[str, ...], count: int = 1) -> None:
+    """Read until the line of a number that begins with a text, or with one of several."""
     for line in lines:
         count -= line.startswith(start)
         if count == 0:
