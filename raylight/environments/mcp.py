@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raylight.environments.mcp_connection import MCPConnection, MCPServer, require_mcp, shared_connection
+from raylight.environments.mcp_connection import MCPConnection, MCPServer, require_mcp
+from raylight.environments.shared_services import shared_service
 from raylight.environments.tool_loop import MAX_RESULT, answer_calls, call_tool
 from raylight.errors import ConfigError
 
@@ -39,7 +40,7 @@ class MCPTools:
 
     async def _connect(self, stack: contextlib.AsyncExitStack, server: MCPServer) -> MCPConnection:
         if self.scope == "runner":
-            connection = shared_connection(server)
+            connection = shared_service(MCPConnection, server)
         else:
             connection = MCPConnection(server)
             stack.push_async_callback(connection.close)

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import uuid
-import weakref
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -224,26 +223,6 @@ async def process_of(server: MCPServer) -> AsyncIterator[Any]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)  # what the server left behind
             GUARD.remove(group, mark)
-
-
-_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[MCPServer, MCPConnection]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def shared_connection(server: MCPServer) -> MCPConnection:
-    """Return the connection that all rollouts on this event loop share; a new one if the last was lost."""
-    connections = _SHARED.setdefault(asyncio.get_running_loop(), {})
-    connection = connections.get(server)
-    if connection is None or not connection.is_usable:
-        connection = connections[server] = MCPConnection(server)
-    return connection
-
-
-async def close_shared_connections() -> None:
-    """Close the connections of this event loop. They also end with it."""
-    connections = _SHARED.pop(asyncio.get_running_loop(), {}).values()
-    await asyncio.gather(*(connection.close() for connection in connections))
 
 
 def text_of(result: Any) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, check_sampling
-from raylight.environments.verifiers_process import VerifiersCommand, shared_process
+from raylight.environments.shared_services import shared_service
+from raylight.environments.verifiers_process import VerifiersCommand, VerifiersProcess
 from raylight.errors import ConfigError
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
@@ -72,6 +73,6 @@ def verifiers_agent(
             "model": llm.model,
             "sampling": {**chosen, **llm.sampling_parameters},
         }
-        return await shared_process(command).run(request)
+        return await shared_service(VerifiersProcess, command).run(request)
 
     return verifiers

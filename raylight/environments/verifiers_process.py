@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import uuid
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,23 +164,3 @@ class VerifiersProcess:
         return EnvironmentUnavailableError(
             f"the process of verifiers {ended}. The attempt is run again in a new one"
         )
-
-
-_SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[VerifiersCommand, VerifiersProcess]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def shared_process(command: VerifiersCommand) -> VerifiersProcess:
-    """Return the process that all rollouts on this event loop share; a new one if the last has ended."""
-    processes = _SHARED.setdefault(asyncio.get_running_loop(), {})
-    process = processes.get(command)
-    if process is None or not process.is_usable:
-        process = processes[command] = VerifiersProcess(command)
-    return process
-
-
-async def close_shared_processes() -> None:
-    """End the processes of this event loop. They also end with it."""
-    processes = _SHARED.pop(asyncio.get_running_loop(), {}).values()
-    await asyncio.gather(*(process.close() for process in processes))

@@ -13,7 +13,7 @@ from ray_cluster import Cluster
 from scripted_model import scripted_model
 
 import raylight as rl
-from raylight.environments.mcp_connection import close_shared_connections
+from raylight.environments.shared_services import close_shared_services
 from raylight.quickstart import TOOL_MODEL
 
 PAGE = DOCS / "environments.md"
@@ -35,7 +35,7 @@ async def test_the_loop_of_the_page_uses_mcp(tmp_path: Path) -> None:
     agent = replace(shown, code=shown.code.replace("/home/me/agent", str(tmp_path))).run()["agent"]
     with scripted_model() as url:
         assert await agent({"a": 12, "b": 30}, rl.LLM(endpoint=url, model="scripted")) == 1.0
-    await close_shared_connections()
+    await close_shared_services()
 
 
 @pytest.mark.slow("a learning run")

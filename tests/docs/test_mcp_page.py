@@ -13,7 +13,7 @@ from ray_cluster import Cluster
 from scripted_model import scripted_model
 
 import raylight as rl
-from raylight.environments.mcp_connection import close_shared_connections
+from raylight.environments.shared_services import close_shared_services
 from raylight.quickstart import TOOL_MODEL
 
 PAGE = DOCS / "mcp.md"
@@ -29,7 +29,7 @@ async def test_the_agent_of_the_page_answers_with_the_tool(tmp_path: Path) -> No
     agent = agent_of_page(tmp_path)
     with scripted_model() as url:
         assert await agent({"a": 12, "b": 30}, rl.LLM(endpoint=url, model="scripted")) == 1.0
-    await close_shared_connections()
+    await close_shared_services()
 
 
 @pytest.mark.slow

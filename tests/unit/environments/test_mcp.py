@@ -19,7 +19,7 @@ import pytest
 import raylight as rl
 from raylight.environments import mcp_connection
 from raylight.environments.mcp import MCPTools
-from raylight.environments.mcp_connection import close_shared_connections
+from raylight.environments.shared_services import close_shared_services
 from raylight.errors import ConfigError, EnvironmentServerError, EnvironmentUnavailableError
 from raylight.runner.service_errors import classify
 
@@ -39,7 +39,7 @@ def servers() -> list[psutil.Process]:
 async def nothing_left(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.1)
     yield
-    await close_shared_connections()
+    await close_shared_services()
     assert not servers()
 
 

@@ -14,8 +14,8 @@ import pytest
 from unit_helpers import make_context, make_rollout, until, within
 
 import raylight as rl
+from raylight.environments.shared_services import close_shared_services
 from raylight.environments.verifiers import verifiers_agent
-from raylight.environments.verifiers_process import close_shared_processes
 from raylight.errors import ConfigError
 from raylight.runner.execute import execute
 from raylight.runner.outcome import Outcome
@@ -73,7 +73,7 @@ async def folder(tmp_path: Path) -> AsyncIterator[Path]:
     (package / "__init__.py").write_text("")
     (package / "v1.py").write_text(STAND_IN)
     yield tmp_path
-    await close_shared_processes()
+    await close_shared_services()
 
 
 async def run(task: Any, **options: Any) -> tuple[Outcome, Any]:
@@ -102,7 +102,7 @@ async def test_rollouts_share_a_process_that_ends_with_them(folder: Path) -> Non
     ended = await asyncio.gather(*(run(PID, cwd=folder) for _ in range(3)))
     (process,) = {int(reward) for _, reward in ended}
     assert psutil.pid_exists(process)
-    await close_shared_processes()
+    await close_shared_services()
     assert not psutil.pid_exists(process)
 
 
