@@ -145,6 +145,11 @@ def plan_evaluation(
     settings.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
     serving = fixed_model(chosen.model, engine)
     serving = replace(serving, sampling_overrides=chosen.sampling)
+    if serving.engine.kind == "upstream" and chosen.rollout.has_budgets:
+        raise ConfigError(
+            "rollout: max_turns, max_tokens and max_seconds do not limit the calls of an upstream model; "
+            "leave them out, and set timeout_seconds"
+        )
     if chosen.lora_adapter is not None:
         if serving.engine.kind == "upstream":
             raise ConfigError(

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_said_before_ray(
     assert planned_runs == []
 
 
-def test_an_upstream_model_is_scored_too_but_takes_no_adapter(
+def test_an_upstream_model_is_scored_too_but_takes_neither_adapter_nor_budget(
     planned_runs: list[Any], tmp_path: Path
 ) -> None:
     trainer = Trainer(engine={"url": "http://127.0.0.1:1/v1"}, output_dir=tmp_path)
@@ -146,6 +146,8 @@ def test_an_upstream_model_is_scored_too_but_takes_no_adapter(
     assert evaluation_config(planned_runs[0], EvalSettings(model="gpt-9"), 1)["model"] == "gpt-9"
     with pytest.raises(ConfigError, match="no adapter"):
         trainer.evaluate(plain, [1], model="gpt-9", lora_adapter=str(tmp_path))
+    with pytest.raises(ConfigError, match="do not limit the calls of an upstream model"):
+        trainer.evaluate(plain, [1], model="gpt-9", rollout={"max_turns": 3})
 
 
 def test_every_served_model_gets_the_sampling_that_was_asked_for(
