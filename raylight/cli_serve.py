@@ -68,14 +68,18 @@ def serve(
         bool, typer.Option("--resume", help="With --learn: go on with the run in output_dir, if it has one.")
     ] = False,
     sessions_per_step: Annotated[
-        int | None, typer.Option(min=1, help="With --learn: sessions with a reward in a training step; 16.")
+        int | None,
+        typer.Option(min=1, help="With --learn: sessions with a reward in a training step; by default 16."),
     ] = None,
     lease: Annotated[
         float | None,
-        typer.Option(min=0.1, help="With --learn: seconds without a call until a session expires; 60."),
+        typer.Option(
+            min=0.1, help="With --learn: seconds without a call until a session expires; by default 60."
+        ),
     ] = None,
     max_sessions: Annotated[
-        int | None, typer.Option(min=1, help="With --learn: sessions that may be open at a time; 64.")
+        int | None,
+        typer.Option(min=1, help="With --learn: sessions that may be open at a time; by default 64."),
     ] = None,
     ui: Ui = False,
     address: Address = None,
@@ -83,8 +87,11 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI and Anthropic APIs, until Ctrl-C.
 
-    --set takes engine.NAME, and engine.args.NAME for an argument of the engine itself. With --learn also
-    algorithm.NAME, learner.NAME, checkpoint.NAME and store.NAME; algorithm.name=GRPO chooses an algorithm.
+    --set takes engine.NAME, and engine.args.NAME for an argument of the engine itself.
+
+    With --learn, agents open sessions by POST /v1/sessions, and their rewards
+    train the model. --set then also takes algorithm.NAME, learner.NAME,
+    checkpoint.NAME and store.NAME; algorithm.name=GRPO chooses an algorithm.
     """
     from raylight.config import EngineConfig
     from raylight.trainer.serve_model import serve_model
