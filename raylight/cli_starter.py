@@ -42,7 +42,7 @@ def starter(
 ) -> None:
     """Make a small model that answers about half of a task's questions, so that training shows on a CPU.
 
-    --set takes a setting of the task, such as max_terms=2 of reasoning_gym:chain_sum.
+    --set takes a setting of the task: max_terms=2 for reasoning_gym:chain_sum.
     """
     from raylight.starter.make import make_starter
     from raylight.trainer.run_file import apply_assignment

@@ -22,7 +22,7 @@ from raylight.experience.demonstrations import (
 from raylight.files import atomic_folder, write_atomic
 from raylight.starter.model import SIZES, build_model
 from raylight.starter.sampling import sampled_accuracy
-from raylight.starter.tasks.registry import TaskFamily, demonstrations, find_family
+from raylight.starter.tasks.registry import KNOWN, TaskFamily, demonstrations, find_family
 from raylight.starter.tokenizer import MODEL_LENGTH, build_tokenizer
 from raylight.starter.training import StarterTraining, TeachingProgress
 
@@ -119,7 +119,10 @@ def make_starter(
         torch.manual_seed(seed)
         model = build_model(tokenizer, size)
     parameters = model.num_parameters()
-    say(f"{name}: {len(rows)} demonstrations, {parameters:,} parameters, up to {steps} steps")
+    say(
+        f"{name}: {len(rows)} demonstrations, {parameters:,} parameters. Up to {steps} steps make the model "
+        f"right, and then a careless teacher lowers its accuracy to {accuracy:g}"
+    )
     training = StarterTraining(
         model, rows, held_out, tokenizer.pad_token_id, seed, lambda p: say(progress_line(p))
     )
@@ -176,7 +179,9 @@ def progress_line(progress: TeachingProgress) -> str:
 
 def _source(task: Any, messages: Any, options: dict[str, Any]) -> tuple[str, TaskFamily, dict[str, Any]]:
     """Return the name of the demonstrations, the family that yields them, and the options of its function."""
-    if (task is None) == (messages is None):
+    if task is None and messages is None:
+        raise ConfigError(f"give a task, or messages; {KNOWN}")
+    if task is not None and messages is not None:
         raise ConfigError("give either a task or messages, and not both")
     if messages is None:
         family, options = find_family(task, options)

@@ -45,6 +45,10 @@ FAMILIES = {
     "harness": TaskFamily(harness, argument="format"),
 }
 """Task families by name."""
+FORMS = {name: f"{name}:{f.argument.upper()}" if f.argument else name for name, f in FAMILIES.items()}
+"""Names of the tasks of each family, as users write them."""
+KNOWN = f"the tasks are {', '.join(FORMS.values())} and package.module:function"
+"""List of all tasks, for messages."""
 
 
 def find_family(task: Any, options: Mapping[str, Any]) -> tuple[TaskFamily, dict[str, Any]]:
@@ -63,13 +67,11 @@ def find_family(task: Any, options: Mapping[str, Any]) -> tuple[TaskFamily, dict
     name, colon, argument = task.partition(":")
     if name not in FAMILIES:
         if not colon:
-            known = ", ".join(f"{n}:{f.argument.upper()}" if f.argument else n for n, f in FAMILIES.items())
-            raise ConfigError(f"there is no task {task!r}; the tasks are {known} and package.module:function")
+            raise ConfigError(f"there is no task {task!r}; {KNOWN}")
         return TaskFamily(import_dotted_name(task, "task")), dict(options)
     family = FAMILIES[name]
     if bool(argument) != bool(family.argument):
-        form = f"{name}:{family.argument.upper()}" if family.argument else name
-        raise ConfigError(f"task {task!r}: write {form!r}")
+        raise ConfigError(f"task {task!r}: write {FORMS[name]!r}")
     return family, {**options, **({family.argument: argument} if argument else {})}
 
 

@@ -122,7 +122,7 @@ def nothing() -> Iterator[Any]:
         ({"task": "add", "size": "huge"}, ConfigError, "the sizes are: small, medium, large"),
         ({"task": "add", "accuracy": 0}, ConfigError, "accuracy=0 is not above 0"),
         ({"task": "add", "steps": 0}, ConfigError, "steps=0 is not at least 1"),
-        ({}, ConfigError, "either a task or messages"),
+        ({}, ConfigError, "give a task, or messages; the tasks are add, calculator"),
         ({"task": "add", "messages": "x.jsonl"}, ConfigError, "either a task or messages"),
         ({"messages": "missing.jsonl"}, DatasetError, "there is no file"),
         ({"task": nothing}, DatasetError, "nothing has no demonstrations"),
