@@ -5,12 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from raylight.errors import ConfigError
 
 T = TypeVar("T")
+
+IN_CODE = "given in code"
+"""Stands in a description for a value that was given in code and has no dotted name."""
 
 
 def build_component(
@@ -97,6 +101,18 @@ def import_dotted_name(dotted: str, name: str) -> Any:
             )
         item = getattr(item, part)
     return item
+
+
+def dotted_name(target: Any) -> str:
+    """Return "package.module:name" of a class, a function or another global of a module; `IN_CODE` if it is
+    none."""
+    module_name = getattr(target, "__module__", None) or type(target).__module__
+    module = sys.modules.get(module_name)
+    name = next((name for name, value in vars(module).items() if value is target), None) if module else None
+    if name is None:
+        return IN_CODE
+    spec = getattr(module, "__spec__", None) if module_name == "__main__" else None
+    return f"{spec.name if spec else module_name}:{name}"
 
 
 def _is_component(value: Any, expected: type) -> bool:

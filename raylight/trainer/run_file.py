@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,11 @@ from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
 from raylight.bounds import Seed
-from raylight.components import build_component, import_dotted_name
+from raylight.components import IN_CODE, build_component, dotted_name, import_dotted_name
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.trainer.task_files import FileTasks, read_tasks
 
-IN_CODE = "given in code"
 SECRET = "**********"
 UPSTREAM_KEY = "RAYLIGHT_UPSTREAM_KEY"
 COMPONENTS = ("tracer", "adapter", "llm_proxy", "hooks", "group_reward", "loggers")
@@ -361,15 +359,3 @@ def describe_component(spec: Any, is_data: bool = False) -> Any:
     if isinstance(spec, list | tuple):
         return [describe_component(value, is_data) for value in spec]
     return spec if spec is None or isinstance(spec, str | int | float | bool) else dotted_name(spec)
-
-
-def dotted_name(target: Any) -> str:
-    """Return "package.module:name" of a class, a function or another global of a module; `IN_CODE` if it is
-    none."""
-    module_name = getattr(target, "__module__", None) or type(target).__module__
-    module = sys.modules.get(module_name)
-    name = next((name for name, value in vars(module).items() if value is target), None) if module else None
-    if name is None:
-        return IN_CODE
-    spec = getattr(module, "__spec__", None) if module_name == "__main__" else None
-    return f"{spec.name if spec else module_name}:{name}"

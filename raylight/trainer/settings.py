@@ -10,6 +10,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
+from raylight.components import IN_CODE
 from raylight.config import (
     CheckpointConfig,
     EngineConfig,
@@ -21,7 +22,6 @@ from raylight.config import (
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
-from raylight.trainer.run_file import IN_CODE
 from raylight.types import RolloutConfig
 
 MODEL_NAME = "policy"

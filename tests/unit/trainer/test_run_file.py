@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 import raylight as rl
 from raylight.cli import app
+from raylight.components import IN_CODE, dotted_name
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.trainer.run_file import IN_CODE, dotted_name, load_run_file
+from raylight.trainer.run_file import load_run_file
 from raylight.trainer.task_files import read_tasks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
