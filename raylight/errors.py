@@ -85,6 +85,10 @@ class RowTooLongError(RaylightError):
     """A trajectory is longer than `learner.max_row_tokens`, and `long_rows` is "error"."""
 
 
+class TeacherPromptError(RaylightError):
+    """The prompt function of a teacher failed, returned no messages, or its messages cannot be rendered."""
+
+
 class GreedyError(RaylightError):
     """A rollout that had to be sampled greedily was sampled at another temperature."""
 

@@ -231,6 +231,11 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return None
 
     @property
+    def needs_messages(self) -> bool:
+        """True if the messages of calls are needed to train on them, not only their tokens."""
+        return self.teacher_model is not None and self.teacher_model.prompt is not None
+
+    @property
     def min_group(self) -> int:
         """Fewest rollouts of a group that can be trained."""
         return min(self.group_size, 2) if self.baseline_kind == "group" else 1

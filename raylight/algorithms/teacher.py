@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_serializer, field_validator
 
 from raylight.base_config import Config
-from raylight.bounds import MAX_PROCESSES, MAX_SECONDS
+from raylight.bounds import MAX_COUNT, MAX_PROCESSES, MAX_SECONDS
+from raylight.components import dotted_name, import_dotted_name
 from raylight.config import EngineConfig
+from raylight.experience.teacher_prompts import TeacherPrompt, check_prompt_function
 from raylight.ray_resources import CustomResources
 
 
@@ -21,6 +23,9 @@ class TeacherConfig(Config):
     """
 
     model: str
+    prompt: TeacherPrompt | None = None
+    """Function from the task and the messages of a call to the messages that the teacher reads instead, such
+    as ones with the answer; or its dotted name. None: the teacher reads the model's own prompts."""
     kind: Literal["auto", "transformers", "vllm"] = "auto"
     """"auto" is vllm if replicas have a GPU and it is installed, else transformers."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -38,12 +43,27 @@ class TeacherConfig(Config):
     """Custom resources that Ray reserves for a replica, and for each worker of vLLM."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of weights and computation. If not set: bfloat16 on a GPU."""
+    max_model_len: int | None = Field(default=None, ge=8, le=MAX_COUNT)
+    """Tokens of the longest row. None: those of the model's rows; with `prompt`, up to 1024 more."""
     start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the replicas must be ready."""
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
     """Seconds within which a part of a step's rows must be scored, the replacement of lost replicas
     included."""
 
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _parse_prompt(cls, value: Any) -> Any:
+        function = import_dotted_name(value, "prompt") if isinstance(value, str) else value
+        if callable(function):
+            check_prompt_function(function)
+        return function
+
+    @field_serializer("prompt", when_used="json")
+    def _name_prompt(self, value: TeacherPrompt | None) -> str | None:
+        return None if value is None else dotted_name(value)
+
     def engine(self) -> EngineConfig:
         """Return the settings of its engine."""
-        return EngineConfig(**self.model_dump(exclude_unset=True, exclude={"model", "timeout_s"}))
+        own = {"model", "prompt", "max_model_len", "timeout_s"}
+        return EngineConfig(**self.model_dump(exclude_unset=True, exclude=own))

@@ -174,7 +174,7 @@ class Training(StepLoop):
             return metrics, False
         if (teacher := self._run.teacher) is not None:
             with report.phase("scoring by the teacher"):
-                batch, found = await self._until_failure(teacher.score(batch))
+                batch, found = await self._until_failure(teacher.score(batch, rollouts))
             metrics |= found
         started = time.perf_counter()
         with report.phase("update of the weights"):

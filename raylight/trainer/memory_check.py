@@ -62,8 +62,8 @@ def plan_settings(
     gpus = cluster.gpus - (0 if teacher is None else asked_gpus(teacher.engine))
     choice = choose(Hardware(max(gpus, 0)), engine.model_copy(update={"kind": kind}), learner, context)
     planned = None
-    if teacher is not None:
-        scoring = fitted_engine(teacher.engine, choice.engine.max_model_len)
+    if teacher is not None and (config := algorithm.teacher_model) is not None:
+        scoring = fitted_engine(teacher, config, choice.engine.max_model_len)
         planned = PlannedTeacher(teacher.model_path, scoring)
     policy = algorithm.policy_settings()
     run = PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, policy, planned)

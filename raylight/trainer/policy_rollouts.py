@@ -194,8 +194,9 @@ class PolicyRollouts:
 
     async def collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
-        rewards to turns."""
-        if self._trained_agents is not None or self._algorithm.turn_rewards:
+        rewards to turns, or to change messages."""
+        algorithm = self._algorithm
+        if self._trained_agents is not None or algorithm.turn_rewards or algorithm.needs_messages:
             return await self.with_spans(ids)
         finished = await self._store.collect(ids)
         chosen = [item.rollout.rollout_id for item in finished if item.rollout.metadata.get(TRAINABLE_AGENTS)]

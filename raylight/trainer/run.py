@@ -167,8 +167,9 @@ class Run:
         assert settings.payload is not None, "the run has agents"
         config = settings.training.algorithm.teacher_model
         assert config is not None, "a run with a teacher has its settings"
-        secret, model = settings.payload.secret, settings.training.teacher
-        return Teacher(settings.name, model, config.timeout_s, secret, self._show_stage, self._owns_cluster)
+        secret, model, show = settings.payload.secret, settings.training.teacher, self._show_stage
+        parts = settings.name, model, config.timeout_s, secret, show, self._owns_cluster
+        return Teacher(*parts, config.prompt)
 
     async def _start(self, runners: Runners | None) -> None:
         """Start the components side by side, then what needs all of them."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
@@ -13,6 +15,8 @@ from raylight.trainer.inputs import resolve_model
 from raylight.trainer.settings import ResolvedSettings, ServingSettings
 
 TEACHER_NAME = "teacher"
+PROMPT_ROOM = 1024
+"""Tokens by which a teacher's own prompt may be longer than the policy's, if its model takes so many."""
 
 
 def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> ServingSettings | None:
@@ -66,35 +70,64 @@ def check_same_tokens(model_path: str, teacher_path: str) -> None:
 
 
 def with_teacher(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with a teacher that takes rows as long as those of the policy.
+    """Return a run's settings with a teacher that takes rows as long as those of the policy, and longer ones
+    if it reads other prompts.
 
     Raises:
-        ConfigError: its model takes only shorter ones.
+        ConfigError: its model takes only shorter ones, or its `max_model_len` is shorter.
     """
     serving, training = settings.serving, settings.training
     if serving is None or training is None or (teacher := training.teacher) is None:
         return settings
+    config = training.algorithm.teacher_model
+    assert config is not None, "a run with a teacher has its settings"
     own = longest_sequence(Path(serving.model_path))
     row = min(serving.engine.max_model_len, own or serving.engine.max_model_len)
-    engine = fitted_engine(teacher.engine, row)
+    engine = fitted_engine(teacher, config, row)
     limit = longest_sequence(Path(teacher.model_path))
     if limit is not None and limit < engine.max_model_len:
+        needed, one_more = longest_row(engine), ", to which vLLM adds one" if engine.kind == "vllm" else ""
+        if needed > row:
+            raise ConfigError(
+                f"the teacher {teacher.model_path} takes {limit} tokens, and its max_model_len is "
+                f"{needed}{one_more}; set it to {limit - engine.max_model_len + needed} at most"
+            )
         raise ConfigError(
             f"the teacher {teacher.model_path} takes {limit} tokens, and rows of the policy have up to {row} "
-            f"(engine.max_model_len){', to which vLLM adds one' if engine.kind == 'vllm' else ''}; set "
-            f"engine={{'max_model_len': {limit - engine.max_model_len + row}}}, or choose another teacher"
+            f"(engine.max_model_len){one_more}; set engine={{'max_model_len': "
+            f"{limit - engine.max_model_len + row}}}, or choose another teacher"
         )
-    teacher = ServingSettings(teacher.model_path, engine, teacher.name)
-    return settings.with_training(teacher=teacher)
+    return settings.with_training(teacher=replace(teacher, engine=engine))
 
 
-def fitted_engine(engine: EngineConfig, row: int) -> EngineConfig:
-    """Return the settings of a teacher's engine that scores rows of so many tokens.
+def fitted_engine(teacher: ServingSettings, config: TeacherConfig, row: int) -> EngineConfig:
+    """Return the settings of a teacher's engine that scores the rows of a policy.
 
     vLLM samples a token after each row. The transformers engine scores one row at a time and needs no cache.
+
+    Args:
+        row: tokens of the policy's longest row.
+
+    Raises:
+        ConfigError: the teacher's `max_model_len` is shorter.
     """
-    if engine.num_gpus:
-        engine = engine_on_gpu(engine, None, None)
-    if engine.kind == "vllm":
-        return engine.model_copy(update={"max_model_len": row + 1})
-    return engine.model_copy(update={"max_model_len": row, "max_concurrent": 1})
+    engine = engine_on_gpu(teacher.engine, None, None) if teacher.engine.num_gpus else teacher.engine
+    more = int(engine.kind == "vllm")
+    longest = config.max_model_len
+    if longest is None:
+        limit = longest_sequence(Path(teacher.model_path))
+        room = PROMPT_ROOM if config.prompt is not None else 0
+        longest = row + (room if limit is None else max(min(room, limit - more - row), 0))
+    if longest < row:
+        raise ConfigError(
+            f"the teacher's max_model_len is {longest}, and rows of the policy have up to {row} tokens "
+            f"(engine.max_model_len); set it to {row} or more"
+        )
+    if more:
+        return engine.model_copy(update={"max_model_len": longest + more})
+    return engine.model_copy(update={"max_model_len": longest, "max_concurrent": 1})
+
+
+def longest_row(engine: EngineConfig) -> int:
+    """Return the tokens of the longest row that a teacher's engine scores."""
+    return engine.max_model_len - int(engine.kind == "vllm")

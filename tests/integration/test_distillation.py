@@ -15,16 +15,20 @@ import pytest
 import torch
 from random_rows import plain_logprobs, random_rows
 from ray_cluster import Cluster
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import raylight as rl
+from raylight import semconv
 from raylight.config import EngineConfig
+from raylight.errors import TeacherPromptError
 from raylight.experience.batch import TrainBatch
+from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
-from raylight.quickstart.additions import additions
+from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder
 from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.settings import ServingSettings
+from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span, Trajectory
 
 TRAIN, _ = additions(0)
 
@@ -52,12 +56,79 @@ async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tm
         teacher = Teacher("distilled", model, 300.0, "secret", notes.append, False)
         await teacher.open(stack)
         await teacher.start()
-        scored, metrics = await teacher.score(batch)
+        scored, metrics = await teacher.score(batch, [])
     assert scored.teacher_logprobs is not None
     for found, expected in zip(scored.teacher_logprobs, plain_logprobs(STARTER_MODEL, rows), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert metrics["teacher/retries"] >= 1
     assert any("a replica of the teacher was lost" in note for note in notes)
+
+
+def with_sum(task: dict, messages: list[dict]) -> list[dict]:
+    return [{"role": "system", "content": f"The answer is {task['a'] + task['b']}."}, *messages]
+
+
+def asked(tasks: list[dict]) -> list[FinishedRollout]:
+    """Return rollouts of one call each, as the gateway records them, whose answers are any digits."""
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
+    finished = []
+    for number, task in enumerate(tasks):
+        messages = [{"role": "user", "content": question(task)}]
+        key = CallKey(f"ro-{number}", "at-1", f"{number:032x}")
+        tokens = rendered(tokenizer, messages), tokenizer.encode(str(37 * number))
+        zeros = [0] * len(tokens[1])
+        call = Generation(key, "policy", *tokens, zeros, zeros, "stop", 0.0, 1.0)
+        attributes = {
+            semconv.CALL_ID: key.call_id,
+            semconv.DIALECT: "chat",
+            semconv.INPUT_MESSAGES: json.dumps(messages),
+            semconv.REQUEST_PARAMETERS: "{}",
+        }
+        span = Span.from_attributes(
+            rollout_id=key.rollout_id, attempt_id="at-1", sequence_id=1, name="chat", attributes=attributes
+        )
+        rollout = Rollout(input=task, rollout_id=key.rollout_id, start_time=0.0)
+        finished.append(FinishedRollout(rollout, None, [call], [span]))
+    return finished
+
+
+def rendered(tokenizer: Any, messages: list[dict]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_a_teacher_with_the_answer_scores_as_plain_transformers_does(tmp_path: Path) -> None:
+    """One of its replicas dies meanwhile."""
+    tokenizer, finished, notes = AutoTokenizer.from_pretrained(STARTER_MODEL), asked(TRAIN[:24]), list[str]()
+    rows = [build_trajectories(item.generations).rows[0] for item in finished]
+    batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
+    engine = EngineConfig(
+        kind="dying_engine:build_dying_engine",
+        args={"marker": str(tmp_path / "died")},
+        num_cpus=0.1,
+        max_model_len=128,
+        max_concurrent=1,
+    )
+    model = ServingSettings(STARTER_MODEL, engine, "teacher")
+    async with AsyncExitStack() as stack:
+        teacher = Teacher("prompted", model, 300.0, "secret", notes.append, False, with_sum)
+        await teacher.open(stack)
+        await teacher.start()
+        scored, metrics = await teacher.score(batch, finished)
+        with pytest.raises(TeacherPromptError, match=r"cannot render the messages .*status 400"):
+            await teacher._ask("render_chats", ['{"messages": []}'])
+    assert scored.teacher_logprobs is not None
+    read = []
+    for row, item in zip(rows, finished, strict=True):
+        task, answer = item.rollout.input, row.token_ids[row.prompt_length :]
+        prompt = rendered(tokenizer, with_sum(task, [{"role": "user", "content": question(task)}]))
+        mask = [0] * len(prompt) + [1] * len(answer)
+        read.append(Trajectory("r", [*prompt, *answer], mask, np.zeros(len(mask)), mask))
+    pairs = zip(scored.teacher_logprobs, plain_logprobs(STARTER_MODEL, read), strict=True)
+    worst = max(float(np.abs(found - expected).max()) for found, expected in pairs)
+    assert worst < 5e-5
+    assert metrics["teacher/retries"] >= 1
+    assert (metrics["teacher/changed_prompts"], metrics["teacher/other_renderings"]) == (24, 0)
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +191,11 @@ def test_a_resumed_run_has_the_same_weights(surer_model: str, tmp_path: Path) ->
     score = Teacher.score
     calls = []
 
-    async def stop_at_4(self: Teacher, batch: TrainBatch) -> Any:
+    async def stop_at_4(self: Teacher, batch: TrainBatch, finished: list[FinishedRollout]) -> Any:
         calls.append(len(batch.rows))
         if len(calls) == 4:
             raise Interrupted
-        return await score(self, batch)
+        return await score(self, batch, finished)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Teacher, "score", stop_at_4)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_advantages import batch_of, estimate_rows, policy_settings, rows_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
@@ -16,6 +17,7 @@ from raylight.experience.shards import shard_batch
 from raylight.learner import verl_api
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.losses import actor_config
+from raylight.quickstart import STARTER_MODEL
 
 WEIGHTS = {"right": 1.0, "short": 0.5, "polite": -0.25}
 quarters = st.integers(-8, 8)
@@ -253,6 +255,49 @@ def test_log_probs_before_the_update_win_over_the_engines():
     found, _ = distilled(PolicySettings(adv_estimator="opd", gamma=0.0), **fields)
     expected = (fields["teacher_logprobs"] - fields["old_logprobs"]).clamp(-10, 10) * MASK
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_gradient_of_self_distillation_is_that_of_the_reverse_kl():
+    """The model is its own teacher, which reads the sums in its prompts; written out by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
+    answers = torch.randint(15, 25, (4, 5), generator=torch.Generator().manual_seed(3))
+
+    def logprobs_after(*messages: dict[str, str]) -> torch.Tensor:
+        """Log-probs of all answers after a prompt, each of five tokens."""
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        prompt = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
+        ids = torch.cat([prompt.expand(4, -1), answers], 1)
+        logprobs = model(ids).logits[:, :-1].log_softmax(-1)
+        return logprobs.gather(-1, ids[:, 1:, None])[:, len(prompt) - 1 :, 0]
+
+    question, answer = {"role": "user", "content": "23+34="}, {"role": "system", "content": "It is 57."}
+    own, parameter = logprobs_after(question), model.model.norm.weight
+    with torch.no_grad():
+        teacher = logprobs_after(answer, question)
+    options = PolicySettings(adv_estimator="opd", gamma=0.0)
+    advantages, metrics = distilled(options, engine_logprobs=own.detach(), teacher_logprobs=teacher)
+    config = actor_config(options)
+    numbers = {"dp_size": 1, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 4}
+    config.global_batch_info.update(numbers, loss_scale_factor=None)
+    loss, _ = verl_api.POLICY_LOSS_REGISTRY["vanilla"](
+        old_log_prob=own.detach(),
+        log_prob=own,
+        advantages=advantages,
+        response_mask=MASK,
+        loss_agg_mode="token-mean",
+        config=config,
+    )
+    (found,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+    divergence = (own.detach() - teacher).clamp(-10, 10)
+    by_hand = (divergence * own * MASK).sum() / MASK.sum()
+    (expected,) = torch.autograd.grad(by_hand, parameter)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert metrics["learner/teacher_kl"] == pytest.approx(
+        float((divergence * MASK).sum() / MASK.sum()), abs=1e-5
+    )
+    assert expected.abs().max() > 1e-3
 
 
 def test_rows_without_a_teachers_log_probs_are_an_error():

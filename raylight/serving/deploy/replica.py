@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import ray
 import ray.serve._private.constants as serve_constants
@@ -18,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
+from raylight.errors import TeacherPromptError
 from raylight.garbage import collect_less_often
 from raylight.ray_metrics.reporter import MetricReporter
 from raylight.serving.capture.recorder import Recorder
@@ -98,6 +101,7 @@ class ReplicaRuntime:
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._engine: Engine | None = None
+        self._engine_app: ASGIApp | None = None
         self._executor: OrderExecutor | None = None
         self._recorder: Recorder | None = None
         self._metrics: MetricReporter | None = None
@@ -128,7 +132,7 @@ class ReplicaRuntime:
         self._engine = engine
         settings, config = self._settings, self._settings.config
         try:
-            engine_app = await engine.app()
+            self._engine_app = await engine.app()
         except Exception as error:
             await self.report_start_failure(error)
             raise
@@ -153,7 +157,7 @@ class ReplicaRuntime:
         if store is not None:
             self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
         gateway = build_gateway(
-            engine_app,
+            self._engine_app,
             engine,
             settings.secret,
             self._recorder,
@@ -195,6 +199,31 @@ class ReplicaRuntime:
             np.asarray(logprobs[row.start - 1 :], np.float32)
             for row, logprobs in zip(rows, found, strict=True)
         ]
+
+    async def render_chats(self, requests: list[str]) -> list[list[int]]:
+        """Return the tokens into which the engine renders the messages of chat requests.
+
+        Args:
+            requests: fields of the requests that the chat template reads, as JSON.
+
+        Raises:
+            TeacherPromptError: the engine cannot render them.
+        """
+        assert self._engine is not None, "the replica has started"
+        assert self._engine_app is not None, "the replica has started"
+        transport, model = httpx.ASGITransport(self._engine_app), self._engine.model
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            answers = [
+                await client.post("/tokenize", json=json.loads(request) | {"model": model})
+                for request in requests
+            ]
+        for answer in answers:
+            if answer.is_error:
+                raise TeacherPromptError(
+                    "the engine cannot render the messages of the teacher's prompt function (status "
+                    f"{answer.status_code}): {answer.text:.500}"
+                )
+        return [answer.json()["tokens"] for answer in answers]
 
     async def check_health(self) -> None:
         """Raise if the engine failed or no longer executes orders; Serve then replaces the replica."""
@@ -264,6 +293,10 @@ class EngineReplica:
     async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
         """See `ReplicaRuntime.token_logprobs`."""
         return await self._runtime.token_logprobs(rows)
+
+    async def render_chats(self, requests: list[str]) -> list[list[int]]:
+        """See `ReplicaRuntime.render_chats`."""
+        return await self._runtime.render_chats(requests)
 
     async def check_health(self) -> None:
         await self._runtime.check_health()

@@ -44,6 +44,10 @@ class VllmReplica(VllmServer):
         """See `ReplicaRuntime.token_logprobs`."""
         return await self._runtime.token_logprobs(rows)
 
+    async def render_chats(self, requests: list[str]) -> list[list[int]]:
+        """See `ReplicaRuntime.render_chats`."""
+        return await self._runtime.render_chats(requests)
+
     async def __del__(self) -> None:  # awaited by Serve when the replica stops
         await self._runtime.close()
 

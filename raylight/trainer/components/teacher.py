@@ -16,12 +16,20 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylight.aio import pause, task_group
-from raylight.errors import ServingLostError, summarize_ray_error
+from raylight.errors import RowTooLongError, ServingLostError, TeacherPromptError, summarize_ray_error
 from raylight.experience.batch import TrainBatch
+from raylight.experience.teacher_prompts import (
+    ChangedPrompt,
+    TeacherPrompt,
+    changed_prompts,
+    replace_prompt,
+)
+from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.settings import ServingSettings
-from raylight.types import LogprobArray
+from raylight.trainer.teacher_settings import longest_row
+from raylight.types import FinishedRollout, Trajectory
 
 MOST_TOKENS = 16_384
 """Tokens of one request; a longer row is a request of its own."""
@@ -40,10 +48,10 @@ class TeacherClient:
     def __init__(self, app_name: str) -> None:
         self._handle = serve.get_app_handle(app_name)
 
-    async def score(self, rows: list[ScoredRow]) -> list[LogprobArray]:
-        """Have a replica score rows."""
+    async def ask(self, method: str, items: list[Any]) -> list[Any]:
+        """Call a method of a replica."""
         try:
-            return await self._handle.token_logprobs.remote(rows)
+            return await getattr(self._handle, method).remote(items)
         except RayTaskError as error:  # of the engine
             raise error.cause from None
 
@@ -58,6 +66,7 @@ class Teacher:
         secret: secret without which its HTTP address answers nobody.
         show_stage: shows what the run is doing now.
         owns_cluster: True if the Ray cluster ends with this run.
+        prompt: function that changes the messages that the teacher reads; None: it reads the model's prompts.
     """
 
     def __init__(
@@ -68,9 +77,11 @@ class Teacher:
         secret: str | None,
         show_stage: Callable[[str], None],
         owns_cluster: bool,
+        prompt: TeacherPrompt | None = None,
     ) -> None:
         self._name, self._timeout_s, self._show_stage = f"{run_name}-{model.name}", timeout_s, show_stage
-        self._replicas = model.engine.replicas
+        self._replicas, self._prompt, self._noted = model.engine.replicas, prompt, False
+        self._most_tokens = longest_row(model.engine)
         self._serving = Serving(self._name, model, secret, None, show_stage, owns_cluster)
         self._client: Any = None
         self.retries = 0
@@ -112,38 +123,97 @@ class Teacher:
         """Return the number of repeated requests."""
         return {"teacher_retries": self.retries}
 
-    async def score(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+    async def score(
+        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
+    ) -> tuple[TrainBatch, dict[str, float]]:
         """Return a batch with the teacher's log-probs, and metrics.
+
+        Args:
+            finished: the rollouts of the batch; with spans if the teacher has a prompt function.
 
         Raises:
             ServingLostError: the teacher did not answer in time.
+            TeacherPromptError: the prompt function fails, or its messages cannot be rendered.
+            RowTooLongError: a row is too long with the teacher's prompt.
         """
         started = time.perf_counter()
-        requests = list(split_rows([len(row.token_ids) for row in batch.rows], self._slots))
-        free = asyncio.Semaphore(self._slots)
+        rows = [ScoredRow(row.token_ids, row.prompt_length) for row in batch.rows]
+        metrics: dict[str, float] = {}
+        if self._prompt is not None:
+            rows, metrics = await self._change(batch.rows, rows, await self._changes(batch.rows, finished))
+        logprobs = await self._send("token_logprobs", rows, [len(row.ids) for row in rows])
+        metrics |= {"time/teacher_s": time.perf_counter() - started, "teacher/retries": float(self.retries)}
+        return replace(batch, teacher_logprobs=logprobs), metrics
 
-        async def send(part: range) -> list[LogprobArray]:
-            rows = [ScoredRow(row.token_ids, row.prompt_length) for row in batch.rows[part.start : part.stop]]
-            async with free:
-                return await self._ask(rows)
+    async def _changes(
+        self, rows: list[Trajectory], finished: Sequence[FinishedRollout]
+    ) -> list[ChangedPrompt | None]:
+        """Return the changed prompt of each row, from the user's function."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await run_plain(changed_prompts, rows, finished, self._prompt)
+        except TimeoutError:
+            raise TeacherPromptError(
+                f"the teacher's prompt function did not return within {self._timeout_s:g} s for all of "
+                f"{len(rows)} rows (teacher.timeout_s); put what it computes or waits for into the tasks"
+            ) from None
 
-        async with task_group() as tasks:
-            sent = [tasks.create_task(send(part)) for part in requests]
-        scored = replace(batch, teacher_logprobs=[logprobs for task in sent for logprobs in task.result()])
-        metrics = {"time/teacher_s": time.perf_counter() - started, "teacher/retries": float(self.retries)}
-        return scored, metrics
+    async def _change(
+        self, rows: list[Trajectory], unchanged: list[ScoredRow], changes: list[ChangedPrompt | None]
+    ) -> tuple[list[ScoredRow], dict[str, float]]:
+        """Return the rows with the teacher's prompts, and metrics."""
+        texts = sorted({text for change in changes if change for text in (change.own, change.teacher)})
+        tokens = await self._send("render_chats", texts, list(map(len, texts)))
+        rendered = dict(zip(texts, tokens, strict=True))
+        scored, differing = list(unchanged), 0
+        for index, change in enumerate(changes):
+            if change is None:
+                continue
+            differing += rendered[change.own] != change.tokens.tolist()
+            scored[index] = ScoredRow(*replace_prompt(rows[index], change.tokens, rendered[change.teacher]))
+            if (length := len(scored[index].ids)) > self._most_tokens:
+                raise RowTooLongError(
+                    f"with the teacher's prompt, a row of rollout {change.rollout_id} has {length} tokens, "
+                    f"and the teacher takes {self._most_tokens}; return shorter messages, raise the "
+                    "max_model_len of the teacher, or lower that of the engine"
+                )
+        if differing and not self._noted:
+            self._noted = True
+            self._show_stage(
+                f"the teacher's chat template renders the messages of {differing} rows otherwise than the "
+                "model read them (teacher/other_renderings counts them); give both the same template"
+            )
+        added = sum(len(after.ids) - len(before.ids) for after, before in zip(scored, unchanged, strict=True))
+        changed = sum(change is not None for change in changes)
+        return scored, {
+            "teacher/changed_prompts": float(changed),
+            "teacher/added_tokens": added / max(changed, 1),
+            "teacher/other_renderings": float(differing),
+        }
 
     @property
     def _slots(self) -> int:
         return REQUESTS_PER_REPLICA * self._replicas
 
-    async def _ask(self, rows: list[ScoredRow]) -> list[LogprobArray]:
-        """Have a replica score rows; if it is lost meanwhile, another one."""
+    async def _send(self, method: str, items: list[Any], lengths: Sequence[int]) -> list[Any]:
+        """Have the replicas answer for items, which are divided among them by their lengths."""
+        free = asyncio.Semaphore(self._slots)
+
+        async def ask(part: range) -> list[Any]:
+            async with free:
+                return await self._ask(method, items[part.start : part.stop])
+
+        async with task_group() as tasks:
+            sent = [tasks.create_task(ask(part)) for part in split_rows(lengths, self._slots)]
+        return [answer for task in sent for answer in task.result()]
+
+    async def _ask(self, method: str, items: list[Any]) -> list[Any]:
+        """Have a replica answer; if it is lost meanwhile, another one."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     try:
-                        return await self._client.score.remote(rows)
+                        return await self._client.ask.remote(method, items)
                     except (RayTaskError, RayActorError) as error:
                         cause = error.cause if isinstance(error, RayTaskError) else error
                         if not isinstance(cause, RayActorError):
@@ -153,7 +223,7 @@ class Teacher:
                         await pause(RETRY_DELAY_S)
         except TimeoutError:
             raise ServingLostError(
-                f"the teacher did not score {len(rows)} rows within {self._timeout_s:g} s "
+                f"the teacher did not score or render {len(items)} rows within {self._timeout_s:g} s "
                 "(teacher.timeout_s), the replacement of lost replicas included; see the replicas' logs with "
                 "`ray logs`, give it more replicas, or raise timeout_s. The run can be resumed"
             ) from None

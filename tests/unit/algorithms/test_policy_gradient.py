@@ -11,6 +11,7 @@ from unit_helpers import make_finished, make_generation
 
 import raylight as rl
 from raylight import algorithms
+from raylight.components import IN_CODE
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.types import GREEDY, Failure, FinishedRollout
@@ -193,8 +194,29 @@ def test_a_teacher_is_a_model_or_its_settings(tmp_path: Path) -> None:
     assert algorithm.teacher.engine().model_fields_set == {"kind", "replicas", "num_gpus", "args"}
     with pytest.raises(ConfigError, match="TeacherConfig has no setting 'url'"):
         opd(teacher={"model": "t", "url": "http://127.0.0.1"})
+    with pytest.raises(ConfigError, match=r"TeacherConfig\.prompt: Input should be callable"):
+        opd(teacher={"model": "t", "prompt": 17})
+    with pytest.raises(ConfigError, match="must take two arguments, the task and the messages"):
+        opd(teacher={"model": "t", "prompt": lambda messages: messages})
     with pytest.raises(ConfigError, match="adv_estimator 'opd' needs a teacher"):
         rl.PolicyAlgorithm(model="m", adv_estimator="opd")
+
+
+def with_answer(task: Any, messages: list[Any]) -> list[Any]:
+    return [{"role": "system", "content": task["answer"]}, *messages]
+
+
+def test_the_prompt_of_a_teacher_is_a_function_or_its_dotted_name() -> None:
+    name = f"{__name__}:with_answer"
+    for given in (with_answer, name):
+        algorithm = opd(teacher={"model": "t", "prompt": given})
+        assert algorithm.teacher.prompt is with_answer
+        assert algorithm.with_epochs(2).teacher.prompt is with_answer
+        assert algorithm.arguments()["teacher"] == {"model": "t", "prompt": name}
+        assert algorithm.needs_messages
+    assert not opd().needs_messages
+    unnamed = opd(teacher={"model": "t", "prompt": lambda task, messages: messages})
+    assert unnamed.arguments()["teacher"]["prompt"] == IN_CODE
 
 
 @pytest.mark.parametrize(

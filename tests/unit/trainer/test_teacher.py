@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,28 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, RayTaskError
 from run_settings import policy_settings
 from training_world import FakeRun, World, live
+from unit_helpers import make_finished, make_generation, make_key
 
 import raylight as rl
+from raylight import semconv
 from raylight.config import EngineConfig
-from raylight.errors import ConfigError, ModelNotFoundError, ServingLostError, WeightSyncError
+from raylight.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    RowTooLongError,
+    ServingLostError,
+    TeacherPromptError,
+    WeightSyncError,
+)
 from raylight.experience.batch import TrainBatch
+from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, split_rows
 from raylight.trainer.run import Run
 from raylight.trainer.settings import ServingSettings
 from raylight.trainer.teacher_settings import plan_teacher, with_teacher
-from raylight.types import Trajectory
+from raylight.types import FinishedRollout, Span, Trajectory
 
 
 @given(st.lists(st.integers(2, 2 * MOST_TOKENS), max_size=40), st.integers(1, 6))
@@ -45,10 +57,10 @@ class Handle:
     """A deployment whose replicas give each token the log-prob -id."""
 
     def __init__(self, fail: Callable[[int], Exception | None] = lambda call: None) -> None:
-        self.score = self
+        self.ask = self
         self.fail, self.calls, self.running, self.most = fail, 0, 0, 0
 
-    async def remote(self, rows: list[ScoredRow]) -> list[np.ndarray]:
+    async def remote(self, method: str, rows: list[Any]) -> list[Any]:
         self.calls, self.running = self.calls + 1, self.running + 1
         self.most = max(self.most, self.running)
         try:
@@ -56,15 +68,25 @@ class Handle:
             await asyncio.sleep(0)
             if error is not None:
                 raise error
+            if method == "render_chats":
+                return [render(json.loads(request)["messages"]) for request in rows]
             return [-row.ids[row.start :].astype(np.float32) for row in rows]
         finally:
             self.running -= 1
 
 
-def make_teacher(handle: Handle, replicas: int = 2, timeout_s: float = 30.0) -> tuple[Teacher, list[str]]:
+def render(messages: list[dict[str, Any]]) -> list[int]:
+    """Return the tokens of messages: the number of each, then one that begins the answer."""
+    return [*(message["content"] for message in messages), 7]
+
+
+def make_teacher(
+    handle: Handle, replicas: int = 2, timeout_s: float = 30.0, prompt: Any = None, longest: int = 2048
+) -> tuple[Teacher, list[str]]:
     notes: list[str] = []
-    model = ServingSettings(STARTER_MODEL, EngineConfig(replicas=replicas), "teacher")
-    teacher = Teacher("run-1", model, timeout_s, None, notes.append, True)
+    engine = EngineConfig(replicas=replicas, max_model_len=longest)
+    model = ServingSettings(STARTER_MODEL, engine, "teacher")
+    teacher = Teacher("run-1", model, timeout_s, None, notes.append, True, prompt)
     teacher._client = handle
     return teacher, notes
 
@@ -78,7 +100,7 @@ def make_batch(count: int = 16) -> TrainBatch:
 
 async def test_each_row_has_the_log_probs_of_its_response() -> None:
     handle = Handle()
-    scored, metrics = await make_teacher(handle)[0].score(make_batch())
+    scored, metrics = await make_teacher(handle)[0].score(make_batch(), [])
     assert scored.teacher_logprobs is not None
     assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(16)]
     assert handle.calls == 4
@@ -90,7 +112,7 @@ async def test_a_lost_replica_costs_a_retry() -> None:
     lost = [ActorDiedError(), RayTaskError("score", "traceback", ActorDiedError())]  # of client, of replica
     handle = Handle(lambda call: lost[call - 2] if call in (2, 3) else None)
     teacher, notes = make_teacher(handle)
-    scored, metrics = await teacher.score(make_batch())
+    scored, metrics = await teacher.score(make_batch(), [])
     assert scored.teacher_logprobs is not None
     assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(16)]
     assert metrics["teacher/retries"] == 2
@@ -100,15 +122,97 @@ async def test_a_lost_replica_costs_a_retry() -> None:
 
 async def test_a_teacher_that_stays_away_ends_the_run() -> None:
     teacher, _ = make_teacher(Handle(lambda call: ActorDiedError()), timeout_s=0.01)
-    with pytest.raises(ServingLostError, match=r"did not score 4 rows within 0\.01 s \(teacher\.timeout_s\)"):
-        await teacher.score(make_batch())
+    with pytest.raises(
+        ServingLostError, match=r"score or render 4 rows within 0\.01 s \(teacher\.timeout_s\)"
+    ):
+        await teacher.score(make_batch(), [])
 
 
 async def test_an_engine_that_refuses_tokens_says_why() -> None:
     refused = WeightSyncError("log-probs need 2 to 64 token ids")
     teacher, _ = make_teacher(Handle(lambda call: RayTaskError("score", "traceback", refused)))
     with pytest.raises(WeightSyncError, match="need 2 to 64 token ids"):
-        await teacher.score(make_batch())
+        await teacher.score(make_batch(), [])
+
+
+def prompted(count: int) -> tuple[TrainBatch, list[FinishedRollout]]:
+    """Return a batch of rollouts of one call each, and the rollouts. Rollout n asks n."""
+    finished, rows = [], []
+    for number in range(count):
+        item = make_finished(calls=0)
+        key = make_key(item.rollout.rollout_id)
+        item.generations.append(make_generation([number, 7], [8, number + 1], key=key))
+        attributes = {
+            semconv.CALL_ID: key.call_id,
+            semconv.DIALECT: "chat",
+            semconv.INPUT_MESSAGES: json.dumps([{"role": "user", "content": number}]),
+            semconv.REQUEST_PARAMETERS: "{}",
+        }
+        item.spans.append(
+            Span.from_attributes(
+                rollout_id=key.rollout_id, attempt_id="at-1", sequence_id=1, name="c", attributes=attributes
+            )
+        )
+        finished.append(item)
+        rows += build_trajectories(item.generations).rows
+    return TrainBatch([0.0] * count, ["g"] * count, rows, list(range(count))), finished
+
+
+def with_hint(task: Any, messages: list[Any]) -> list[Any]:
+    """Add a message for odd questions only."""
+    number = messages[0]["content"]
+    return [{"role": "system", "content": 100 + number}, *messages] if number % 2 else messages
+
+
+async def test_a_teacher_with_other_messages_scores_the_sampled_tokens() -> None:
+    batch, finished = prompted(6)
+    scored_rows: list[ScoredRow] = []
+
+    class Seeing(Handle):
+        async def remote(self, method: str, rows: list[Any]) -> list[Any]:
+            scored_rows.extend(row for row in rows if isinstance(row, ScoredRow))
+            return await super().remote(method, rows)
+
+    teacher, notes = make_teacher(Seeing(), prompt=with_hint)
+    scored, metrics = await teacher.score(batch, finished)
+    assert scored.teacher_logprobs is not None
+    assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(6)]
+    read = sorted((row.ids.tolist() for row in scored_rows), key=lambda ids: ids[-1])
+    hints = [[100 + n] if n % 2 else [] for n in range(6)]
+    assert read == [[*hint, n, 7, 8, n + 1] for n, hint in enumerate(hints)]
+    assert (metrics["teacher/changed_prompts"], metrics["teacher/added_tokens"]) == (3, 1)
+    assert metrics["teacher/other_renderings"] == 0
+    assert not notes
+
+
+async def test_another_chat_template_is_counted_and_noted_once() -> None:
+    batch, finished = prompted(4)
+    for item in finished:  # the model's template put another token before its answer
+        (call,) = item.generations
+        item.generations[0] = replace(call, prompt_ids=[call.prompt_ids[0], 6])
+    batch = replace(batch, rows=[build_trajectories(item.generations).rows[0] for item in finished])
+    teacher, notes = make_teacher(Handle(), prompt=with_hint)
+    for _ in range(2):
+        _, metrics = await teacher.score(batch, finished)
+        assert metrics["teacher/other_renderings"] == 2
+    assert len(notes) == 1
+    assert "chat template renders the messages of 2 rows otherwise" in notes[0]
+
+
+async def test_a_row_that_is_too_long_with_the_teachers_prompt_is_an_error() -> None:
+    batch, finished = prompted(2)
+    teacher, _ = make_teacher(Handle(), prompt=lambda task, messages: 8 * messages, longest=8)
+    with pytest.raises(RowTooLongError, match=r"has 11 tokens, and the teacher takes 8; return shorter"):
+        await teacher.score(batch, finished)
+
+
+async def test_a_prompt_function_that_hangs_ends_the_run() -> None:
+    batch, finished = prompted(2)
+    release = threading.Event()
+    teacher, _ = make_teacher(Handle(), timeout_s=0.05, prompt=lambda task, messages: release.wait(60))
+    with pytest.raises(TeacherPromptError, match=r"did not return within 0\.05 s for all of 2 rows"):
+        await teacher.score(batch, finished)
+    release.set()
 
 
 class TaughtRun(FakeRun):
@@ -164,6 +268,20 @@ def test_a_teacher_takes_rows_as_long_as_the_policys() -> None:
     assert (found.name, found.engine.kind, found.engine.dtype) == ("teacher", "transformers", "float32")
     on_gpu = with_teacher(settings_with({"num_gpus": 1, "kind": "transformers"})).training.teacher
     assert on_gpu.engine.dtype == "bfloat16"
+
+
+def test_a_teacher_with_a_prompt_takes_longer_rows(tmp_path: Path) -> None:
+    prompt = {"prompt": with_hint}
+    assert with_teacher(settings_with(prompt)).training.teacher.engine.max_model_len == 2048  # the model's
+    assert with_teacher(settings_with(prompt, max_model_len=64)).training.teacher.engine.max_model_len == 1088
+    own = {"max_model_len": 100}
+    assert with_teacher(settings_with(own, max_model_len=64)).training.teacher.engine.max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len is 100, and rows .* up to 128 .* set it to 128"):
+        with_teacher(settings_with(own, max_model_len=128))
+    with pytest.raises(
+        ConfigError, match=r"takes 2048 tokens, and its max_model_len is 4096; set it to 2048"
+    ):
+        with_teacher(settings_with({"max_model_len": 4096}))
 
 
 def test_a_teacher_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
