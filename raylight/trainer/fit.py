@@ -44,7 +44,7 @@ from raylight.trainer.settings import (
 )
 from raylight.trainer.stop_request import StopRequest
 from raylight.trainer.supervised_data import batch_schedule, load_supervised_data
-from raylight.trainer.teacher_settings import plan_teacher, with_teacher_path
+from raylight.trainer.teacher_settings import check_stays, plan_teacher, with_teacher_path
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
 """Arguments of a Trainer that an algorithm with its own loop and a served model reads."""
@@ -165,6 +165,7 @@ def plan_policy(
         )
     teacher = plan_teacher(algorithm, serving.model_path)
     if teacher is not None:
+        check_stays(teacher.model_path, settings.folder)
         algorithm = with_teacher_path(algorithm, teacher.model_path)
     total_steps = algorithm.steps(tasks.size or 0)
     training = TrainingSettings(

@@ -43,6 +43,19 @@ def with_teacher_path(algorithm: PolicyAlgorithm, path: str) -> PolicyAlgorithm:
     return algorithm.model_copy(update={"teacher": teacher})
 
 
+def check_stays(teacher_path: str, folder: str) -> None:
+    """Check that a run does not write its teacher: a replaced replica would load other weights.
+
+    Raises:
+        ConfigError: the teacher is in the run directory.
+    """
+    if Path(teacher_path).resolve().is_relative_to(Path(folder).resolve()):
+        raise ConfigError(
+            f"the teacher {teacher_path} is in the run directory, and the run writes its own models there; "
+            "copy it to another folder, or choose another output_dir"
+        )
+
+
 def check_same_tokens(model_path: str, teacher_path: str) -> None:
     """Check that a teacher reads token ids as the policy does. It may have further tokens.
 

@@ -204,6 +204,9 @@ def test_a_resumed_run_has_the_same_weights(surer_model: str, tmp_path: Path) ->
     resumed = fit(tmp_path / "resumed", surer_model, 5, resume="auto")  # takes step 3 again
     assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5]
     assert digest(tmp_path / "resumed") == digest(tmp_path / "whole")
+    version = str(tmp_path / "whole" / "checkpoint")  # as the teacher of the model that it was before
+    (step,) = fit(tmp_path / "older", version, 1)
+    assert abs(step["learner/teacher_kl"]) > 1e-3  # that of the starting model would be 0
 
 
 def test_rollouts_go_on_beside_the_teacher(surer_model: str, tmp_path: Path) -> None:

@@ -252,6 +252,16 @@ def test_a_missing_teacher_is_refused(tmp_path: Path) -> None:
     assert plan_teacher(rl.GRPO(model=STARTER_MODEL), STARTER_MODEL) is None
 
 
+def test_a_model_that_the_run_itself_writes_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(STARTER_MODEL, tmp_path / "run" / "best")
+    algorithm = rl.OPD(model=STARTER_MODEL, teacher=tmp_path / "run" / "best", n_steps=1)
+    agent = rl.rollout(lambda task, llm: None)
+    with pytest.raises(ConfigError, match=r"is in the run directory, .* copy it to another folder"):
+        rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")._plan(algorithm, agent, [1], None)
+    found = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "next")._plan(algorithm, agent, [1], None)
+    assert found.settings.training.teacher.model_path == str(tmp_path / "run" / "best")
+
+
 def settings_with(teacher: dict[str, Any], **engine: Any) -> Any:
     algorithm = rl.OPD(model=STARTER_MODEL, teacher={"model": STARTER_MODEL} | teacher)
     return policy_settings(
