@@ -83,6 +83,7 @@ _EXPORTS = {
     "experience.transcript": ("transcript",),
     "log": ("setup_logging",),
     "rewards.group": ("GroupRollout",),
+    "rewards.reward_model": ("RewardModelInput", "RewardModel", "RewardModelConfig", "reward_model"),
     "rewards.rubric": ("Criterion", "rubric"),
     "rewards.ruler": ("ruler",),
     "rewards.terms": (

@@ -81,6 +81,10 @@ from raylight.harnesses.program import CommandResult as CommandResult
 from raylight.harnesses.rewards import RewardCommand as RewardCommand
 from raylight.log import setup_logging as setup_logging
 from raylight.rewards.group import GroupRollout as GroupRollout
+from raylight.rewards.reward_model import RewardModel as RewardModel
+from raylight.rewards.reward_model import RewardModelConfig as RewardModelConfig
+from raylight.rewards.reward_model import RewardModelInput as RewardModelInput
+from raylight.rewards.reward_model import reward_model as reward_model
 from raylight.rewards.rubric import Criterion as Criterion
 from raylight.rewards.rubric import rubric as rubric
 from raylight.rewards.ruler import ruler as ruler

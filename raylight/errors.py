@@ -38,11 +38,17 @@ class RewardError(RaylightError, ValueError):
 
 
 class GroupRewardError(RaylightError):
-    """A group reward returned something other than a reward for each rollout."""
+    """A group reward returned something other than a reward for each rollout, or a conversation is longer
+    than its reward model takes."""
 
 
 class JudgeError(RaylightError):
     """A judge did not answer, or no answer could be read; its group is not scored, and counted."""
+
+
+class RewardModelError(RaylightError):
+    """A reward model gave no score: its chat template rejects a conversation, or a score is not finite. Its
+    group is not scored, and counted."""
 
 
 class RewardTypeError(RewardError, TypeError):

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from raylight.agent_threads import AgentThreads
 from raylight.errors import GroupRewardError, RewardError
-from raylight.traces.messages import Message, TraceToMessages
+from raylight.traces.messages import Message, OpenAIMessages, TraceToMessages
 from raylight.traces.rewards import named_rewards
 from raylight.types import FinishedRollout, SpanCoreFields
 
@@ -50,9 +50,13 @@ class GroupRollout:
         return self.finished.rewards
 
     @cached_property
+    def _calls(self) -> list[OpenAIMessages]:
+        return TraceToMessages().adapt(self.finished.spans)
+
+    @cached_property
     def conversations(self) -> list[list[Message]]:
         """The conversations with the model, each with its last answer: those that no later call continues."""
-        calls = [call["messages"] for call in TraceToMessages().adapt(self.finished.spans)]
+        calls = [call["messages"] for call in self._calls]
         return [
             messages
             for number, messages in enumerate(calls)
@@ -63,6 +67,11 @@ class GroupRollout:
     def messages(self) -> list[Message]:
         """The last conversation; empty if the agent called no model."""
         return self.conversations[-1] if self.conversations else []
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools of the last call, in OpenAI's shape; None if the agent offered none."""
+        return self._calls[-1]["tools"] if self._calls else None
 
     @property
     def answer(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from raylight.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward
+from raylight.rewards.reward_model import RewardModel, find_reward_models
 
 
 class RolloutTerm:
@@ -132,6 +133,11 @@ class RewardSum:
                 f"{', '.join(terms)}"
             )
         self._terms, self._weights = dict(terms), {name: weights.get(name, 1.0) for name in terms}
+
+    @property
+    def reward_models(self) -> list[RewardModel]:
+        """The reward models among the terms."""
+        return [model for term in self._terms.values() for model in find_reward_models(term)]
 
     async def __call__(self, group: list[GroupRollout]) -> list[dict[str, float] | None]:
         scored = {name: await call_group_reward(term, group) for name, term in self._terms.items()}

@@ -9,6 +9,7 @@ from raylight.trainer.engine_nodes import settings_for_nodes
 from raylight.trainer.hardware import settings_for_hardware
 from raylight.trainer.memory_check import check_memory
 from raylight.trainer.policy_checks import idle_hardware, with_mismatch_limit, with_transport
+from raylight.trainer.reward_model_settings import with_reward_models
 from raylight.trainer.served_adapter import with_adapter
 from raylight.trainer.settings import ResolvedSettings
 from raylight.trainer.teacher_settings import with_teacher
@@ -26,18 +27,27 @@ def settings_for_cluster(
         ConfigError: the run cannot work on this cluster.
     """
     if settings.training is not None and settings.training.learner.kind == "local":
-        return finalize_settings(with_teacher(with_local_dtype(settings))), ()
+        return finalize_settings(with_scoring_models(with_local_dtype(settings))), ()
     resources = ray.cluster_resources()
     settings, notes = with_cpu_fallback(settings, requested, resources.get("GPU", 0))
     settings, hardware_notes = settings_for_hardware(settings, requested.engine)
-    settings = with_teacher(settings_for_nodes(settings, requested.engine))
+    settings = with_scoring_models(settings_for_nodes(settings, requested.engine))
     check_memory(settings)
     settings = finalize_settings(settings)
     training = settings.training
     if training is not None and settings.serving is not None and training.learner.kind == "ranks":
-        teacher = training.teacher.engine if training.teacher is not None else None
-        notes += tuple(idle_hardware(settings.serving.engine, training.learner, resources, teacher))
+        scoring = settings.scoring_models
+        notes += tuple(idle_hardware(settings.serving.engine, training.learner, resources, scoring))
     return settings, notes + hardware_notes
+
+
+def with_scoring_models(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return the settings with those of the teacher and of the reward models for the cluster's hardware.
+
+    Raises:
+        ConfigError: the teacher does not take rows as long as the policy's.
+    """
+    return with_reward_models(with_teacher(settings))
 
 
 def with_cpu_fallback(

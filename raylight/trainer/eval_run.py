@@ -30,6 +30,7 @@ from raylight.trainer.group_grader import GroupGrader
 from raylight.trainer.loggers import Display
 from raylight.trainer.outcome import raise_if_hopeless
 from raylight.trainer.report import ProgressReporter
+from raylight.trainer.reward_model_settings import plan_reward_models
 from raylight.trainer.rollouts import run_rollouts
 from raylight.trainer.run import Run
 from raylight.trainer.run_resources import with_policy
@@ -163,7 +164,8 @@ def plan_evaluation(
             lora_adapter=find_adapter(chosen.lora_adapter),
             lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,
         )
-    return replace(settings, rollout=chosen.rollout, serving=serving)
+    reward_models = plan_reward_models(settings.group_reward)
+    return replace(settings, rollout=chosen.rollout, serving=serving, reward_models=reward_models)
 
 
 def clear_results(folder: Path) -> None:

@@ -34,6 +34,7 @@ from raylight.trainer.resume import (
     highest_logged_step,
     highest_logged_version,
 )
+from raylight.trainer.reward_model_settings import plan_reward_models
 from raylight.trainer.run_resources import must_have_endpoints, with_policy
 from raylight.trainer.settings import (
     MODEL_NAME,
@@ -177,7 +178,14 @@ def plan_policy(
         trained_agents_pattern(inputs.agent, adapter, algorithm),
         teacher,
     )
-    settings = replace(settings, rollout=algorithm.rollout, serving=serving, training=training)
+    reward_models = plan_reward_models(settings.group_reward)
+    settings = replace(
+        settings,
+        rollout=algorithm.rollout,
+        serving=serving,
+        training=training,
+        reward_models=reward_models,
+    )
     _check_has_run(resume, requested)
     return Fit(algorithm, inputs, settings, requested, tasks, val_tasks, total_steps, resume)
 

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Self
 
-from raylight.errors import GroupRewardError
+from raylight.errors import GroupRewardError, ServingLostError
 from raylight.experience.rewards import group_key
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
+from raylight.rewards.reward_model import RewardModel, Scorer, scoring_by
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import find_reward_spans, get_rewards_from_span
@@ -37,6 +38,7 @@ class GroupGrader:
     Args:
         note: shows the first failure to the user.
         timeout_s: longest time of a call.
+        scorers: the reward models that the run serves.
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class GroupGrader:
         function: GroupReward,
         note: Callable[[str], None],
         timeout_s: float = GRADE_TIMEOUT_S,
+        scorers: Mapping[RewardModel, Scorer] | None = None,
     ) -> None:
         self._store, self._function, self._note, self._timeout_s = store, function, note, timeout_s
+        self._scorers = scorers or {}
         self._noted = False
         self._room = asyncio.Semaphore(MAX_GROUPS)
 
@@ -54,7 +58,7 @@ class GroupGrader:
     def of(cls, run: Run, note: Callable[[str], None]) -> Self | None:
         """Return the grader of a run; None if it has no group reward."""
         function = run.settings.group_reward
-        return None if function is None else cls(run.store, function, note)
+        return None if function is None else cls(run.store, function, note, scorers=run.reward_models.scorers)
 
     async def grade_all(self, finished: list[FinishedRollout]) -> list[FinishedRollout]:
         """Return decided rollouts with their grades, in the same order.
@@ -63,7 +67,9 @@ class GroupGrader:
             finished: all rollouts of one or several groups.
 
         Raises:
-            GroupRewardError: the function returned something other than a reward for each rollout.
+            GroupRewardError: the function returned something other than a reward for each rollout, or a
+                conversation is too long for a reward model.
+            ServingLostError: a reward model did not answer in time.
         """
         groups: dict[str, list[FinishedRollout]] = {}
         for item in finished:
@@ -87,10 +93,10 @@ class GroupGrader:
         stored = await self._store.collect(ids, with_spans=True, with_span_tokens=False)
         with_spans = [item if _is_graded(item) else _without_grade(item) for item in stored]
         error: str | None = None
-        with recording() as recorded:
+        with recording() as recorded, scoring_by(self._scorers):
             try:
                 rewards = await self._call(list(map(GroupRollout, with_spans)))
-            except GroupRewardError:
+            except (GroupRewardError, ServingLostError):
                 raise
             except Exception as failure:  # the user's code, or the judge
                 error, rewards = f"{type(failure).__name__}: {failure}", [{}] * len(group)

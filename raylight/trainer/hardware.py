@@ -66,8 +66,8 @@ def settings_for_hardware(
     own_kind = serving.engine.kind
     on_gpu = requested.model_copy(update={"num_gpus": 1})
     hardware = _cluster_hardware()
-    if training is not None and training.teacher is not None:
-        hardware = replace(hardware, gpus=max(hardware.gpus - asked_gpus(training.teacher.engine), 0))
+    scoring = sum(asked_gpus(model.engine) for model in settings.scoring_models)
+    hardware = replace(hardware, gpus=max(hardware.gpus - scoring, 0))
     kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
     choice = choose(
         hardware,

@@ -209,6 +209,7 @@ class Training(StepLoop):
     async def _log(self, step: int, metrics: Metrics) -> None:
         """Report a step."""
         counters = {"learner/restarts": float(self._learners.restarts), **self._run.serving.metrics()}
+        counters |= self._run.reward_models.metrics()
         counters |= self._run.runners.metrics() | await self._groups.metrics()
         counters |= self._ledger.row(await self._groups.sampled_tokens(step)).metrics()
         if self._is_asynchronous:

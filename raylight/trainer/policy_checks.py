@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.settings import ResolvedSettings, ServingSettings
 from raylight.weight_transfer.transports import choose_transport, find_transport
 
 MANY_CORES = 4
@@ -152,21 +152,22 @@ def idle_hardware(
     engine: EngineConfig,
     learner: LearnerConfig,
     resources: Mapping[str, float],
-    teacher: EngineConfig | None = None,
+    scoring: Sequence[ServingSettings] = (),
 ) -> list[str]:
     """Return notes on GPUs and cores of the cluster that a run leaves idle.
 
     Args:
         resources: total resources of the cluster, as Ray names them.
-        teacher: the teacher's engine; None if there is no teacher.
+        scoring: the teacher and the reward models.
     """
     gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
-    used = learner.n * learner.num_gpus + sum(asked_gpus(part) for part in (engine, teacher) if part)
-    notes = []
-    if gpus and teacher is not None and not teacher.num_gpus:
-        notes.append(
-            f"the cluster has {gpus:g} GPUs, and the teacher computes on CPUs: set its num_gpus to 1"
-        )
+    engines = engine, *(model.engine for model in scoring)
+    used = learner.n * learner.num_gpus + sum(map(asked_gpus, engines))
+    notes = [
+        f"the cluster has {gpus:g} GPUs, and the {model.name} computes on CPUs: set its num_gpus to 1"
+        for model in scoring
+        if gpus and not model.engine.num_gpus
+    ]
     if gpus and not learner.num_gpus:
         notes.append(
             f"the cluster has {gpus:g} GPUs, and the learners compute on CPUs: set learner={{'num_gpus': 1}}"

@@ -15,6 +15,7 @@ from raylight.trainer.cluster_monitor import is_cluster_lost
 from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.local_serving import LocalServing
+from raylight.trainer.components.reward_models import RewardModels
 from raylight.trainer.components.runners import Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.sessions import OutsideAgents
@@ -74,6 +75,8 @@ class Run:
         self._show_stage, self._owns_cluster, self._prepare_store = show_stage, owns_cluster, prepare_store
         self._stack = contextlib.AsyncExitStack()
         self._components: list[Component] = []
+        self.reward_models = RewardModels(settings, show_stage, owns_cluster)
+        """The reward models that the group reward calls, perhaps none."""
 
     @property
     def training(self) -> TrainingSettings:
@@ -119,6 +122,7 @@ class Run:
         self.teacher = self._make_teacher()
         if self.teacher is not None:
             await self.teacher.open(stack)
+        await self.reward_models.open(stack)
         if settings.sessions is not None:
             self.runners, runners = OutsideAgents(settings.sessions), None
             rollouts = settings.sessions.max_open
@@ -131,7 +135,7 @@ class Run:
         resizable: dict[str, Resizable] = {} if runners is None else {"runners": runners.pool}
         scaling = ScaleRequests(settings.name, self.store, resizable | self.serving.resizable, show)
         metrics = ComponentMetrics(settings.name, self.store, self.runners.metrics, self.serving.metrics)
-        self._components = [store, self.runners, self.serving, scaling, metrics]
+        self._components = [store, self.runners, self.serving, self.reward_models, scaling, metrics]
         self._components += [part for part in (learners, self.teacher) if part is not None]
 
     async def _open_ranks(self, training: SupervisedTraining) -> None:
@@ -194,6 +198,7 @@ class Run:
         if self.teacher is not None:
             self._show_stage("starting the teacher")
             await self.teacher.start()
+        await self.reward_models.start()
 
     async def _sampling_seed(self) -> int:
         """Return the engines' seed. A resumed run must not repeat responses of groups that it completes.

@@ -19,6 +19,7 @@ from raylight.config import (
     SessionConfig,
     StoreConfig,
 )
+from raylight.rewards.reward_model import RewardModel
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
@@ -53,6 +54,14 @@ class ServingSettings:
     """Rules of the sessions of agents outside the run; None: there are none."""
     lora_adapter_timeout_s: float = 120.0
     """Deadline for that adapter to reach every replica, in seconds."""
+
+
+@dataclass(frozen=True)
+class RewardModelSettings:
+    """A reward model of the group reward, and the engine that scores by it."""
+
+    model: RewardModel
+    serving: ServingSettings
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ class ResolvedSettings:
     group_reward: Any = None
     """Function of all finished rollouts of a group (see `raylight.rewards.group`); None if the agent's own
     rewards count."""
+    reward_models: tuple[RewardModelSettings, ...] = ()
+    """The reward models that the group reward calls."""
     supervised: SupervisedTraining | None = None
 
     @property
@@ -143,6 +154,12 @@ class ResolvedSettings:
     def learning(self) -> LearningSettings | None:
         """The training of a run that has learners."""
         return self.training or self.supervised
+
+    @property
+    def scoring_models(self) -> tuple[ServingSettings, ...]:
+        """The fixed models that compute beside the served one: the teacher and the reward models."""
+        teacher = None if self.training is None else self.training.teacher
+        return (*(() if teacher is None else (teacher,)), *(one.serving for one in self.reward_models))
 
     @property
     def shares_gpus(self) -> bool:
@@ -184,6 +201,11 @@ class ResolvedSettings:
             if training is not None:
                 content["learner"] = training.learner.model_dump(mode="json")
                 content["checkpoint"] = training.checkpoint.model_dump(mode="json")
+        if self.reward_models:
+            content["reward_models"] = [
+                {"name": one.model.name} | one.model.config.model_dump(mode="json", exclude_unset=True)
+                for one in self.reward_models
+            ]
         return content | {
             "runner": self.runner.model_dump(mode="json"),
             "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else IN_CODE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from typing import Any, get_args
 
 import pytest
@@ -12,6 +13,7 @@ from page_tables import code, tables
 
 import raylight as rl
 from raylight.rewards.group import call_group_reward
+from raylight.rewards.reward_model import find_reward_models, scoring_by
 from raylight.tasks.curriculum import DEFAULT_WEIGHTS, Pool
 
 REWARDS, TASKS = DOCS / "rewards.md", DOCS / "tasks.md"
@@ -28,7 +30,7 @@ def run(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_rewards_can_be_computed() -> None:
-    first, ruler, rubric, terms = run("rewards")
+    first, ruler, rubric, terms, model, two, own = run("rewards")
     group = [rollout(0, "<answer>1</answer>", 1.0, 4), rollout(1, "2", 0.0, 9)]
 
     def rewards_of(function: Any) -> list[dict[str, float]]:
@@ -44,6 +46,15 @@ def test_the_rewards_can_be_computed() -> None:
         "format": 1.0,
         "short": 0.5,
     }
+    assert model["trainer"].group_reward.name == "reward_model"
+    assert find_reward_models(two["group_reward"]) == (two["preference"],)
+
+    async def scorer(conversations: list[rl.RewardModelInput]) -> list[float | None]:
+        return [float(len(one.messages)) for one in conversations]
+
+    (served,) = find_reward_models(own["worst_conversation"])
+    with scoring_by({served: scorer}):
+        assert rewards_of(own["worst_conversation"]) == [{"primary": 3.0}] * 2
 
 
 def test_the_sets_of_tasks_can_be_drawn_from() -> None:
@@ -53,10 +64,17 @@ def test_the_sets_of_tasks_can_be_drawn_from() -> None:
 
 
 def test_the_tables_are_those_of_the_code() -> None:
-    view, _ = tables(REWARDS)
+    view, _, model = tables(REWARDS)
     for row in view.rows:
         for name in row[0].split(", "):
             assert hasattr(rl.GroupRollout, code(name)) or code(name) in rl.GroupRollout.__dataclass_fields__
+    fields = {name: field.get_default() for name, field in rl.RewardModelConfig.model_fields.items()}
+    fields["name"], fields["max_tokens"] = inspect.signature(rl.reward_model).parameters["name"].default, None
+    for row in model.rows:
+        for name, shown in zip(row[0].split(", "), row[1].split(", "), strict=True):
+            default, field = shown.split(";")[0].strip("`").strip('"'), fields[code(name)]
+            own = f"{field:g}" if isinstance(field, float) else str(field)
+            assert default == ("the model's limit" if name == "`max_tokens`" else own)
     _, pools = tables(TASKS)
     assert {code(row[0]): float(row[2]) for row in pools.rows} == DEFAULT_WEIGHTS
     assert {*DEFAULT_WEIGHTS} == {*get_args(Pool)}

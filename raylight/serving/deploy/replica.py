@@ -20,9 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
+from raylight.engines.reward_model.scorer import ConversationScorer, ScoredConversation
 from raylight.errors import TeacherPromptError
 from raylight.garbage import collect_less_often
 from raylight.ray_metrics.reporter import MetricReporter
+from raylight.rewards.reward_model import RewardModelInput
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
@@ -105,6 +107,7 @@ class ReplicaRuntime:
         self._executor: OrderExecutor | None = None
         self._recorder: Recorder | None = None
         self._metrics: MetricReporter | None = None
+        self._scorer: ConversationScorer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def seed(self) -> int:
@@ -186,6 +189,15 @@ class ReplicaRuntime:
         assert settings.store is not None, "a run with sessions has a store"
         assert settings.secret is not None, "a run has a secret"
         return SessionService(settings.store, settings.sessions, settings.secret, settings.model)
+
+    async def score_conversations(
+        self, conversations: list[RewardModelInput], truncate: bool
+    ) -> list[ScoredConversation]:
+        """Return the scores of conversations, by the engine of a reward model; see `ConversationScorer`."""
+        if self._scorer is None:
+            engine: Any = self._engine
+            self._scorer = ConversationScorer(engine)
+        return await self._scorer.score(conversations, truncate)
 
     async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
         """Return the log-probs at temperature 1 of the tokens of each row from its start on.
@@ -289,6 +301,12 @@ class EngineReplica:
             await self._runtime.report_start_failure(error)
             raise
         return await self._runtime.start(engine)
+
+    async def score_conversations(
+        self, conversations: list[RewardModelInput], truncate: bool
+    ) -> list[ScoredConversation]:
+        """See `ReplicaRuntime.score_conversations`."""
+        return await self._runtime.score_conversations(conversations, truncate)
 
     async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
         """See `ReplicaRuntime.token_logprobs`."""

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from run_settings import policy_settings, served_settings
 
+import raylight as rl
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer import hardware
 from raylight.trainer.hardware import Hardware, choose, longest_sequence, settings_for_hardware
-from raylight.trainer.settings import ServingSettings
+from raylight.trainer.settings import RewardModelSettings, ServingSettings
 
 CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
@@ -228,7 +229,7 @@ def test_the_plan_of_a_run_follows_the_nodes(
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(3.0, (1, 1)), (2.0, (0.6, 0.4))])
-def test_the_gpus_of_a_teacher_are_its_own(
+def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, expected: tuple[float, float]
 ) -> None:
     monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(gpus))
@@ -239,6 +240,12 @@ def test_the_gpus_of_a_teacher_are_its_own(
     assert found.training is not None
     assert found.serving is not None
     assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected
+    model = RewardModelSettings(rl.reward_model("t"), teacher)
+    with_reward, _ = settings_for_hardware(
+        policy_settings(str(tmp_path), engine, reward_models=(model,)), engine
+    )
+    assert with_reward.training is not None
+    assert with_reward.training.learner == found.training.learner
 
 
 def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from raylight.trainer.policy_checks import (
     trained_agents_pattern,
     with_transport,
 )
+from raylight.trainer.settings import ServingSettings
 from raylight.trainer.trainer import Trainer
 
 
@@ -182,7 +183,6 @@ def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expec
 @pytest.mark.parametrize(("teacher_gpus", "expected"), [(1, []), (0, ["teacher computes on CPUs", "1 of 3"])])
 def test_a_teacher_on_cpus_beside_gpus_is_noted(teacher_gpus: float, expected: list[str]) -> None:
     on_gpu = {"num_gpus": 1}
-    notes = idle_hardware(
-        EngineConfig(**on_gpu), LearnerConfig(**on_gpu), {"GPU": 3.0}, EngineConfig(num_gpus=teacher_gpus)
-    )
+    teacher = ServingSettings("t", EngineConfig(num_gpus=teacher_gpus), "teacher")
+    notes = idle_hardware(EngineConfig(**on_gpu), LearnerConfig(**on_gpu), {"GPU": 3.0}, [teacher])
     assert all(text in note for text, note in zip(expected, notes, strict=True))

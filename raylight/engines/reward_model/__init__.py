@@ -1,0 +1,1 @@
+"""Engines of reward models: models with a scalar head, which score conversations."""

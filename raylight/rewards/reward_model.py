@@ -1,0 +1,169 @@
+"""Reward models: models with a scalar head that score the last conversation of each rollout.
+
+The model computes in Ray Serve replicas beside the run, which a run starts for each reward model that its
+group reward names in `reward_models`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from pydantic import Field
+
+from raylight.base_config import Config
+from raylight.bounds import MAX_COUNT, MAX_PROCESSES, MAX_SECONDS
+from raylight.config import EngineConfig
+from raylight.errors import ConfigError, RewardModelError
+from raylight.ray_resources import CustomResources
+from raylight.rewards.group import GroupReward, GroupRollout
+from raylight.traces.messages import Message
+
+
+class RewardModelConfig(Config):
+    """A reward model in engines of its own: `AutoModelForSequenceClassification` with one label, as TRL's
+    RewardTrainer saves it.
+
+    Args:
+        model: folder of a Hugging Face model with a chat template, or its name in the local cache.
+    """
+
+    model: str
+    replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Serve replicas, each with the model. The requests are divided among them."""
+    num_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
+    """CPUs that Ray reserves for a replica."""
+    num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
+    num_gpus: float = Field(default=0, ge=0, le=1)
+    """GPUs that Ray reserves for a replica. They are this model's alone: the defaults of learners and engines
+    are for the others."""
+    resources: CustomResources = Field(default_factory=dict)
+    """Custom resources that Ray reserves for a replica."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of weights and computation. If not set: bfloat16 on a GPU."""
+    start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
+    """Seconds within which the replicas must be ready."""
+    timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
+    """Seconds within which a request must be answered, the replacement of lost replicas included."""
+    max_tokens: int | None = Field(default=None, ge=8, le=MAX_COUNT)
+    """Longest conversation, in tokens of the reward model; the model's own limit applies if it is lower.
+    None: that limit."""
+    long_conversations: Literal["error", "drop", "truncate"] = "error"
+    """Treatment of longer conversations: end the run with an error, leave their rollouts without a reward, or
+    score their last tokens. The metrics count dropped and truncated conversations."""
+    max_batch_tokens: int = Field(default=16_384, ge=1, le=MAX_COUNT)
+    """Tokens of one forward pass, padding included; a longer conversation is a pass of its own."""
+
+    def engine(self) -> EngineConfig:
+        """Return the settings of its engine."""
+        return EngineConfig(**self.model_dump(exclude_unset=True, include=set(EngineConfig.model_fields)))
+
+
+class RewardModelInput(NamedTuple):
+    """A conversation that a reward model scores."""
+
+    messages: Sequence[Message]
+    """Messages in OpenAI's shape, the answer last."""
+    tools: list[dict[str, Any]] | None = None
+    """Tools that the agent offered, which a chat template may show."""
+
+
+Scorer: TypeAlias = Callable[[list[RewardModelInput]], Awaitable[list[float | None]]]
+"""Function from conversations to their scores, None for one that was dropped."""
+
+_SCORERS: contextvars.ContextVar[Mapping[RewardModel, Scorer] | None] = contextvars.ContextVar(
+    "raylight_scorers", default=None
+)
+"""Reward models that the current run serves."""
+
+
+class RewardModel:
+    """Group reward by `rl.reward_model`; each rollout gets the reward `name`.
+
+    A rollout without a call of the model is not scored.
+    """
+
+    def __init__(self, config: RewardModelConfig, name: str) -> None:
+        self.config, self.name = config, name
+
+    @property
+    def reward_models(self) -> tuple[RewardModel, ...]:
+        """The reward models that a run serves for this group reward."""
+        return (self,)
+
+    async def __call__(self, group: list[GroupRollout]) -> list[dict[str, float] | None]:
+        called = [rollout for rollout in group if rollout.messages]
+        scores = await self.score([RewardModelInput(rollout.messages, rollout.tools) for rollout in called])
+        found = dict(zip(map(id, called), scores, strict=True))
+        return [
+            None if (score := found.get(id(rollout))) is None else {self.name: score} for rollout in group
+        ]
+
+    async def score(
+        self, conversations: Sequence[RewardModelInput | Sequence[Message]]
+    ) -> list[float | None]:
+        """Return the score of each conversation, None for one that is too long and dropped.
+
+        Args:
+            conversations: messages in OpenAI's shape, or `RewardModelInput` to show tools too.
+
+        Raises:
+            RewardModelError: no run serves this model now, the chat template rejects a conversation, or a
+                score is not finite.
+            GroupRewardError: a conversation is too long.
+        """
+        scorers = _SCORERS.get() or {}
+        if self not in scorers:
+            raise RewardModelError(
+                f"the reward model {self.config.model!r} is not served: a run serves those that its group "
+                "reward names. Pass it to Trainer(group_reward=...) or RewardSum, or set the attribute "
+                "`reward_models` of your own group reward to a list of those that it calls"
+            )
+        shown = [one if isinstance(one, RewardModelInput) else RewardModelInput(one) for one in conversations]
+        return await scorers[self](shown) if shown else []
+
+
+def reward_model(model: str, *, name: str = "reward_model", **settings: Any) -> RewardModel:
+    """Return a group reward for `Trainer(group_reward=...)`: a model with a scalar head scores each rollout.
+
+    The run serves the model in Ray Serve replicas of its own.
+
+    Args:
+        model: folder of a Hugging Face model with a chat template, or its name in the local cache.
+        name: name of the reward.
+        settings: further settings of `RewardModelConfig`, such as `replicas=2` or `num_gpus=1`.
+
+    Raises:
+        ConfigError: a setting is unknown or wrong.
+    """
+    if not name:
+        raise ConfigError("the name of a reward model is empty; give one, under which its reward is shown")
+    return RewardModel(RewardModelConfig(model=str(model), **settings), name)
+
+
+def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
+    """Return the reward models that a group reward names, each once.
+
+    Raises:
+        ConfigError: its attribute `reward_models` has something else.
+    """
+    named = tuple(getattr(function, "reward_models", ()))
+    for one in named:
+        if not isinstance(one, RewardModel):
+            raise ConfigError(
+                f"reward_models of the group reward has {one!r:.80}; give a list of rl.reward_model(...)"
+            )
+    return tuple(dict.fromkeys(named))
+
+
+@contextmanager
+def scoring_by(scorers: Mapping[RewardModel, Scorer]) -> Iterator[None]:
+    """Have reward models score by these functions within the block, also in its threads and tasks."""
+    token = _SCORERS.set(scorers)
+    try:
+        yield
+    finally:
+        _SCORERS.reset(token)

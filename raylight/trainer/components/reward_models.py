@@ -1,0 +1,154 @@
+"""The reward models of a run's group reward, each a fixed model in replicas of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from raylight.aio import task_group
+from raylight.engines.reward_model.scorer import ScoredConversation
+from raylight.errors import GroupRewardError
+from raylight.rewards.reward_model import RewardModel, RewardModelInput, Scorer
+from raylight.trainer.components.model_service import ModelService
+from raylight.trainer.settings import ResolvedSettings, RewardModelSettings
+
+CONVERSATIONS_PER_REQUEST = 16
+"""Conversations of one request, so that a large group is divided among replicas."""
+REQUESTS_PER_REPLICA = 16
+"""Requests in flight for each replica, which share its forward passes."""
+
+
+class ServedRewardModel:
+    """A reward model with its deployment.
+
+    Args:
+        run_name: name of the run.
+        settings: the model and its engine.
+        secret: secret without which its HTTP address answers nobody.
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        settings: RewardModelSettings,
+        secret: str | None,
+        show_stage: Callable[[str], None],
+        owns_cluster: bool,
+    ) -> None:
+        self._model, self._limit = settings.model, settings.serving.engine.max_model_len
+        self.service = ModelService(
+            f"{run_name}-{settings.serving.name}",
+            settings.serving,
+            title=f"the reward model {settings.model.name}",
+            setting="its timeout_s",
+            timeout_s=settings.model.config.timeout_s,
+            requests=REQUESTS_PER_REPLICA,
+            secret=secret,
+            show_stage=show_stage,
+            owns_cluster=owns_cluster,
+        )
+        self._show_stage = show_stage
+        self._too_long = 0
+
+    async def score(self, conversations: list[RewardModelInput]) -> list[float | None]:
+        """Return the score of each conversation, None for one that is too long and dropped.
+
+        Raises:
+            RewardModelError: the chat template rejects a conversation, or a score is not finite.
+            GroupRewardError: a conversation is too long.
+            ServingLostError: no replica answered in time.
+        """
+        truncate = self._model.config.long_conversations == "truncate"
+
+        async def send(part: list[RewardModelInput]) -> list[ScoredConversation]:
+            what = f"{len(part)} conversations"
+            found: list[ScoredConversation] = await self.service.ask(
+                "score_conversations", what, part, truncate
+            )
+            return found
+
+        size = CONVERSATIONS_PER_REQUEST
+        parts = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+        async with task_group() as tasks:
+            sent = [tasks.create_task(send(part)) for part in parts]
+        scored = [one for task in sent for one in task.result()]
+        self._note_length([one.length for one in scored])
+        return [one.score for one in scored]
+
+    def _note_length(self, lengths: list[int]) -> None:
+        """Count the conversations that are too long.
+
+        Raises:
+            GroupRewardError: there are some, and they are an error.
+        """
+        config, too_long = self._model.config, [length for length in lengths if length > self._limit]
+        if not too_long:
+            return
+        treatment = {"drop": "its rollout is not scored", "truncate": "only its last tokens are scored"}
+        text = (
+            f"a conversation has {max(too_long)} tokens of the reward model {self._model.name}, which takes "
+            f"{self._limit}"
+        )
+        if config.long_conversations == "error":
+            raise GroupRewardError(
+                f"{text}: set its long_conversations='drop' or 'truncate', raise max_tokens if that is the "
+                "limit, lower engine.max_model_len, or choose a model with a longer context. The run can be "
+                "resumed"
+            )
+        if not self._too_long:
+            self._show_stage(f"{text}: {treatment[config.long_conversations]}, as for further ones")
+        self._too_long += len(too_long)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of repeated requests and of conversations that were too long, so far."""
+        counted = {"drop": "dropped", "truncate": "truncated"}.get(self._model.config.long_conversations)
+        metrics = {"retries": self.service.retries} | ({counted: self._too_long} if counted else {})
+        return {f"reward_model/{self._model.name}/{name}": float(value) for name, value in metrics.items()}
+
+
+class RewardModels:
+    """The reward models of a run, perhaps none.
+
+    Args:
+        show_stage: shows what the run is doing now.
+        owns_cluster: True if the Ray cluster ends with this run.
+    """
+
+    def __init__(
+        self, settings: ResolvedSettings, show_stage: Callable[[str], None], owns_cluster: bool
+    ) -> None:
+        secret = None if settings.payload is None else settings.payload.secret
+        self._served = {
+            one.model: ServedRewardModel(settings.name, one, secret, show_stage, owns_cluster)
+            for one in settings.reward_models
+        }
+
+    @property
+    def scorers(self) -> Mapping[RewardModel, Scorer]:
+        """The function of each reward model that scores conversations."""
+        return {model: served.score for model, served in self._served.items()}
+
+    async def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Start the coordinators of the replicas, and define their deployments."""
+        for served in self._served.values():
+            await served.service.open(stack)
+
+    async def start(self) -> None:
+        """Start the replicas of each model; see `ModelService.start`."""
+        for served in self._served.values():
+            await served.service.start()
+
+    def watches(self) -> list[Coroutine[Any, Any, object]]:
+        """Return nothing: a request finds a lost model."""
+        return []
+
+    async def counts(self) -> dict[str, int]:
+        """Return the numbers of repeated requests and of conversations that were too long."""
+        return {name.replace("/", "_"): int(value) for name, value in self.metrics().items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of all models, see `ServedRewardModel.metrics`."""
+        return {k: v for served in self._served.values() for k, v in served.metrics().items()}
