@@ -174,7 +174,8 @@ def plan(
     import_from_here()
     trainer = rl.Trainer(**load_run_file(config, assignments or ()).trainer_arguments())
     cluster = given_cluster(nodes, gpus, gpu_memory, memory)
-    found = plan_settings(trainer.algorithm, trainer.run_settings, trainer.runner, cluster)
+    settings = trainer.run_settings, trainer.runner
+    found = plan_settings(trainer.algorithm, *settings, cluster, trainer.group_reward)
     (print_json if as_json else print_plan)(found)
     if found.shortages:
         sys.exit(1)

@@ -17,6 +17,7 @@ from raylight.planning.cluster_shape import ClusterShape
 from raylight.planning.fit import Shortage, find_shortages
 from raylight.planning.memory import EngineMemory, Item, RoleMemory
 from raylight.planning.model_shape import ModelShape, read_shape
+from raylight.planning.reward_model import PlannedRewardModel, reward_model_memory
 from raylight.planning.roles import FLOAT32, LOGIT_COPIES, engine_memory, learner_memory, other_memory
 
 LORA_RANK = 16
@@ -45,6 +46,7 @@ class PlannedRun:
         model_path: folder of the model.
         kind: the engine, "vllm" or "transformers".
         teacher: None for a run without a teacher.
+        reward_models: those that the group reward calls.
     """
 
     model_path: str
@@ -54,6 +56,7 @@ class PlannedRun:
     runner: RunnerConfig
     settings: PolicySettings
     teacher: PlannedTeacher | None = None
+    reward_models: tuple[PlannedRewardModel, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
         learner_memory(run.model_path, shape, run.learner, run.settings, run.engine.dtype),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
         *(() if run.teacher is None else (_teacher(run.teacher, cluster),)),
+        *map(reward_model_memory, run.reward_models),
         *other_memory(run.runner),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,17 @@ from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
+from raylight.rewards.group import GroupReward
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.hardware import Hardware, choose, longest_sequence
 from raylight.trainer.inputs import resolve_model
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.reward_model_settings import on_hardware, plan_reward_models
+from raylight.trainer.settings import ResolvedSettings, ServingSettings
 from raylight.trainer.teacher_settings import fitted_engine, plan_teacher
 
 if TYPE_CHECKING:
     from raylight.planning.plan import MemoryPlan
+    from raylight.planning.reward_model import PlannedRewardModel
 
 TOLERANCE = 1.15
 """Factor by which planned memory may exceed the memory that there is before a run is refused: the plan is not
@@ -32,16 +36,21 @@ PLANNED_ENGINES = ("vllm", "transformers")
 
 
 def plan_settings(
-    algorithm: Any, settings: RunSettings, runner: RunnerConfig, cluster: ClusterShape
+    algorithm: Any,
+    settings: RunSettings,
+    runner: RunnerConfig,
+    cluster: ClusterShape,
+    group_reward: GroupReward | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a run, with the defaults for the cluster's hardware.
 
     Args:
         settings: the run's, as the algorithm adjusts them.
+        group_reward: the run's, which may name reward models.
 
     Raises:
         ConfigError: the algorithm trains no model, or there are too few GPUs.
-        ModelNotFoundError: the model does not exist.
+        ModelNotFoundError: a model does not exist.
     """
     if not isinstance(algorithm, PolicyAlgorithm):
         raise ConfigError(
@@ -59,15 +68,32 @@ def plan_settings(
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
     teacher, context = plan_teacher(algorithm, model_path), longest_sequence(Path(model_path))
-    gpus = cluster.gpus - (0 if teacher is None else asked_gpus(teacher.engine))
+    reward_models = [on_hardware(one).serving for one in plan_reward_models(group_reward)]
+    models = [*reward_models, *(() if teacher is None else (teacher,))]
+    gpus = cluster.gpus - sum(asked_gpus(model.engine) for model in models)
     choice = choose(Hardware(max(gpus, 0)), engine.model_copy(update={"kind": kind}), learner, context)
     planned = None
     if teacher is not None and (config := algorithm.teacher_model) is not None:
         scoring = fitted_engine(teacher, config, choice.engine.max_model_len)
         planned = PlannedTeacher(teacher.model_path, scoring)
     policy = algorithm.policy_settings()
-    run = PlannedRun(model_path, kind, choice.engine, choice.learner or learner, runner, policy, planned)
+    run = PlannedRun(
+        model_path,
+        kind,
+        choice.engine,
+        choice.learner or learner,
+        runner,
+        policy,
+        planned,
+        _planned_reward_models(reward_models),
+    )
     return make_plan(run, cluster)
+
+
+def _planned_reward_models(models: Iterable[ServingSettings]) -> tuple[PlannedRewardModel, ...]:
+    from raylight.planning.reward_model import PlannedRewardModel
+
+    return tuple(PlannedRewardModel(model.model_path, model.engine) for model in models)
 
 
 def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
@@ -97,9 +123,9 @@ def check_memory(settings: ResolvedSettings) -> None:
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
     learner, teacher = training.learner, training.teacher
     asked = learner.n * learner.num_gpus + asked_gpus(serving.engine)
-    if teacher is not None:
-        needed += SMALL_MODEL * _size_of_files(teacher.model_path)
-        asked += asked_gpus(teacher.engine)
+    for model in settings.scoring_models:
+        needed += SMALL_MODEL * _size_of_files(model.model_path)
+        asked += asked_gpus(model.engine)
     if not asked and needed < this_machine().memory:  # no other node need be asked
         return
     cluster = connected_cluster()
@@ -115,6 +141,7 @@ def check_memory(settings: ResolvedSettings) -> None:
         settings.runner,
         training.algorithm.policy_settings(),
         None if teacher is None else PlannedTeacher(teacher.model_path, teacher.engine),
+        _planned_reward_models(one.serving for one in settings.reward_models),
     )
     if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
         return

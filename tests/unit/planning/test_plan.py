@@ -9,8 +9,15 @@ from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfi
 from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
-from raylight.planning.model_shape import adapter_parameters, measure_activations, read_shape
+from raylight.planning.model_shape import (
+    adapter_parameters,
+    measure_activations,
+    measure_prefill,
+    read_config,
+    read_shape,
+)
 from raylight.planning.plan import PlannedRun, PlannedTeacher, _changes, make_plan
+from raylight.planning.reward_model import PlannedRewardModel
 
 H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
 
@@ -126,6 +133,20 @@ def test_a_teacher_needs_memory_and_gpus(dense):
     items = {item.name: item.size for item in plan.roles[2].items}
     assert items["logits of a row"] == 3 * 4 * 1024 * 152064
     assert not plan.shortages
+
+
+def test_a_reward_model_needs_memory_and_gpus(dense):
+    engine = EngineConfig(num_gpus=0.5, replicas=2, dtype="bfloat16", args={"max_batch_tokens": 4096})
+    reward_models = (PlannedRewardModel(dense, engine),)
+    plan = make_plan(replace(planned(dense), reward_models=reward_models), H100S)
+    role = plan.roles[2]
+    assert (role.role, role.processes, role.gpus) == ("reward model", 2, 0.5)
+    items = {item.name: item.size for item in role.items}
+    body = 7_615_616_512 - 152064 * 3584  # without the output layer, with a head for one number
+    labels = read_config(dense).num_labels
+    assert items["weights"] == 2 * (body + labels * 3584)
+    assert items["activations of a batch"] > measure_prefill(dense, 2, 2048, torch.bfloat16) / 2
+    assert [shortage.what for shortage in plan.shortages] == ["GPUs"]  # 4 + 4 + 1 of 8
 
 
 def test_on_a_cpu_tensors_that_come_and_go_leave_gaps(dense):

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 from run_settings import policy_settings
 
+import raylight as rl
 from raylight import doctor_report
 from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.planning.plan import PlannedTeacher
+from raylight.planning.reward_model import PlannedRewardModel
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer import memory_check
-from raylight.trainer.settings import ResolvedSettings, ServingSettings
+from raylight.trainer.settings import ResolvedSettings, RewardModelSettings, ServingSettings
 
 
 @pytest.fixture
@@ -77,6 +79,22 @@ def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -
     engine = EngineConfig(kind="transformers")
     memory_check.check_memory(policy_settings(str(STARTER_MODEL), engine, training={"teacher": teacher}))
     assert planned == [PlannedTeacher(model, teacher.engine)]
+
+
+def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, 10)
+    planned = []
+
+    def make_plan(run: Any, *_: Any, **__: Any) -> Any:
+        planned.extend(run.reward_models)
+        return SimpleNamespace(shortages=())
+
+    monkeypatch.setattr("raylight.planning.plan.make_plan", make_plan)
+    engine = EngineConfig(args={"max_batch_tokens": 64})
+    scored = RewardModelSettings(rl.reward_model(model), ServingSettings(model, engine, "reward-model"))
+    policy = policy_settings(str(STARTER_MODEL), EngineConfig(kind="transformers"), reward_models=(scored,))
+    memory_check.check_memory(policy)
+    assert planned == [PlannedRewardModel(model, engine)]
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
