@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raylight.http.errors import RequestError
-from raylight.tinker.losses import LOSSES, TARGETS
+from raylight.tinker.losses import LOSSES, RATIO_MASK, TARGETS
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,3 +101,5 @@ def _check_datum(place: str, datum: Datum, loss: str, vocabulary: int, max_token
             check_tokens(where, values, vocabulary, max_tokens)
         elif not np.isfinite(values).all():
             raise RequestError(f"{where}: a value is not finite")
+        if name == RATIO_MASK and not values.any():
+            raise RequestError(f"{where}: it marks no token; set it to 1 for the sampled tokens")

@@ -18,7 +18,7 @@ from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.tinker.datums import Batch, Datum
-from raylight.tinker.losses import LOSSES, TARGETS
+from raylight.tinker.losses import LOSSES, ROWS, TARGETS
 from raylight.tinker.requests import AdamParams, LoraSpec
 
 ALPHA = 32.0
@@ -245,10 +245,9 @@ class LoraTrainer:
     def _inputs(self, rows: Sequence[Datum]) -> dict[str, torch.Tensor]:
         """Return the inputs of the loss that all rows have, each as one tensor, row after row."""
         names = set.intersection(*({*row.inputs} for row in rows)) - {TARGETS}
-        return {
-            name: torch.from_numpy(np.concatenate([row.inputs[name] for row in rows])).to(self._device)
-            for name in names
-        }
+        arrays = {name: np.concatenate([row.inputs[name] for row in rows]) for name in names}
+        arrays[ROWS] = np.repeat(np.arange(len(rows)), [len(row.tokens) for row in rows])
+        return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
 
 
 def linear_layers(module: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Losses of the Tinker API, by name. Each returns one value per token; a call's loss is their sum.
 
-Formulas: https://tinker-docs.thinkingmachines.ai/losses. The functions use tensors' own methods only, so that
-this file needs no torch, and requests can be checked where it is not loaded.
+Formulas: https://tinker-docs.thinkingmachines.ai/tinker/losses. The functions use tensors' own methods only,
+so that this file needs no torch, and requests can be checked where it is not loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TARGETS = "target_tokens"
+RATIO_MASK = "sequence_ratio_mask"
+ROWS = "rows"
+"""Input that the trainer adds: for each token, the number of its example in the pass, int64."""
 Inputs = Mapping[str, Any]
 """Tensors by name, each with one value per token."""
 TokenLoss = Callable[[Any, Inputs, Mapping[str, float]], Any]
@@ -42,9 +45,19 @@ def importance_sampling(logprobs: Any, inputs: Inputs, settings: Mapping[str, fl
 
 def ppo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
     """Return the clipped surrogate loss of PPO (https://arxiv.org/abs/1707.06347)."""
-    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
-    clipped = _clip(ratio, inputs, settings)
-    return _weighted(-(ratio * advantages).minimum(clipped * advantages), inputs)
+    return _surrogate(_ratio(logprobs, inputs), inputs, settings)
+
+
+def gspo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the loss of GSPO-token (https://arxiv.org/abs/2507.18071): PPO's, with one ratio for all tokens
+    of an example, the geometric mean over those that the mask marks. The gradient is that of a token's own.
+    """
+    own, rows = logprobs.detach(), inputs[ROWS]
+    marked = (inputs[RATIO_MASK] != 0).to(own.dtype)
+    zeros = own.new_zeros(int(rows[-1]) + 1)
+    sums = zeros.index_add(0, rows, (own - inputs["logprobs"]) * marked)
+    means = sums / zeros.index_add(0, rows, marked)
+    return _surrogate((means[rows] + logprobs - own).exp(), inputs, settings)
 
 
 def cispo(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
@@ -61,6 +74,12 @@ def dro(logprobs: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
 
 def _ratio(logprobs: Any, inputs: Inputs) -> Any:
     return (logprobs - inputs["logprobs"]).exp()
+
+
+def _surrogate(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
+    """Return the lower bound of the clipped and the unclipped objective, as a loss."""
+    advantages, clipped = inputs["advantages"], _clip(ratio, inputs, settings)
+    return _weighted(-(ratio * advantages).minimum(clipped * advantages), inputs)
 
 
 def _clip(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
@@ -81,6 +100,7 @@ LOSSES: Mapping[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, ("weights",)),
     "importance_sampling": Loss(importance_sampling, SAMPLED, ("weights",)),
     "ppo": Loss(ppo, SAMPLED, CLIPPED, {LOW: 0.8, HIGH: 1.2}),
+    "gspo": Loss(gspo, (*SAMPLED, RATIO_MASK), CLIPPED, {LOW: 0.8, HIGH: 1.2}),
     "cispo": Loss(cispo, SAMPLED, CLIPPED, {LOW: 0.0, HIGH: 4.0}),
     "dro": Loss(dro, SAMPLED, ("weights",), {"beta": 0.05}),
 }

@@ -30,6 +30,14 @@ def test_a_batch_has_the_complete_settings_of_its_loss() -> None:
     ("message", "loss", "inputs", "tokens", "settings"),
     [
         ("there is no loss 'sft'; there are cross_entropy", "sft", {}, TOKENS, {}),
+        ("gspo needs sequence_ratio_mask", "gspo", POLICY, TOKENS, {}),
+        (
+            "sequence_ratio_mask: it marks no token",
+            "gspo",
+            {**POLICY, "sequence_ratio_mask": FLOATS * 0},
+            TOKENS,
+            {},
+        ),
         ("ppo has no setting 'beta'; it has clip_low", "ppo", POLICY, TOKENS, {"beta": 1.0}),
         ("importance_sampling has no setting", "importance_sampling", POLICY, TOKENS, {"beta": 1.0}),
         ("beta is not finite", "dro", POLICY, TOKENS, {"beta": float("nan")}),

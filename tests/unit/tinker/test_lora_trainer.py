@@ -34,8 +34,12 @@ def make_batch(loss: str, seed: int = 0, **settings: float) -> Batch:
     draw = np.random.default_rng(seed)
 
     def datum(length: int) -> Datum:
-        inputs = {"target_tokens": draw.integers(0, VOCABULARY, length), "weights": draw.random(length)}
+        inputs: dict[str, np.ndarray] = {
+            "target_tokens": draw.integers(0, VOCABULARY, length),
+            "weights": draw.random(length),
+        }
         if loss != "cross_entropy":
+            inputs |= {"sequence_ratio_mask": np.arange(length) >= length // 3} if loss == "gspo" else {}
             inputs |= {"logprobs": draw.normal(-5.6, 0.5, length), "advantages": draw.normal(0, 1, length)}
         tokens = draw.integers(0, VOCABULARY, length)
         return Datum(tokens, {n: v if n == "target_tokens" else v.astype("f4") for n, v in inputs.items()})
@@ -72,6 +76,9 @@ class PlainModel:
             return -(logprobs * weights).sum()
         sampled, advantages = inputs["logprobs"], inputs["advantages"]
         ratio = torch.exp(logprobs - sampled)
+        if batch.loss == "gspo":
+            log_ratio = (logprobs - sampled).detach()[inputs["sequence_ratio_mask"] != 0].mean()
+            ratio = torch.exp(log_ratio + logprobs - logprobs.detach())
         if batch.loss == "importance_sampling":
             return -(ratio * advantages * weights).sum()
         if batch.loss == "dro":
@@ -117,6 +124,7 @@ def randomized(trainer: LoraTrainer, model_id: str, rank: int, seed: int) -> dic
         ("cross_entropy", {}),
         ("importance_sampling", {}),
         ("ppo", {"clip_high_threshold": 1.1}),
+        ("gspo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
         ("cispo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.2}),
         ("dro", {}),
     ],
