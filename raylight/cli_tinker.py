@@ -48,6 +48,14 @@ def tinker(
     session_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds without a heartbeat after which a client's session ends.")
     ] = 300.0,
+    stable_reinforce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOSS",
+            help="Loss that trains requests for stable_reinforce, which only Tinker's own service defines: "
+            "importance_sampling, ppo, cispo or dro. Without it they are rejected.",
+        ),
+    ] = None,
     learner_cpus: Annotated[float, typer.Option(min=0, help="CPUs of the trainer.")] = 0.5,
     learner_gpus: Annotated[float, typer.Option(min=0, max=1, help="GPUs of the trainer.")] = 0.0,
     replicas: Replicas = 1,
@@ -86,6 +94,7 @@ def tinker(
             "max_samplers": max_samplers,
             "max_rank": max_rank,
             "session_timeout_s": session_timeout,
+            "stable_reinforce": stable_reinforce,
             "learner_cpus": learner_cpus,
             "learner_gpus": learner_gpus,
         },

@@ -174,7 +174,10 @@ def _cancel(service: TinkerService, body: bodies.CancelFuture) -> Fields:
 
 
 def _open_session(service: TinkerService) -> Fields:
-    return {"type": "create_session", "session_id": service.sessions.open(), "info_message": UNEMBED}
+    message, substitute = UNEMBED, service.settings.stable_reinforce
+    if substitute is not None:
+        message += f"; it trains requests for stable_reinforce with {substitute}"
+    return {"type": "create_session", "session_id": service.sessions.open(), "info_message": message}
 
 
 def _renew(service: TinkerService, body: bodies.SessionHeartbeat) -> Fields:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raylight.http.errors import RequestError
-from raylight.tinker.losses import LOSSES, RATIO_MASK, TARGETS
+from raylight.tinker.losses import LOSSES, RATIO_MASK, REFUSED, TARGETS
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,8 @@ def check_batch(
         RequestError: the loss is unknown, or an input is missing, unknown, of another length than the tokens,
             not finite, or out of the vocabulary.
     """
+    if reason := REFUSED.get(loss):
+        raise RequestError(f"loss_fn: {reason}")
     known = LOSSES.get(loss)
     if known is None:
         raise RequestError(f"loss_fn: there is no loss {loss!r:.80}; there are {', '.join(LOSSES)}")

@@ -104,3 +104,15 @@ LOSSES: Mapping[str, Loss] = {
     "cispo": Loss(cispo, SAMPLED, CLIPPED, {LOW: 0.0, HIGH: 4.0}),
     "dro": Loss(dro, SAMPLED, ("weights",), {"beta": 0.05}),
 }
+
+STABLE_REINFORCE = "stable_reinforce"
+SUBSTITUTES = tuple(name for name, loss in LOSSES.items() if loss.required == SAMPLED)
+"""Losses that can train requests for `stable_reinforce`: they need the same inputs."""
+REFUSED: Mapping[str, str] = {
+    STABLE_REINFORCE: (
+        "only Tinker's own service defines stable_reinforce; choose another loss, or start the server with "
+        "--stable-reinforce ppo, which trains such requests with ppo"
+    ),
+    "custom": "custom losses are computed by the client; call forward_backward_custom",
+}
+"""Losses of the SDK that the server does not compute, and the reason."""

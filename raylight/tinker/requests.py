@@ -180,7 +180,7 @@ class SampleBody(TinkerBody):
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_logprobs_last_n: None = None
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: bool | None = None
 
 
 class RetrieveFuture(TinkerBody):

@@ -98,6 +98,8 @@ class SamplingClients:
 
     def sample(self, body: SampleBody) -> str:
         """Sample responses to a prompt; return the request's id."""
+        if body.record_stability_info:
+            self._settings.check_stability_info()
         if body.sampling_session_id is not None:
             path = self.get(body.sampling_session_id).path
         else:

@@ -20,6 +20,7 @@ from raylight.config import EngineConfig
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.serving.deploy.ingress import LOOPBACK
 from raylight.serving.local_endpoint import ThreadServer, listen
+from raylight.tinker.losses import SUBSTITUTES
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import LossGuard, component_stack
@@ -60,6 +61,9 @@ class TinkerConfig(Config):
     """GPUs of the trainer."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1, le=2**24)
     """Tokens of one pass of the trainer, padding included; a longer example is a pass of its own."""
+    stable_reinforce: str | None = None
+    """Loss that trains requests for `stable_reinforce`, which only Tinker's own service defines. None: they
+    are rejected."""
 
     @field_validator("api_key")
     @classmethod
@@ -67,6 +71,13 @@ class TinkerConfig(Config):
         if key is not None and not key.startswith(KEY_PREFIX):
             raise ValueError(f"the SDK sends only keys that begin with {KEY_PREFIX}; choose such a key")
         return key
+
+    @field_validator("stable_reinforce")
+    @classmethod
+    def _check_substitute(cls, loss: str | None) -> str | None:
+        if loss is not None and loss not in SUBSTITUTES:
+            raise ValueError(f"{loss!r:.80} cannot stand in for it; choose {', '.join(SUBSTITUTES)}")
+        return loss
 
 
 def serve_tinker(
@@ -208,6 +219,7 @@ def _describe(model: ServingSettings, config: TinkerConfig, name: str) -> Any:
         max_rank=config.max_rank,
         max_models=config.max_models,
         lease_s=config.session_timeout_s,
+        stable_reinforce=config.stable_reinforce,
     )
 
 

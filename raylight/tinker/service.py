@@ -84,7 +84,8 @@ class TinkerService:
         limits = self.settings.vocabulary, self.settings.max_model_len
 
         def prepare() -> Work:
-            batch = check_batch(read_data(message), message.loss_fn, read_settings(message), *limits)
+            loss = self.settings.resolve_loss(message.loss_fn)
+            batch = check_batch(read_data(message), loss, read_settings(message), *limits)
 
             async def compute() -> ResultBody:
                 call = self._trainer.forward_backward(model_id, batch, not message.forward_only)

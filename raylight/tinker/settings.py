@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raylight.http.errors import RequestError
+from raylight.tinker.losses import REFUSED, STABLE_REINFORCE
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class TinkerSettings:
         max_samples: responses that may wait or be sampled at a time.
         kept_samplers: weights without a name that are kept for each model, for sampling.
         lease_s: seconds without a heartbeat after which a session ends.
+        stable_reinforce: loss that trains requests for `stable_reinforce`; None: they are rejected.
     """
 
     base_model: str
@@ -32,6 +34,7 @@ class TinkerSettings:
     max_samples: int = 4096
     kept_samplers: int = 8
     lease_s: float = 300.0
+    stable_reinforce: str | None = None
 
     def check_base_model(self, name: str) -> None:
         """Check that a client asks for this model.
@@ -43,3 +46,17 @@ class TinkerSettings:
             raise RequestError(
                 f"base_model: this server has no model {name!r:.200}; it has {self.base_model!r}"
             )
+
+    def resolve_loss(self, name: str) -> str:
+        """Return the name of the loss that trains requests for a loss."""
+        return (self.stable_reinforce or name) if name == STABLE_REINFORCE else name
+
+    def check_stability_info(self) -> None:
+        """Check that requests for `stable_reinforce` are trained, for which clients ask to record stability
+        information. No loss here reads it.
+
+        Raises:
+            RequestError: they would be rejected.
+        """
+        if self.stable_reinforce is None:
+            raise RequestError(f"record_stability_info: {REFUSED[STABLE_REINFORCE]}")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from local_server import KEY, NAME
 
+PROMPT = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
@@ -73,8 +74,7 @@ def test_the_oldest_weights_without_a_name_are_dropped(http: httpx.Client, sessi
         answer = result(http, http.post("/save_weights_for_sampler", json=body))
         samplers.append(answer["sampling_session_id"])
     assert [http.get(f"/samplers/{name}").status_code for name in samplers] == [404, 200, 200]
-    prompt = {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]}
-    body = {"prompt": prompt, "sampling_params": {"max_tokens": 2}, "seq_id": 0}
+    body = {"prompt": PROMPT, "sampling_params": {"max_tokens": 2}, "seq_id": 0}
     assert http.post("/asample", json=body | {"sampling_session_id": samplers[0]}).status_code == 404
     sampled = http.post("/asample", json=body | {"sampling_session_id": samplers[1]})
     answer = http.post("/retrieve_future", json={"request_id": sampled.json()["request_id"]})
@@ -104,6 +104,12 @@ def test_the_oldest_weights_without_a_name_are_dropped(http: httpx.Client, sessi
             {"prompt": {"chunks": []}, "sampling_params": {}, "topk_prompt_logprobs": 3},
             422,
             "topk",
+        ),
+        (
+            "/asample",
+            {"prompt": PROMPT, "sampling_params": {}, "base_model": NAME, "record_stability_info": True},
+            400,
+            "--stable-reinforce",
         ),
         ("/load_weights", {"path": "tinker://a/weights/b", "optimizer": True}, 400, "model_id: give it"),
     ],

@@ -1,4 +1,5 @@
-"""tinker-cookbook's own `rl_loop` trains against `raylight tinker`, unchanged, and learns.
+"""tinker-cookbook's own `rl_loop` trains against `raylight tinker`, unchanged and with its default loss, and
+learns.
 
 It finds the model's tokenizer and the dataset as folders in its working directory, under the names that it
 asks the Hugging Face hub for. It continues from a checkpoint, as after an interruption: an adapter that knows
@@ -87,6 +88,7 @@ def test_rl_loop_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     questions = write_dataset(tmp_path / "openai" / "gsm8k")
     shared = {CLUSTER_VARIABLE: "tinker-rl-loop"}
     options = ["--model", NAME, "--port", "0", "--api-key", KEY, "--engine=transformers"]
+    options += ["--stable-reinforce", "ppo"]
     with serve(*options, env=shared, command="tinker") as server:
         state = teach_format(server.url, questions)
         log = tmp_path / "log"
@@ -109,7 +111,6 @@ def run_rl_loop(url: str, log: Path) -> None:
         "base_url": url,
         "log_path": log,
         "model_name": NAME,
-        "loss_fn": "importance_sampling",
         "batch_size": PROBLEMS,
         "group_size": GROUP,
         "learning_rate": 1e-2,

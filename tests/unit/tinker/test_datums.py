@@ -30,6 +30,8 @@ def test_a_batch_has_the_complete_settings_of_its_loss() -> None:
     ("message", "loss", "inputs", "tokens", "settings"),
     [
         ("there is no loss 'sft'; there are cross_entropy", "sft", {}, TOKENS, {}),
+        ("Tinker's own service defines stable_reinforce", "stable_reinforce", POLICY, TOKENS, {}),
+        ("call forward_backward_custom", "custom", POLICY, TOKENS, {}),
         ("gspo needs sequence_ratio_mask", "gspo", POLICY, TOKENS, {}),
         (
             "sequence_ratio_mask: it marks no token",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raylight.tinker.losses import LOSSES, RATIO_MASK, ROWS
+from raylight.tinker.losses import LOSSES, RATIO_MASK, ROWS, SUBSTITUTES
 
 LENGTHS = (1, 7, 12, 4)
 Example = dict[str, Tensor]
@@ -94,3 +94,7 @@ def test_gspo_clips_examples_and_ppo_tokens() -> None:
     for name, gradient in (("gspo", [-1.0, 1.0]), ("ppo", [0.0, 0.0])):
         total = LOSSES[name].function(policy, inputs, LOSSES[name].settings).sum()
         assert torch.autograd.grad(total, policy)[0].tolist() == pytest.approx(gradient)
+
+
+def test_substitutes_of_stable_reinforce_take_its_inputs() -> None:
+    assert SUBSTITUTES == ("importance_sampling", "ppo", "cispo", "dro")
