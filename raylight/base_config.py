@@ -12,6 +12,8 @@ from raylight.errors import ConfigError
 
 MAX_SHOWN = 120
 """Characters of a wrong value that an error message shows."""
+SECRET = ("key", "password", "token")
+"""Endings of the names of settings whose values no message shows."""
 
 
 class Config(BaseModel):
@@ -75,7 +77,10 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
             )
             phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
         else:
-            phrases.append(f"{cls.__name__}.{name}: {item['msg']} (got {excerpt(item.get('input'))})")
+            place = ".".join(part for part in (cls.__name__, name) if part)
+            # a key stays secret, and so do those among all settings, to which an error without a name refers
+            shown = f" (got {excerpt(item.get('input'))})" if name and not name.endswith(SECRET) else ""
+            phrases.append(f"{place}: {item['msg'].removeprefix('Value error, ')}{shown}")
     return "; ".join(phrases)
 
 

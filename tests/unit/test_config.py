@@ -53,6 +53,15 @@ def test_a_value_that_does_not_fit_is_an_error_that_shows_it(wrong: dict) -> Non
     assert repr(value) in str(caught.value)
 
 
+def test_an_error_shows_no_key() -> None:
+    """A key that is wrong itself, and one among settings that do not fit together."""
+    with pytest.raises(ConfigError, match=r"^EngineConfig\.api_key: Input should be a valid string$"):
+        EngineConfig(api_key=["s3cret"])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^EngineConfig: kind is 'upstream' and url is missing") as caught:
+        EngineConfig(kind="upstream", api_key="s3cret")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_settings_come_from_nothing_a_dict_or_an_instance() -> None:
     assert RunnerConfig.parse(None) == RunnerConfig()
     assert RunnerConfig.parse({"n": 4}).n == 4
