@@ -63,6 +63,11 @@ def check_batch(
         raise RequestError("data: there is no datum; send at least one")
     for i, datum in enumerate(data):
         _check_datum(f"data[{i}]", datum, loss, vocabulary, max_tokens)
+        if unlike := sorted(datum.inputs.keys() ^ data[0].inputs.keys()):
+            raise RequestError(
+                f"data[{i}].loss_fn_inputs: {unlike[0]} is in only one of this datum and data[0]; give all "
+                "data the same inputs"
+            )
     return Batch(data, loss, {**known.settings, **settings})
 
 

@@ -13,7 +13,7 @@ from raylight.tinker.datums import Datum, check_batch
 TOKENS = np.arange(4)
 FLOATS = np.ones(4, np.float32)
 INFINITE = np.full(4, np.inf, np.float32)
-POLICY = {"target_tokens": TOKENS, "logprobs": FLOATS, "advantages": FLOATS}
+POLICY: dict[str, Any] = {"target_tokens": TOKENS, "logprobs": FLOATS, "advantages": FLOATS}
 
 
 def check(loss: str, inputs: dict[str, Any], tokens: Any = TOKENS, **settings: float) -> Any:
@@ -77,3 +77,10 @@ def test_what_does_not_fit_is_refused(
 def test_a_batch_without_examples_is_refused() -> None:
     with pytest.raises(RequestError, match="there is no datum"):
         check_batch([], "ppo", {}, 10, 8)
+
+
+def test_all_data_have_the_same_inputs() -> None:
+    """Weights of some only would be dropped."""
+    data = [Datum(TOKENS, inputs) for inputs in (POLICY, POLICY, {**POLICY, "weights": FLOATS})]
+    with pytest.raises(RequestError, match=r"data\[2\].loss_fn_inputs: weights is in only one"):
+        check_batch(data, "ppo", {}, 10, 8)
