@@ -34,13 +34,17 @@ def tinker(
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the checkpoints, which outlive the server.")
     ] = Path("outputs/tinker"),
-    host: Host = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port of the API; 0: any free one.")
     ] = 8080,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="TINKER_API_KEY", help="API key that clients must send; it begins with tml-."),
+        typer.Option(
+            envvar="TINKER_API_KEY",
+            help="API key that clients must send; it begins with tml-. By default any on loopback, and a new "
+            "one, which is shown, elsewhere.",
+        ),
     ] = None,
     max_models: Annotated[int, typer.Option(min=1, help="Adapters that may be in training at a time.")] = 8,
     max_samplers: Annotated[int, typer.Option(min=1, help="Adapters that the engines have at a time.")] = 8,
@@ -72,7 +76,8 @@ def tinker(
     --set takes engine.NAME, engine.args.NAME for an argument of the engine itself, and tinker.NAME.
     """
     from raylight.config import EngineConfig
-    from raylight.tinker.serve import TinkerConfig, serve_tinker
+    from raylight.errors import ConfigError
+    from raylight.tinker.serve import UPSTREAM, TinkerConfig, serve_tinker
 
     import_from_here()
     settings: dict[str, Any] = {
@@ -100,5 +105,7 @@ def tinker(
         },
     }
     apply_assignments(assignments, settings)
+    if settings["engine"]["kind"] == "upstream":  # before its URL is asked for
+        raise ConfigError(UPSTREAM)
     engine_config, config = EngineConfig(**settings["engine"]), TinkerConfig(**settings["tinker"])
     serve_tinker(model, engine_config, config, name=name, address=address)

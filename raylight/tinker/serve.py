@@ -32,6 +32,7 @@ from raylight.trainer.settings import ServingSettings
 KEY_PREFIX = "tml-"
 """Beginning of the keys that the SDK sends."""
 INSTALL = "pip install 'raylight[tinker]'"
+UPSTREAM = "an upstream model cannot be trained; choose the engine transformers or vllm"
 MODEL = "base"
 """Name under which the engines serve the model without an adapter."""
 
@@ -76,7 +77,7 @@ class TinkerConfig(Config):
     @classmethod
     def _check_substitute(cls, loss: str | None) -> str | None:
         if loss is not None and loss not in SUBSTITUTES:
-            raise ValueError(f"{loss!r:.80} cannot stand in for it; choose {', '.join(SUBSTITUTES)}")
+            raise ValueError(f"this loss cannot stand in for it; choose {', '.join(SUBSTITUTES)}")
         return loss
 
 
@@ -107,7 +108,7 @@ def serve_tinker(
         raise ConfigError(f"the Tinker API needs the messages of the SDK ({error}): {INSTALL}") from None
     serving = fixed_model(model, engine)
     if not serving.model_path:
-        raise ConfigError("an upstream model cannot be trained; choose the engine transformers or vllm")
+        raise ConfigError(UPSTREAM)
     key = config.api_key
     if key is None and config.host not in LOOPBACK:
         key = f"{KEY_PREFIX}{secrets.token_hex(20)}"
