@@ -147,6 +147,49 @@ def test_a_custom_loss_trains(service: Any) -> None:
     assert totals[-1] > totals[0] + 1
 
 
+def gspo(data: list[Any], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
+    """Compute Tinker's formula of GSPO in the client."""
+    import torch
+
+    losses = []
+    for datum, policy in zip(data, logprobs, strict=True):
+        inputs = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
+        marked = inputs["sequence_ratio_mask"] != 0
+        mean = (policy.detach() - inputs["logprobs"])[marked].mean()
+        ratio, advantages = torch.exp(mean + policy - policy.detach()), inputs["advantages"]
+        losses.append(-torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum())
+    return torch.stack(losses).sum(), {}
+
+
+def test_a_loss_of_the_client_equals_that_of_the_server(service: Any) -> None:
+    from tinker import types
+
+    draw = np.random.default_rng(0)
+    data = []
+    for length in (4, 9, 6):
+        inputs = {
+            "target_tokens": draw.integers(0, 256, length),
+            "logprobs": draw.normal(-5.6, 0.3, length).astype(np.float32),
+            "advantages": draw.normal(0, 1, length).astype(np.float32),
+            "sequence_ratio_mask": (np.arange(length) > 1).astype(np.float32),
+        }
+        tokens = types.ModelInput.from_ints(draw.integers(0, 256, length).tolist())
+        data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
+    results: list[float] = []
+    for custom in (True, False):
+        client = service.create_lora_training_client(NAME, rank=2, seed=0).result()
+        for _ in range(2):
+            passed = (
+                client.forward_backward_custom(data, gspo)
+                if custom
+                else client.forward_backward(data, "gspo")
+            ).result()
+            norm = client.optim_step(adam()).result().metrics["grad_norm"]
+            results += [passed.metrics["loss:sum"], norm]
+    assert results[:4] == pytest.approx(results[4:], rel=1e-4)
+    assert results[0] != pytest.approx(results[2], rel=1e-3)
+
+
 def weighted(tokens: Any, targets: np.ndarray) -> Any:
     from tinker import types
 
