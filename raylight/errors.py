@@ -212,6 +212,10 @@ class LearnerLostError(LearnerError):
     """A learner rank died, hung, or lost its connection to the others; a restart of all ranks may cure it."""
 
 
+class AdapterLostError(LearnerError):
+    """An adapter in training is gone, because its trainer died and was started again."""
+
+
 class LearnerMemoryError(LearnerError):
     """A learner rank ran out of memory, and would again with the same settings."""
 

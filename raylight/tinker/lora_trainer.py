@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from raylight.config import LoraConfig
 from raylight.engines.protocol import LoraAdapter
-from raylight.errors import ConfigError, DeviceMemoryError, NonFiniteGradientError
+from raylight.errors import AdapterLostError, ConfigError, DeviceMemoryError, NonFiniteGradientError
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
@@ -45,7 +45,8 @@ class Tenant:
 
 
 class LoraTrainer:
-    """A causal language model with an adapter for each tenant.
+    """A causal language model with an adapter for each tenant. All methods that use an adapter raise
+    AdapterLostError if it is not there.
 
     Args:
         model_path: folder of the model.
@@ -156,7 +157,7 @@ class LoraTrainer:
         """Return the adapter of a tenant."""
         from peft import get_peft_model_state_dict
 
-        tenant = self._tenants[model_id]
+        tenant = self._tenant(model_id)
         state = get_peft_model_state_dict(self._peft, adapter_name=tenant.key)
         config = self._peft.peft_config[tenant.key].to_dict()
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
@@ -165,7 +166,7 @@ class LoraTrainer:
 
     def export_optimizer(self, model_id: str) -> dict[str, np.ndarray]:
         """Return the state of a tenant's optimizer: arrays by the number of the parameter and their name."""
-        state = self._tenants[model_id].optimizer.state_dict()["state"]
+        state = self._tenant(model_id).optimizer.state_dict()["state"]
         return {
             f"{number}.{name}": torch.as_tensor(value).detach().cpu().numpy().copy()
             for number, values in state.items()
@@ -183,7 +184,7 @@ class LoraTrainer:
         """
         from peft import set_peft_model_state_dict
 
-        tenant = self._tenants[model_id]
+        tenant = self._tenant(model_id)
         own = self.export(model_id).weights
         if {name: array.shape for name, array in own.items()} != {
             name: array.shape for name, array in adapter.weights.items()
@@ -203,8 +204,13 @@ class LoraTrainer:
             state.setdefault(int(number), {})[name] = torch.tensor(array)
         tenant.optimizer.load_state_dict(tenant.optimizer.state_dict() | {"state": state})
 
+    def _tenant(self, model_id: str) -> Tenant:
+        if (tenant := self._tenants.get(model_id)) is None:
+            raise AdapterLostError("the trainer has died and was started again")
+        return tenant
+
     def _activate(self, model_id: str) -> Tenant:
-        tenant = self._tenants[model_id]
+        tenant = self._tenant(model_id)
         self._peft.set_adapter(tenant.key)
         return tenant
 

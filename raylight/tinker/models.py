@@ -45,6 +45,7 @@ class TenantModel:
 
     Attributes:
         last_request_at: seconds since the epoch.
+        lost: reason for which its adapter is gone; None: it is there.
     """
 
     model_id: str
@@ -53,6 +54,7 @@ class TenantModel:
     user_metadata: dict[str, Any] | None
     turns: ModelTurns
     last_request_at: float = field(default_factory=time.time)
+    lost: str | None = None
 
 
 class Models:
@@ -80,7 +82,7 @@ class Models:
         Raises:
             RequestError: 429, there are as many as there may be.
         """
-        if len(self._models) >= self._limit:
+        if len([model for model in self._models.values() if model.lost is None]) >= self._limit:
             raise RequestError(
                 f"{self._limit} models are in training, as many as this server trains at a time; close "
                 "another client, or start the server with a higher --max-models",
@@ -95,7 +97,7 @@ class Models:
         """Return a model.
 
         Raises:
-            RequestError: 404, there is none of this id.
+            RequestError: 404, there is none of this id, or its adapter is lost.
         """
         if (model := self._models.get(model_id)) is None:
             raise RequestError(
@@ -103,6 +105,8 @@ class Models:
                 "has ended",
                 404,
             )
+        if model.lost is not None:
+            raise RequestError(f"model_id: {model.lost}", 404)
         model.last_request_at = time.time()
         return model
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cachetools import LRUCache, TTLCache
 
-from raylight.errors import CheckpointError, ConfigError, NonFiniteGradientError
+from raylight.errors import AdapterLostError, CheckpointError, ConfigError, NonFiniteGradientError
 from raylight.http.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def json_answer(fields: Mapping[str, Any]) -> ResultBody:
 def failure(error: BaseException) -> ResultBody:
     """Return the result of a failed request, in the SDK's form."""
     category = "user" if isinstance(error, USER_ERRORS) else "server"
-    if category == "server":
+    if category == "server" and not isinstance(error, AdapterLostError):  # which was logged once
         logger.error("a request of the Tinker API failed", exc_info=error)
     text = str(error) if category == "user" else f"{type(error).__name__}: {error}"
     return json_answer({"error": text, "category": category})

@@ -163,6 +163,7 @@ async def _serve(
         serving = Serving(run, model, secret, None, show, owns_cluster)
         await serving.open(stack)
         serving.prepare(seed=0)
+        limit = model.engine.start_timeout_s
         trainer = TrainerClient(
             run,
             model.model_path,
@@ -170,11 +171,11 @@ async def _serve(
             config.max_tokens_per_micro_batch,
             config.learner_cpus,
             config.learner_gpus,
+            limit,
         )
         stack.callback(trainer.stop)
         show(f"starting the {model.engine.kind} engine and the trainer")
-        limit = model.engine.start_timeout_s
-        url, _ = await asyncio.gather(serving.start(), trainer.wait_ready(limit))
+        url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())
         checkpoints = Checkpoints(folder)
 
         async def fetch(path: str) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raylight.errors import LearnerLostError
+from raylight.errors import AdapterLostError, LearnerLostError
 from raylight.http.errors import RequestError
 from raylight.tinker import requests as bodies
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
@@ -88,8 +88,8 @@ class TinkerService:
             batch = check_batch(read_data(message), loss, read_settings(message), *limits)
 
             async def compute() -> ResultBody:
-                call = self._trainer.forward_backward(model_id, batch, not message.forward_only)
-                loss, logprobs = await self._train(call)
+                call = self._trainer.forward_backward
+                loss, logprobs = await self._train(model, call, batch, not message.forward_only)
                 return ResultBody(write_forward_backward(loss, logprobs), PROTOBUF)
 
             return compute
@@ -98,12 +98,13 @@ class TinkerService:
 
     def optim_step(self, body: bodies.OptimStep) -> Accepted:
         """Take a step of the optimizer."""
+        model = self.models.get(body.model_id)
 
         async def step() -> ResultBody:
-            metrics = await self._train(self._trainer.optim_step(body.model_id, body.adam_params))
+            metrics = await self._train(model, self._trainer.optim_step, body.adam_params)
             return json_answer({"metrics": metrics, "type": "optim_step"})
 
-        return self._submit(self.models.get(body.model_id), body.seq_id, lambda: step)
+        return self._submit(model, body.seq_id, lambda: step)
 
     # checkpoints
 
@@ -115,7 +116,7 @@ class TinkerService:
             path = CheckpointPath.of(model.model_id, "weights", body.path or f"state-{uuid.uuid4().hex}")
 
             async def save() -> ResultBody:
-                optimizer = await self._train(self._trainer.export_optimizer(model.model_id))
+                optimizer = await self._train(model, self._trainer.export_optimizer)
                 await self._save(model, path, optimizer, body.ttl_seconds, body.overwrite)
                 return json_answer({"path": str(path), "type": "save_weights"})
 
@@ -157,7 +158,7 @@ class TinkerService:
             self.settings.check_base_model(self.checkpoints.record(path).base_model)
 
             async def load() -> ResultBody:
-                await self._load(model.model_id, path, body.optimizer)
+                await self._load(model, path, body.optimizer)
                 return json_answer({"path": str(path), "model_id": model.model_id, "type": "load_weights"})
 
             return load
@@ -175,7 +176,7 @@ class TinkerService:
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         answer = {"path": str(path), "model_id": model_id, "type": "load_weights"}
         spec = bodies.LoraSpec(**record.lora)
-        load = functools.partial(self._load, model_id, path, body.optimizer)
+        load = functools.partial(self._load, path=path, with_optimizer=body.optimizer)
         return self._create(model_id, body.session_id, spec, body.user_metadata, answer, load)
 
     # ends
@@ -206,7 +207,16 @@ class TinkerService:
     async def _free(self, model: TenantModel) -> None:
         await model.turns.close()
         async with self.models.trainer_lock:
-            await self._train(self._trainer.remove(model.model_id))
+            await self._remove(model.model_id)
+
+    async def _remove(self, model_id: str) -> None:
+        """Remove an adapter from the trainer, unless it is lost."""
+        try:
+            await self._trainer.remove(model_id)
+        except AdapterLostError:
+            logger.info("model %s went with the trainer, before it was removed", model_id)
+        except LearnerLostError as error:
+            self._on_lost(error)
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -223,7 +233,7 @@ class TinkerService:
         spec: bodies.LoraSpec,
         user_metadata: dict[str, Any] | None,
         answer: dict[str, Any],
-        load: Callable[[], Awaitable[None]] | None = None,
+        load: Callable[[TenantModel], Awaitable[None]] | None = None,
     ) -> Accepted:
         """Add an adapter: the request 0 of its model.
 
@@ -237,24 +247,24 @@ class TinkerService:
 
         async def create() -> ResultBody:
             try:
-                await self._train(self._trainer.create(model_id, spec))
+                await self._train(model, self._trainer.create, spec)
                 if load is not None:
-                    await load()
+                    await load(model)
             except Exception:
                 self.models.pop(model_id)
-                await self._trainer.remove(model_id)
+                await self._remove(model_id)
                 raise
             return json_answer(answer)
 
         self.promises.add(accepted["request_id"], model.turns.submit(0, create))
         return accepted
 
-    async def _load(self, model_id: str, path: CheckpointPath, with_optimizer: bool) -> None:
+    async def _load(self, model: TenantModel, path: CheckpointPath, with_optimizer: bool) -> None:
         adapter = await asyncio.to_thread(self.checkpoints.load, path)
         optimizer = None
         if with_optimizer:
             optimizer = await asyncio.to_thread(self.checkpoints.load_optimizer, path)
-        await self._train(self._trainer.load(model_id, adapter, optimizer))
+        await self._train(model, self._trainer.load, adapter, optimizer)
 
     def _submit(self, model: TenantModel, number: int | None, prepare: Callable[[], Work]) -> Accepted:
         """Accept a request of a model, whose number is used up even if `prepare` rejects it.
@@ -281,7 +291,7 @@ class TinkerService:
         ttl_s: int | None,
         overwrite: bool,
     ) -> None:
-        adapter = await self._train(self._trainer.export(model.model_id))
+        adapter = await self._train(model, self._trainer.export)
         await asyncio.to_thread(
             self.checkpoints.save,
             path,
@@ -293,10 +303,21 @@ class TinkerService:
             overwrite=overwrite,
         )
 
-    async def _train(self, call: Awaitable[Any]) -> Any:
-        """Await the trainer."""
-        try:
-            return await call
-        except LearnerLostError as error:
-            self._on_lost(error)
-            raise
+    async def _train(self, model: TenantModel, method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Call a method of the trainer for a model. One whose adapter was lost is not called again."""
+        if model.lost is None:
+            try:
+                return await method(model.model_id, *args)
+            except AdapterLostError as error:
+                model.lost = await self._describe_loss(model.model_id, error)
+                logger.warning(model.lost)
+            except LearnerLostError as error:
+                self._on_lost(error)
+                raise
+        raise AdapterLostError(model.lost)
+
+    async def _describe_loss(self, model_id: str, error: AdapterLostError) -> str:
+        records = await asyncio.to_thread(self.checkpoints.list, model_id)
+        states = [record.path for record in records if CheckpointPath.parse(record.path).kind == "weights"]
+        remedy = f"continue from its last saved state, {states[-1]}" if states else "it has no saved state"
+        return f"the adapter of model {model_id!r} is lost: {error}; {remedy}"

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from raylight.engines.protocol import LoraAdapter
-from raylight.errors import EngineStartError, LearnerLostError, summarize_ray_error
+from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
 from raylight.tinker.datums import Batch
 from raylight.tinker.requests import AdamParams, LoraSpec
 
 TRAINER_NAME = "trainer"
 """Name of the actor, in the namespace of the server."""
+MAX_RESTARTS = 20
+"""Deaths of the trainer after which it is started again."""
 
 
 class TrainerActor:
@@ -41,37 +43,56 @@ class TrainerActor:
 class TrainerClient:
     """The actor as the server calls it; `LoraTrainer` documents the methods.
 
-    The methods raise LearnerLostError too: the actor is gone, and with it all tenants.
+    Ray starts an actor that died again, without the adapters of its tenants. The methods raise
+    AdapterLostError then, and LearnerLostError if it has died too often.
+
+    Args:
+        timeout_s: longest time until the actor has loaded the model.
     """
 
     def __init__(
-        self, namespace: str, model_path: str, dtype: str, max_tokens: int, num_cpus: float, num_gpus: float
+        self,
+        namespace: str,
+        model_path: str,
+        dtype: str,
+        max_tokens: int,
+        num_cpus: float,
+        num_gpus: float,
+        timeout_s: float,
     ) -> None:
+        self._timeout_s = timeout_s
         threads = max(1, round(num_cpus))
         self._actor: Any = (
             ray.remote(TrainerActor)
-            .options(name=TRAINER_NAME, namespace=namespace, num_cpus=num_cpus, num_gpus=num_gpus)
+            .options(
+                name=TRAINER_NAME,
+                namespace=namespace,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                max_restarts=MAX_RESTARTS,
+            )
             .remote(model_path, dtype, max_tokens, threads)
         )
 
-    async def wait_ready(self, timeout: float) -> None:
+    async def wait_ready(self) -> None:
         """Wait until the model is loaded.
 
         Raises:
-            EngineStartError: it cannot be loaded, or not within `timeout` seconds.
+            EngineStartError: it cannot be loaded, or not in time.
         """
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(self._timeout_s):
                 await self._actor.ready.remote()
         except TimeoutError:
             raise EngineStartError(
-                f"the trainer did not start within {timeout:g} s; check that the cluster has the CPUs and "
-                "GPUs that it asks for beside the engine, or raise --start-timeout"
+                f"the trainer did not start within {self._timeout_s:g} s; check that the cluster has the "
+                "CPUs and GPUs that it asks for beside the engine, or raise --start-timeout"
             ) from None
         except RayActorError as error:
             raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None
 
     async def create(self, model_id: str, spec: LoraSpec) -> None:
+        await self._wait_restarted()
         await self._call("create", model_id, spec)
 
     async def remove(self, model_id: str) -> None:
@@ -100,13 +121,29 @@ class TrainerClient:
         """End the actor."""
         ray.kill(self._actor)
 
+    async def _wait_restarted(self) -> None:
+        """Wait until an actor that died has loaded the model again."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._actor.ready.options(max_task_retries=-1).remote()
+        except TimeoutError:
+            raise _lost(f"it did not start again within {self._timeout_s:g} s") from None
+        except RayActorError as error:
+            raise _lost(summarize_ray_error(error)) from None
+
     async def _call(self, method: str, *args: Any) -> Any:
         try:
             return await self._actor.call.remote(method, *args)
         except RayTaskError as error:
             raise error.cause from None
+        except ActorUnavailableError:
+            raise AdapterLostError("the trainer has died and is started again") from None
         except RayActorError as error:
-            raise LearnerLostError(
-                f"the trainer is gone, and with it the adapters in training: {summarize_ray_error(error)}; "
-                "start the server again, and continue from the saved states"
-            ) from None
+            raise _lost(summarize_ray_error(error)) from None
+
+
+def _lost(reason: str) -> LearnerLostError:
+    return LearnerLostError(
+        f"the trainer is gone, and with it the adapters in training: {reason}; start the server again, and "
+        "continue from the saved states"
+    )

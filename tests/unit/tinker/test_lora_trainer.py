@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import build_model
 
-from raylight.errors import ConfigError, NonFiniteGradientError
+from raylight.errors import AdapterLostError, ConfigError, NonFiniteGradientError
 from raylight.tinker.datums import Batch, Datum, check_batch
 from raylight.tinker.lora_trainer import ALPHA, LoraTrainer
 from raylight.tinker.requests import AdamParams, LoraSpec
@@ -247,3 +247,17 @@ def test_a_checkpoint_of_another_rank_is_refused(trainer: LoraTrainer, tmp_path:
     trainer.create("b", LoraSpec(rank=4))
     with pytest.raises(ConfigError, match="another rank"):
         trainer.load("a", trainer.export("b"), None)
+
+
+def test_an_adapter_that_is_not_there_is_lost(trainer: LoraTrainer) -> None:
+    """As after a restart of the trainer's process."""
+    batch = make_batch("cross_entropy")
+    calls = [
+        lambda: trainer.forward_backward("a", batch, True),
+        lambda: trainer.optim_step("a", ADAM),
+        lambda: trainer.export("a"),
+        lambda: trainer.export_optimizer("a"),
+    ]
+    for call in calls:
+        with pytest.raises(AdapterLostError, match="has died"):
+            call()
