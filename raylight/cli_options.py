@@ -28,7 +28,6 @@ Engine = Annotated[
         "name of an engine class, package.module:Engine."
     ),
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on; any but loopback requires an API key.")]
 Replicas = Annotated[int, typer.Option(min=1, help="Number of engine replicas.")]
 ReplicaCpus = Annotated[float, typer.Option(min=0, help="CPUs of a replica.")]
 ReplicaGpus = Annotated[float, typer.Option(min=0, help="GPUs of a replica.")]

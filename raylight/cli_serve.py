@@ -13,7 +13,6 @@ from raylight.cli_options import (
     Assignments,
     Dtype,
     Engine,
-    Host,
     MaxModelLen,
     ModelName,
     Port,
@@ -38,7 +37,9 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="Model name that clients send; the folder's by default.")
     ] = None,
-    host: Host = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback requires an API key.")
+    ] = "127.0.0.1",
     port: Port = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="RAYLIGHT_API_KEY", help="API key that clients must send.")

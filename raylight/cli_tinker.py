@@ -12,7 +12,6 @@ from raylight.cli_options import (
     Assignments,
     Dtype,
     Engine,
-    Host,
     MaxModelLen,
     ModelName,
     Precision,
