@@ -116,7 +116,7 @@ async def test_a_teacher_with_the_answer_scores_as_plain_transformers_does(tmp_p
         await teacher.start()
         scored, metrics = await teacher.score(batch, finished)
         with pytest.raises(TeacherPromptError, match=r"cannot render the messages .*status 400"):
-            await teacher._ask("render_chats", ['{"messages": []}'])
+            await teacher._send("render_chats", ['{"messages": []}'], [1])
     assert scored.teacher_logprobs is not None
     read = []
     for row, item in zip(rows, finished, strict=True):

@@ -32,7 +32,7 @@ async def score() -> float:
         teacher = Teacher("distilled", model, 120.0, "secret", print, True)
         await teacher.open(stack)
         await teacher.start()
-        (tokens,) = await teacher._ask("render_chats", [json.dumps({"messages": MESSAGES})])
+        (tokens,) = await teacher._send("render_chats", [json.dumps({"messages": MESSAGES})], [1])
         scored, _ = await teacher.score(TrainBatch([0.0] * 64, ["g"] * 64, rows, list(range(64))), [])
     tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
     text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)

@@ -10,13 +10,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
-from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from raylight.aio import pause, task_group
-from raylight.errors import RowTooLongError, ServingLostError, TeacherPromptError, summarize_ray_error
+from raylight.aio import task_group
+from raylight.errors import RowTooLongError, TeacherPromptError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.teacher_prompts import (
     ChangedPrompt,
@@ -26,7 +21,7 @@ from raylight.experience.teacher_prompts import (
 )
 from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
-from raylight.trainer.components.serving import Serving
+from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.settings import ServingSettings
 from raylight.trainer.teacher_settings import longest_row
 from raylight.types import FinishedRollout, Trajectory
@@ -35,25 +30,6 @@ MOST_TOKENS = 16_384
 """Tokens of one request; a longer row is a request of its own."""
 REQUESTS_PER_REPLICA = 2
 """Requests in flight for each replica, so that none waits for the next one to arrive."""
-RETRY_DELAY_S = 0.5
-
-
-class TeacherClient:
-    """An actor that divides requests among the replicas.
-
-    Serve's client polls the controller in a thread for as long as its process lives. The driver must not have
-    such a thread: Ray ends a process that uses it after the connection was closed.
-    """
-
-    def __init__(self, app_name: str) -> None:
-        self._handle = serve.get_app_handle(app_name)
-
-    async def ask(self, method: str, items: list[Any]) -> list[Any]:
-        """Call a method of a replica."""
-        try:
-            return await getattr(self._handle, method).remote(items)
-        except RayTaskError as error:  # of the engine
-            raise error.cause from None
 
 
 class Teacher:
@@ -79,19 +55,24 @@ class Teacher:
         owns_cluster: bool,
         prompt: TeacherPrompt | None = None,
     ) -> None:
-        self._name, self._timeout_s, self._show_stage = f"{run_name}-{model.name}", timeout_s, show_stage
-        self._replicas, self._prompt, self._noted = model.engine.replicas, prompt, False
+        self._timeout_s, self._show_stage = timeout_s, show_stage
+        self._prompt, self._noted = prompt, False
         self._most_tokens = longest_row(model.engine)
-        self._serving = Serving(self._name, model, secret, None, show_stage, owns_cluster)
-        self._client: Any = None
-        self.retries = 0
-        """Requests that were sent again because a replica was lost."""
+        self._service = ModelService(
+            f"{run_name}-{model.name}",
+            model,
+            title="the teacher",
+            setting="teacher.timeout_s",
+            timeout_s=timeout_s,
+            requests=REQUESTS_PER_REPLICA,
+            secret=secret,
+            show_stage=show_stage,
+            owns_cluster=owns_cluster,
+        )
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the coordinator of the replicas, and define their deployment."""
-        self._stack = stack
-        await self._serving.open(stack)
-        self._serving.prepare(0)
+        await self._service.open(stack)
 
     async def start(self) -> None:
         """Start the replicas. Not beside the start of another model: only one can start Serve.
@@ -99,21 +80,7 @@ class Teacher:
         Raises:
             EngineStartError: the replicas did not start in time.
         """
-        await self._serving.start()
-        this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._client = (
-            ray.remote(TeacherClient)
-            .options(
-                name="teacher-client",
-                namespace=self._name,
-                num_cpus=0,
-                max_concurrency=2 * self._slots,
-                max_restarts=-1,
-                scheduling_strategy=this_node,
-            )
-            .remote(self._name)
-        )
-        self._stack.callback(ray.kill, self._client)
+        await self._service.start()
 
     def watches(self) -> list[Coroutine[Any, Any, object]]:
         """Return nothing: a request finds a lost teacher."""
@@ -121,7 +88,7 @@ class Teacher:
 
     async def counts(self) -> dict[str, int]:
         """Return the number of repeated requests."""
-        return {"teacher_retries": self.retries}
+        return {"teacher_retries": self._service.retries}
 
     async def score(
         self, batch: TrainBatch, finished: Sequence[FinishedRollout]
@@ -142,7 +109,8 @@ class Teacher:
         if self._prompt is not None:
             rows, metrics = await self._change(batch.rows, rows, await self._changes(batch.rows, finished))
         logprobs = await self._send("token_logprobs", rows, [len(row.ids) for row in rows])
-        metrics |= {"time/teacher_s": time.perf_counter() - started, "teacher/retries": float(self.retries)}
+        retries = float(self._service.retries)
+        metrics |= {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
         return replace(batch, teacher_logprobs=logprobs), metrics
 
     async def _changes(
@@ -191,42 +159,17 @@ class Teacher:
             "teacher/other_renderings": float(differing),
         }
 
-    @property
-    def _slots(self) -> int:
-        return REQUESTS_PER_REPLICA * self._replicas
-
     async def _send(self, method: str, items: list[Any], lengths: Sequence[int]) -> list[Any]:
         """Have the replicas answer for items, which are divided among them by their lengths."""
-        free = asyncio.Semaphore(self._slots)
 
         async def ask(part: range) -> list[Any]:
-            async with free:
-                return await self._ask(method, items[part.start : part.stop])
+            sent = items[part.start : part.stop]
+            answers: list[Any] = await self._service.ask(method, f"{len(sent)} rows", sent)
+            return answers
 
         async with task_group() as tasks:
-            sent = [tasks.create_task(ask(part)) for part in split_rows(lengths, self._slots)]
-        return [answer for task in sent for answer in task.result()]
-
-    async def _ask(self, method: str, items: list[Any]) -> list[Any]:
-        """Have a replica answer; if it is lost meanwhile, another one."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    try:
-                        return await self._client.ask.remote(method, items)
-                    except (RayTaskError, RayActorError) as error:
-                        cause = error.cause if isinstance(error, RayTaskError) else error
-                        if not isinstance(cause, RayActorError):
-                            raise cause from None
-                        self.retries += 1
-                        self._show_stage(f"a replica of the teacher was lost: {summarize_ray_error(cause)}")
-                        await pause(RETRY_DELAY_S)
-        except TimeoutError:
-            raise ServingLostError(
-                f"the teacher did not score or render {len(items)} rows within {self._timeout_s:g} s "
-                "(teacher.timeout_s), the replacement of lost replicas included; see the replicas' logs with "
-                "`ray logs`, give it more replicas, or raise timeout_s. The run can be resumed"
-            ) from None
+            asked = [tasks.create_task(ask(part)) for part in split_rows(lengths, self._service.slots)]
+        return [answer for task in asked for answer in task.result()]
 
 
 def split_rows(lengths: Sequence[int], parts: int) -> Iterator[range]:

@@ -57,7 +57,7 @@ class Handle:
     """A deployment whose replicas give each token the log-prob -id."""
 
     def __init__(self, fail: Callable[[int], Exception | None] = lambda call: None) -> None:
-        self.ask = self
+        self.call = self
         self.fail, self.calls, self.running, self.most = fail, 0, 0, 0
 
     async def remote(self, method: str, rows: list[Any]) -> list[Any]:
@@ -87,7 +87,7 @@ def make_teacher(
     engine = EngineConfig(replicas=replicas, max_model_len=longest)
     model = ServingSettings(STARTER_MODEL, engine, "teacher")
     teacher = Teacher("run-1", model, timeout_s, None, notes.append, True, prompt)
-    teacher._client = handle
+    teacher._service._router = handle
     return teacher, notes
 
 
@@ -109,7 +109,7 @@ async def test_each_row_has_the_log_probs_of_its_response() -> None:
 
 
 async def test_a_lost_replica_costs_a_retry() -> None:
-    lost = [ActorDiedError(), RayTaskError("score", "traceback", ActorDiedError())]  # of client, of replica
+    lost = [ActorDiedError(), RayTaskError("score", "traceback", ActorDiedError())]  # of router, of replica
     handle = Handle(lambda call: lost[call - 2] if call in (2, 3) else None)
     teacher, notes = make_teacher(handle)
     scored, metrics = await teacher.score(make_batch(), [])
@@ -122,9 +122,7 @@ async def test_a_lost_replica_costs_a_retry() -> None:
 
 async def test_a_teacher_that_stays_away_ends_the_run() -> None:
     teacher, _ = make_teacher(Handle(lambda call: ActorDiedError()), timeout_s=0.01)
-    with pytest.raises(
-        ServingLostError, match=r"score or render 4 rows within 0\.01 s \(teacher\.timeout_s\)"
-    ):
+    with pytest.raises(ServingLostError, match=r"score 4 rows within 0\.01 s \(teacher\.timeout_s\)"):
         await teacher.score(make_batch(), [])
 
 
@@ -314,7 +312,8 @@ def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pyt
     assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
     teacher = Run(settings, print, True)._make_teacher()
     assert isinstance(teacher, Teacher)
-    assert (teacher._name, teacher._timeout_s) == (f"{settings.name}-teacher", 5)
+    service = teacher._service
+    assert (service._name, service._timeout_s) == (f"{settings.name}-teacher", 5)
     assert trainer._config(fit)["algorithm"]["teacher"] == {
         "model": str(tmp_path / "teacher"),
         "timeout_s": 5,
