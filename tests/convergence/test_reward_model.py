@@ -78,7 +78,7 @@ def test_a_policy_learns_from_a_reward_model_whose_replica_dies(tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServedRewardModel, "score", score_and_kill)
         rows = fit(tmp_path / "run", model, 4)
-    assert rows[-1]["reward_model/taste/retries"] >= 1
+    assert len(calls) > KILLED_AT
     rows = fit(tmp_path / "run", model, 8, resume=True)
     steps = [row for row in rows if row["step"]]
     assert [row["step"] for row in steps] == list(range(1, 9))
