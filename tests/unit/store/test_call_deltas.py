@@ -28,7 +28,7 @@ from raylight.semconv import (
 from raylight.store.call_deltas import CallDeltas
 from raylight.store.call_rows import generations_from_rows
 from raylight.store.client import StoreClient
-from raylight.types import CallKey, Generation, Rollout, Span
+from raylight.types import REPEATED, CallKey, Generation, Rollout, Span
 
 Message = dict[str, str]
 TOOLS = json.dumps([{"name": f"tool-{i}", "parameters": {"type": "object"}} for i in range(10)])
@@ -198,13 +198,14 @@ def test_any_tree_of_calls_is_read_as_it_was_recorded() -> None:
 
 
 async def test_a_base_that_the_store_lost_is_sent_again_with_the_call() -> None:
-    """The store dropped the open call of a replica that it believed gone. Its later calls continue it."""
+    """The store forgot the open call of a replica that it believed gone. Its later calls continue it."""
     async with open_box() as box:
         rollout = await box.take()
         first, second, third = conversation(rollout, 3)
         await box.store.capture([(replace(first[0], request="same"), 0.0), (second[0], 1.0)], [], "gone")
         await box.store.capture([(third[0], 2.0)], [], "gone")
-        await box.store.capture([(replace(call_of(rollout), request="same"), 0.5)], [], "other")
+        again = replace(call_of(rollout), request="same" + REPEATED)
+        await box.store.capture([(again, 0.5)], [], "other")
         await box.store.lose_recorder("gone")
         await box.store.capture([], [first, second])
         await box.store.capture([], [third])
