@@ -7,7 +7,7 @@ group reward names in `reward_models`.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -111,8 +111,8 @@ class RewardModel:
             conversations: messages in OpenAI's shape, or `RewardModelInput` to show tools too.
 
         Raises:
-            RewardModelError: no run serves this model now, the chat template rejects a conversation, or a
-                score is not finite.
+            RewardModelError: no run serves this model now, the event loop is not the run's, the chat template
+                rejects a conversation, or a score is not finite.
             GroupRewardError: a conversation is too long.
         """
         scorers = _SCORERS.get() or {}
@@ -150,7 +150,8 @@ def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
     Raises:
         ConfigError: its attribute `reward_models` has something else.
     """
-    named = tuple(getattr(function, "reward_models", ()))
+    given = getattr(function, "reward_models", ())
+    named = tuple(given) if isinstance(given, Iterable) else (given,)
     for one in named:
         if not isinstance(one, RewardModel):
             raise ConfigError(
@@ -161,7 +162,7 @@ def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
 
 @contextmanager
 def scoring_by(scorers: Mapping[RewardModel, Scorer]) -> Iterator[None]:
-    """Have reward models score by these functions within the block, also in its threads and tasks."""
+    """Have reward models score by these functions within the block, also in its tasks."""
     token = _SCORERS.set(scorers)
     try:
         yield

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Self
 
+from raylight.aio import task_group
 from raylight.errors import GroupRewardError, ServingLostError
 from raylight.experience.rewards import group_key
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
@@ -76,8 +77,10 @@ class GroupGrader:
             if item.rollout.status == "succeeded":
                 groups.setdefault(group_key(item), []).append(item)
         graded: dict[str, FinishedRollout] = {}
-        for group in await asyncio.gather(*map(self._grade_one, groups.values())):
-            graded |= {item.rollout.rollout_id: item for item in group}
+        async with task_group() as tasks:
+            grading = [tasks.create_task(self._grade_one(group)) for group in groups.values()]
+        for task in grading:
+            graded |= {item.rollout.rollout_id: item for item in task.result()}
         return [graded.get(item.rollout.rollout_id, item) for item in finished]
 
     async def _grade_one(self, group: list[FinishedRollout]) -> list[FinishedRollout]:

@@ -196,7 +196,6 @@ class Run:
     async def _serve(self) -> None:
         await self.serving.start()
         if self.teacher is not None:
-            self._show_stage("starting the teacher")
             await self.teacher.start()
         await self.reward_models.start()
 

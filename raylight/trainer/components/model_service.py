@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylight.aio import pause
-from raylight.errors import ServingLostError, summarize_ray_error
+from raylight.errors import EngineStartError, ServingLostError, summarize_ray_error
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.settings import ServingSettings
 
@@ -72,6 +72,7 @@ class ModelService:
         self._free = asyncio.Semaphore(self.slots)
         self._serving = Serving(app_name, model, secret, None, show_stage, owns_cluster)
         self._router: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.retries = 0
         """Requests that were sent again because a replica was lost."""
 
@@ -88,7 +89,13 @@ class ModelService:
             EngineStartError: the replicas did not start in time.
         """
         self._show_stage(f"starting {self._title}")
-        await self._serving.start()
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._serving.start()
+        except EngineStartError as error:
+            raise EngineStartError(
+                f"{self._title}: {error} Its settings are its own, not those of engine"
+            ) from None
         this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._router = (
             ray.remote(RequestRouter)
@@ -103,6 +110,11 @@ class ModelService:
             .remote(self._name)
         )
         self._stack.callback(ray.kill, self._router)
+
+    @property
+    def is_usable_here(self) -> bool:
+        """True in the event loop in which it was started."""
+        return self._loop in (None, asyncio.get_running_loop())
 
     async def ask(self, method: str, what: str, *args: Any) -> Any:
         """Call a method of a replica; if it is lost meanwhile, of another one.

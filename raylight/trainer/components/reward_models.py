@@ -8,7 +8,7 @@ from typing import Any
 
 from raylight.aio import task_group
 from raylight.engines.reward_model.scorer import ScoredConversation
-from raylight.errors import GroupRewardError
+from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
 from raylight.rewards.reward_model import RewardModel, RewardModelInput, Scorer
 from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.settings import ResolvedSettings, RewardModelSettings
@@ -57,17 +57,32 @@ class ServedRewardModel:
         """Return the score of each conversation, None for one that is too long and dropped.
 
         Raises:
-            RewardModelError: the chat template rejects a conversation, or a score is not finite.
+            RewardModelError: the chat template rejects a conversation, a score is not finite, or the event
+                loop is not the run's.
             GroupRewardError: a conversation is too long.
-            ServingLostError: no replica answered in time.
+            ServingLostError: no replica answered in time, or the engine failed.
         """
+        if not self.service.is_usable_here:
+            raise RewardModelError(
+                "a reward model scores in the event loop of the run, and a plain function has a thread of "
+                "its own; make the group reward `async def`, and await score()"
+            )
         truncate = self._model.config.long_conversations == "truncate"
 
         async def send(part: list[RewardModelInput]) -> list[ScoredConversation]:
             what = f"{len(part)} conversations"
-            found: list[ScoredConversation] = await self.service.ask(
-                "score_conversations", what, part, truncate
-            )
+            try:
+                found: list[ScoredConversation] = await self.service.ask(
+                    "score_conversations", what, part, truncate
+                )
+            except RaylightError:
+                raise
+            except Exception as error:  # of the engine, not of a conversation
+                raise ServingLostError(
+                    f"the reward model {self._model.name} failed: {type(error).__name__}: {error}; see the "
+                    "replicas' logs with `ray logs`, and lower max_batch_tokens if memory is short. The run "
+                    "can be resumed"
+                ) from error
             return found
 
         size = CONVERSATIONS_PER_REQUEST

@@ -101,6 +101,16 @@ async def test_what_the_replicas_cannot_do_is_an_error_of_its_group_or_of_the_ru
     model, models, _ = served(folder, Handle(lambda call: rejected))
     with pytest.raises(RewardModelError, match="template rejects it"):
         await models.scorers[model](CHATS)
+    broken = RayTaskError("score", "traceback", RuntimeError("CUDA error"))
+    model, models, _ = served(folder, Handle(lambda call: broken))
+    with pytest.raises(
+        ServingLostError, match=r"reward_model failed: RuntimeError: CUDA error.*can be resumed"
+    ):
+        await models.scorers[model](CHATS)
+    models._served[model].service._loop = asyncio.new_event_loop()
+    with pytest.raises(RewardModelError, match="async def"):
+        await models.scorers[model](CHATS)
+    models._served[model].service._loop.close()
     away = served(folder, Handle(lambda call: ActorDiedError()), timeout_s=0.05)
     own = [{"role": "user", "content": "Who?"}]
 
