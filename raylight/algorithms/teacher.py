@@ -49,7 +49,7 @@ class TeacherConfig(Config):
     """Seconds within which the replicas must be ready."""
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
     """Seconds within which a part of a step's rows must be scored, the replacement of lost replicas
-    included."""
+    included; and `prompt` must return for all rows of a step."""
 
     @field_validator("prompt", mode="before")
     @classmethod

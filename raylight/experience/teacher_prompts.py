@@ -34,7 +34,7 @@ class ChangedPrompt:
 
     rollout_id: str
     tokens: IntArray
-    """Tokens of the prompt that the model read."""
+    """Tokens of the prompt that the model read, int32 of shape (tokens,)."""
     own: str
     """Fields of a request that the chat template renders into these tokens, as JSON."""
     teacher: str
@@ -104,7 +104,8 @@ def first_call(row: Trajectory, calls: Sequence[Generation]) -> Generation:
 
 
 def replace_prompt(row: Trajectory, own: IntArray, prompt: Sequence[int]) -> tuple[IntArray, int]:
-    """Return the tokens of a row after another prompt, and the index of the first trained one.
+    """Return the tokens of a row after another prompt, int32 of shape (tokens,), and the index of the first
+    trained one.
 
     Args:
         own: tokens of the prompt with which the row begins.
@@ -140,12 +141,12 @@ def _change(call: Generation, item: FinishedRollout, function: TeacherPrompt) ->
     if list(changed) == messages:
         return None
     try:
-        teacher = json.dumps(request | {"messages": list(changed)}, sort_keys=True)
+        teacher = json.dumps(request | {"messages": list(changed)})
     except (TypeError, ValueError) as error:
         raise TeacherPromptError(
             f"the messages of the teacher's prompt function for rollout {rollout_id} are not JSON: {error}"
         ) from None
-    return ChangedPrompt(rollout_id, call.prompt_ids, json.dumps(request, sort_keys=True), teacher)
+    return ChangedPrompt(rollout_id, call.prompt_ids, json.dumps(request), teacher)
 
 
 def _rendered_request(call: Generation, item: FinishedRollout) -> dict[str, Any]:

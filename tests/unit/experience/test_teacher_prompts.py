@@ -23,7 +23,8 @@ from raylight.experience.teacher_prompts import (
 from raylight.types import FinishedRollout, Span, Trajectory
 
 QUESTION = {"role": "user", "content": "2+2="}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+PARAMETERS = {"type": "object", "properties": {"b": {}, "a": {}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
 
 
 def rollout(
@@ -76,6 +77,7 @@ def test_the_first_prompt_of_a_conversation_with_tools_is_changed() -> None:
     common = {"tools": TOOLS, "chat_template_kwargs": {"x": 1}}
     assert json.loads(change.own) == common | {"messages": [QUESTION]}
     assert json.loads(change.teacher) == common | {"messages": with_hint({"sum": 4}, [QUESTION])}
+    assert all(json.dumps(TOOLS) in text for text in (change.own, change.teacher)), "templates keep the order"
     ids, start = replace_prompt(row, change.tokens, [9, 9, 9])
     assert (ids.tolist(), start) == ([9, 9, 9, 3, 4, 5, 6], 3)
 
