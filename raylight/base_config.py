@@ -79,7 +79,10 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
         else:
             place = ".".join(part for part in (cls.__name__, name) if part)
             # a key stays secret, and so do those among all settings, to which an error without a name refers
-            shown = f" (got {excerpt(item.get('input'))})" if name and not name.endswith(SECRET) else ""
+            hidden = (
+                not name or name.endswith(SECRET) or item["type"] == "missing"
+            )  # that one has all settings
+            shown = "" if hidden else f" (got {excerpt(item.get('input'))})"
             phrases.append(f"{place}: {item['msg'].removeprefix('Value error, ')}{shown}")
     return "; ".join(phrases)
 

@@ -16,6 +16,7 @@ from raylight.config import (
 )
 from raylight.engines import registry
 from raylight.errors import ConfigError
+from raylight.trainer.run_file import RunFile
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ def test_an_error_shows_no_key() -> None:
     with pytest.raises(ConfigError, match=r"^EngineConfig: kind is 'upstream' and url is missing") as caught:
         EngineConfig(kind="upstream", api_key="s3cret")
     assert "s3cret" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^RunFile\.algorithm: Field required$"):
+        RunFile(engine={"kind": "upstream", "url": "http://x", "api_key": "s3cret"})
 
 
 def test_settings_come_from_nothing_a_dict_or_an_instance() -> None:
