@@ -250,10 +250,10 @@ def _check_expressible(value: Any, name: str, path: str) -> None:
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             _check_expressible(inner, f"{name}[{index}]", path)
-    elif name == "agent" and isinstance(value, str) and value.startswith("__main__:"):
+    elif isinstance(value, str) and value.startswith("__main__:"):
         raise ConfigError(
-            f"{path}: the agent was defined in __main__, a script or a notebook; move it to a module and "
-            "give agent: package.module:name"
+            f"{path}: {name} was defined in __main__, a script or a notebook; move it to a module and "
+            f"give {name}: package.module:name"
         )
     elif value == IN_CODE:
         hint = "a file or a dotted name" if name.startswith("data") else "a dotted name or settings"

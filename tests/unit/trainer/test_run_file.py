@@ -69,7 +69,7 @@ def test_the_example_builds_a_trainer_and_reads_its_data() -> None:
             {"resources": {"judge": {"resource_type": "lm"}}},
             r"resources\.judge\.resource_type is 'lm'; choose",
         ),
-        ({"agent": "__main__:adder"}, "the agent was defined in __main__.*give agent"),
+        ({"agent": "__main__:adder"}, "agent was defined in __main__.*give agent"),
         ({"agent": IN_CODE}, "agent was given in code"),
         ({"data": {"train": "x", "val": IN_CODE}}, r"data\.val was given in code .* give a file"),
         ({"hooks": [IN_CODE]}, r"hooks\[0\] was given in code"),
