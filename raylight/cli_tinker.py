@@ -104,7 +104,8 @@ def tinker(
         },
     }
     apply_assignments(assignments, settings)
-    if settings["engine"]["kind"] == "upstream":  # before its URL is asked for
+    chosen = settings["engine"]
+    if isinstance(chosen, dict) and chosen.get("kind") == "upstream":  # before its URL is asked for
         raise ConfigError(UPSTREAM)
     engine_config, config = EngineConfig(**settings["engine"]), TinkerConfig(**settings["tinker"])
     serve_tinker(model, engine_config, config, name=name, address=address)

@@ -45,6 +45,7 @@ class TenantModel:
 
     Attributes:
         last_request_at: seconds since the epoch.
+        loaded: path of the state from which it continued, if it did.
         lost: reason for which its adapter is gone; None: it is there.
     """
 
@@ -54,6 +55,7 @@ class TenantModel:
     user_metadata: dict[str, Any] | None
     turns: ModelTurns
     last_request_at: float = field(default_factory=time.time)
+    loaded: str | None = None
     lost: str | None = None
 
 

@@ -260,6 +260,7 @@ class TinkerService:
         return accepted
 
     async def _load(self, model: TenantModel, path: CheckpointPath, with_optimizer: bool) -> None:
+        model.loaded = str(path)
         adapter = await asyncio.to_thread(self.checkpoints.load, path)
         optimizer = None
         if with_optimizer:
@@ -309,15 +310,16 @@ class TinkerService:
             try:
                 return await method(model.model_id, *args)
             except AdapterLostError as error:
-                model.lost = await self._describe_loss(model.model_id, error)
+                model.lost = await self._describe_loss(model, error)
                 logger.warning(model.lost)
             except LearnerLostError as error:
                 self._on_lost(error)
                 raise
         raise AdapterLostError(model.lost)
 
-    async def _describe_loss(self, model_id: str, error: AdapterLostError) -> str:
-        records = await asyncio.to_thread(self.checkpoints.list, model_id)
+    async def _describe_loss(self, model: TenantModel, error: AdapterLostError) -> str:
+        records = await asyncio.to_thread(self.checkpoints.list, model.model_id)
         states = [record.path for record in records if CheckpointPath.parse(record.path).kind == "weights"]
-        remedy = f"continue from its last saved state, {states[-1]}" if states else "it has no saved state"
-        return f"the adapter of model {model_id!r} is lost: {error}; {remedy}"
+        state = states[-1] if states else model.loaded
+        remedy = f"continue from its last saved state, {state}" if state else "it has no saved state"
+        return f"the adapter of model {model.model_id!r} is lost: {error}; {remedy}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
@@ -16,6 +16,8 @@ from raylight.tinker.requests import AdamParams, LoraSpec
 
 TRAINER_NAME = "trainer"
 """Name of the actor, in the namespace of the server."""
+DEAD = (RayActorError, OutOfMemoryError)
+"""Errors of Ray for an actor that is gone; the second is no RayActorError."""
 MAX_RESTARTS = 20
 """Deaths of the trainer after which it is started again."""
 
@@ -88,7 +90,7 @@ class TrainerClient:
                 f"the trainer did not start within {self._timeout_s:g} s; check that the cluster has the "
                 "CPUs and GPUs that it asks for beside the engine, or raise --start-timeout"
             ) from None
-        except RayActorError as error:
+        except DEAD as error:
             raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None
 
     async def create(self, model_id: str, spec: LoraSpec) -> None:
@@ -128,7 +130,7 @@ class TrainerClient:
                 await self._actor.ready.options(max_task_retries=-1).remote()
         except TimeoutError:
             raise _lost(f"it did not start again within {self._timeout_s:g} s") from None
-        except RayActorError as error:
+        except DEAD as error:
             raise _lost(summarize_ray_error(error)) from None
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -138,7 +140,7 @@ class TrainerClient:
             raise error.cause from None
         except ActorUnavailableError:
             raise AdapterLostError("the trainer has died and is started again") from None
-        except RayActorError as error:
+        except DEAD as error:
             raise _lost(summarize_ray_error(error)) from None
 
 
