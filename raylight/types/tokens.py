@@ -47,7 +47,8 @@ class CallKey:
     call_id: str
     request: str = field(default="", compare=False, repr=False)
     """Digest of the request, with REPEATED at its end if its client sent it before, to another replica. If
-    that one died, this shows that one call with the same digest was never answered."""
+    that one died, one call with the same digest counts as never answered. (That is wrong only for an agent
+    that sends equal requests, one of which was answered and lost, while another one reached no replica.)"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 Laws: an answer is replayed only to a retry (the SDK marks it), of the same attempt, on the same path, with
 the same body. Each retry continues the request before it. Errors and broken answers are not replayed: their
-retries are answered afresh. A retry of a request that is unknown here is marked, for another replica had it.
-The kept answers are bounded in number, bytes and age.
+retries are answered afresh. A retry of a request that is unknown here is
+marked: another replica had it, or none. The kept answers are bounded in number, bytes and age.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class _KeptAnswer:
     key: Key
     tries: int
     """Retry count of the latest request that receives it."""
+    is_repetition: bool = False
+    """True if another replica had the request before."""
     messages: list[Message] = field(default_factory=list)
     size: int = ANSWER_OVERHEAD
     """Bytes, overhead included."""
@@ -124,9 +126,10 @@ class RetryCache:
                 self._on_replay()
                 return
             self.drop(previous)
-        elif tries:
+        is_repetition = tries > 0 and (previous is None or previous.is_repetition)
+        if is_repetition:
             scope = {**scope, REPEATED_KEY: True}
-        await self._answer(_KeptAnswer(key, tries), scope, request, receive, send)
+        await self._answer(_KeptAnswer(key, tries, is_repetition), scope, request, receive, send)
 
     # replaying
 

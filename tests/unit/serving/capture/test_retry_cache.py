@@ -63,6 +63,14 @@ async def test_a_retry_of_what_is_unknown_here_is_marked(bench: Bench) -> None:
     assert second.endswith(REPEATED)
 
 
+async def test_a_retry_stays_marked_when_it_fails_here(bench: Bench) -> None:
+    bench.app.status = 503
+    await bench.call(tries=1).answered()
+    bench.app.status = 200
+    await bench.call(tries=2).answered()
+    assert [key.request.endswith(REPEATED) for key, _ in bench.sink.opened] == [True, True]
+
+
 @pytest.mark.parametrize("body", [ASKED, STREAMED])
 async def test_a_retry_gets_the_same_bytes_and_nothing_is_sampled(bench: Bench, body: Any) -> None:
     first = await bench.call(body).answered()
