@@ -143,6 +143,35 @@ class EngineConfig(Config):
         return self.max_replicas is not None and self.max_replicas > self.replicas
 
 
+class ScoringConfig(Config):
+    """A model that no run trains, in Serve replicas of its own."""
+
+    model: str
+    """Folder of a Hugging Face model, or its name in the local cache."""
+    replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
+    """Serve replicas, each with an engine of its own. What they score is divided among them."""
+    num_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
+    """CPUs that Ray reserves for a replica."""
+    num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
+    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
+    num_gpus: float = Field(default=0, ge=0, le=1)
+    """GPUs that Ray reserves for a replica, and for each worker of vLLM. They are this model's alone: the
+    defaults of learners and engines are for the others."""
+    resources: CustomResources = Field(default_factory=dict)
+    """Custom resources that Ray reserves for a replica, and for each worker of vLLM."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of weights and computation. If not set: bfloat16 on a GPU."""
+    start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
+    """Seconds within which the replicas must be ready."""
+    timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
+    """Seconds within which a request must be answered, the replacement of lost replicas included."""
+
+    def engine(self) -> EngineConfig:
+        """Return the settings of its engine."""
+        own = set(EngineConfig.model_fields) - {"max_model_len"}
+        return EngineConfig(**self.model_dump(exclude_unset=True, include=own))
+
+
 class RunnerConfig(Config):
     """The pool of RunnerActors."""
 

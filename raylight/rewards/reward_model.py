@@ -13,16 +13,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from raylight.base_config import Config
-from raylight.bounds import MAX_COUNT, MAX_PROCESSES, MAX_SECONDS
-from raylight.config import EngineConfig
+from raylight.bounds import MAX_COUNT
+from raylight.config import ScoringConfig
 from raylight.errors import ConfigError, RewardModelError
-from raylight.ray_resources import CustomResources
 from raylight.rewards.group import GroupReward, GroupRollout
 from raylight.traces.messages import Message
 
 
-class RewardModelConfig(Config):
+class RewardModelConfig(ScoringConfig):
     """A reward model in engines of its own: `AutoModelForSequenceClassification` with one label, as TRL's
     RewardTrainer saves it.
 
@@ -30,24 +28,6 @@ class RewardModelConfig(Config):
         model: folder of a Hugging Face model with a chat template, or its name in the local cache.
     """
 
-    model: str
-    replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Serve replicas, each with the model. The requests are divided among them."""
-    num_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
-    """CPUs that Ray reserves for a replica."""
-    num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
-    num_gpus: float = Field(default=0, ge=0, le=1)
-    """GPUs that Ray reserves for a replica. They are this model's alone: the defaults of learners and engines
-    are for the others."""
-    resources: CustomResources = Field(default_factory=dict)
-    """Custom resources that Ray reserves for a replica."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of weights and computation. If not set: bfloat16 on a GPU."""
-    start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
-    """Seconds within which the replicas must be ready."""
-    timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
-    """Seconds within which a request must be answered, the replacement of lost replicas included."""
     max_tokens: int | None = Field(default=None, ge=8, le=MAX_COUNT)
     """Longest conversation, in tokens of the reward model; the model's own limit applies if it is lower.
     None: that limit."""
@@ -56,10 +36,6 @@ class RewardModelConfig(Config):
     score their last tokens. The metrics count dropped and truncated conversations."""
     max_batch_tokens: int = Field(default=16_384, ge=1, le=MAX_COUNT)
     """Tokens of one forward pass, padding included; a longer conversation is a pass of its own."""
-
-    def engine(self) -> EngineConfig:
-        """Return the settings of its engine."""
-        return EngineConfig(**self.model_dump(exclude_unset=True, include=set(EngineConfig.model_fields)))
 
 
 class RewardModelInput(NamedTuple):
