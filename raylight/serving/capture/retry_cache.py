@@ -2,8 +2,8 @@
 
 Laws: an answer is replayed only to a retry (the SDK marks it), of the same attempt, on the same path, with
 the same body. Each retry continues the request before it. Errors and broken answers are not replayed: their
-retries are answered afresh. A retry of a request that is unknown here is
-marked: another replica had it, or none. The kept answers are bounded in number, bytes and age.
+retries are answered afresh. A retry of a request that is unknown here is marked: another replica had it, or
+none. The kept answers are bounded in number, bytes and age.
 """
 
 from __future__ import annotations
