@@ -41,17 +41,22 @@ def connected(shared_cluster: Cluster) -> Iterator[None]:
         yield
 
 
+def dying_teacher(folder: Path, max_model_len: int) -> ServingSettings:
+    """Return a teacher whose first replica dies when it scores."""
+    engine = EngineConfig(
+        kind="dying_engine:build_dying_engine",
+        args={"marker": str(folder / "died")},
+        num_cpus=0.1,
+        max_model_len=max_model_len,
+        max_concurrent=1,
+    )
+    return ServingSettings(STARTER_MODEL, engine, "teacher")
+
+
 async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tmp_path: Path) -> None:
     rows, notes = random_rows(24), list[str]()
     batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
-    engine = EngineConfig(
-        kind="dying_engine:build_dying_engine",
-        args={"marker": str(tmp_path / "died")},
-        num_cpus=0.1,
-        max_model_len=64,
-        max_concurrent=1,
-    )
-    model = ServingSettings(STARTER_MODEL, engine, "teacher")
+    model = dying_teacher(tmp_path, max_model_len=64)
     async with AsyncExitStack() as stack:
         teacher = Teacher("distilled", model, 300.0, "secret", notes.append, False)
         await teacher.open(stack)
@@ -102,14 +107,7 @@ async def test_a_teacher_with_the_answer_scores_as_plain_transformers_does(tmp_p
     tokenizer, finished, notes = AutoTokenizer.from_pretrained(STARTER_MODEL), asked(TRAIN[:24]), list[str]()
     rows = [build_trajectories(item.generations).rows[0] for item in finished]
     batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
-    engine = EngineConfig(
-        kind="dying_engine:build_dying_engine",
-        args={"marker": str(tmp_path / "died")},
-        num_cpus=0.1,
-        max_model_len=128,
-        max_concurrent=1,
-    )
-    model = ServingSettings(STARTER_MODEL, engine, "teacher")
+    model = dying_teacher(tmp_path, max_model_len=128)
     async with AsyncExitStack() as stack:
         teacher = Teacher("prompted", model, 300.0, "secret", notes.append, False, with_sum)
         await teacher.open(stack)

@@ -64,37 +64,36 @@ def test_a_model_that_cannot_fit_is_refused(model: str, monkeypatch: pytest.Monk
         memory_check.check_memory(trained(model))
 
 
-def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list of the runs that are planned from now on, on a cluster where each fits."""
     connect(monkeypatch, 10)
-    planned = []
+    runs = []
 
     def make_plan(run: Any, *_: Any, **__: Any) -> Any:
-        planned.append(run.teacher)
+        runs.append(run)
         return SimpleNamespace(shortages=())
 
     monkeypatch.setattr("raylight.planning.plan.make_plan", make_plan)
+    return runs
+
+
+def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = planned_runs(monkeypatch)
     teacher = ServingSettings(model, EngineConfig(kind="transformers", replicas=2), "teacher")
     memory_check.check_memory(policy_settings(str(STARTER_MODEL), training={"teacher": teacher}))
     assert planned == []  # its kind is not known
     engine = EngineConfig(kind="transformers")
     memory_check.check_memory(policy_settings(str(STARTER_MODEL), engine, training={"teacher": teacher}))
-    assert planned == [PlannedTeacher(model, teacher.engine)]
+    assert [run.teacher for run in planned] == [PlannedTeacher(model, teacher.engine)]
 
 
 def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect(monkeypatch, 10)
-    planned = []
-
-    def make_plan(run: Any, *_: Any, **__: Any) -> Any:
-        planned.extend(run.reward_models)
-        return SimpleNamespace(shortages=())
-
-    monkeypatch.setattr("raylight.planning.plan.make_plan", make_plan)
+    planned = planned_runs(monkeypatch)
     engine = EngineConfig(args={"max_batch_tokens": 64})
     scored = RewardModelSettings(rl.reward_model(model), ServingSettings(model, engine, "reward-model"))
     policy = policy_settings(str(STARTER_MODEL), EngineConfig(kind="transformers"), reward_models=(scored,))
     memory_check.check_memory(policy)
-    assert planned == [PlannedRewardModel(model, engine)]
+    assert [run.reward_models for run in planned] == [(PlannedRewardModel(model, engine),)]
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
