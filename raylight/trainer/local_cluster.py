@@ -78,8 +78,7 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
     variables.
 
     The dashboard's agent takes any free port: it would try for 3 s to take its default port, which another
-    cluster of this machine has. The log monitor only sends the output of actors to the driver. The monitor is
-    the autoscaler's, and a local cluster has one node.
+    cluster of this machine has. The log monitor only sends the output of actors to the driver.
     """
     constants: dict[str, Any] = {}
     if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
@@ -93,7 +92,7 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
     module: Any = ray_parameter
     parameters = module.RayParams
     module.RayParams = functools.partial(
-        parameters, dashboard_agent_listen_port=0, include_log_monitor=log_to_driver, no_monitor=True
+        parameters, dashboard_agent_listen_port=0, include_log_monitor=log_to_driver
     )
     nodes: Any = ray_node
     node = nodes.Node

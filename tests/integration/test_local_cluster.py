@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 import ray._private.worker as ray_worker
-from ray_cluster import BIN
+from ray_cluster import BIN, eventually
 
 from raylight.trainer.cluster import ray_session
 
@@ -40,8 +40,13 @@ def test_raylight_ray_s_commands_and_jobs_reach_it(local: str) -> None:
     found = json.loads(run(str(BIN / "raylight"), "doctor", "--json", "--address", local))["cluster"]
     assert found["error"] is None
     assert [node["address"] for node in found["nodes"]] == ["127.0.0.1"]
-    status = run(str(BIN / "ray"), "status", "--address", local, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
-    assert "Active" in status
+    status = (str(BIN / "ray"), "status", "--address", local)
+    # the monitor writes the status a few seconds after the start
+    eventually(
+        lambda: "Active" in run(*status, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0"),
+        60,
+        "an active node in ray status",
+    )
     dashboard = f"http://{ray_worker.get_dashboard_url()}"
     job = run(str(BIN / "ray"), "job", "submit", "--address", dashboard, "--", sys.executable, "-c", JOB)
     assert "answer 42" in job
