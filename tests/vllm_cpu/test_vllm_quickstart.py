@@ -42,6 +42,7 @@ def test_the_agent_learns_through_vllm(tmp_path: Path) -> None:
     assert sum(row["train/aborted"] for row in learned) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_schema_bound_agent_learns_through_vllm(tmp_path: Path) -> None:
     """The reward rises from about 0.5, because the choices that the schema leaves are trained."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_replicas_draw_different_random_numbers(tmp_path: Path) -> None:
     here = Path(__file__).parent
