@@ -123,12 +123,18 @@ def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_le
     assert digest(STARTER_MODEL) == before
 
 
-@pytest.mark.slow
-def test_evaluation_starts_no_learner(cluster: Cluster, data: Path, tmp_path: Path) -> None:
-    """A user's agent has two rewards and failures, and passes the temperature on."""
+def _actors(cluster: Cluster) -> dict[str, str]:
+    """The class of each actor by its id, also of those that have ended."""
     import ray
     from ray.util.state import list_actors
 
+    with ray.init(address=cluster.address, log_to_driver=False):
+        return {actor.actor_id: actor.class_name for actor in list_actors(limit=1000)}
+
+
+@pytest.mark.slow
+def test_evaluation_starts_no_learner(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    """A user's agent has two rewards and failures, and passes the temperature on."""
     (tmp_path / "my_agents.py").write_text(AGENTS)
     args = (
         "my_agents:graded",
@@ -141,6 +147,7 @@ def test_evaluation_starts_no_learner(cluster: Cluster, data: Path, tmp_path: Pa
         "--samples",
         "2",
     )
+    before = _actors(cluster)
     done = evaluate(*args, "--limit", "8", "--output-dir", "out", env=cluster.env(), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads((tmp_path / "out" / "eval.json").read_text())
@@ -150,8 +157,7 @@ def test_evaluation_starts_no_learner(cluster: Cluster, data: Path, tmp_path: Pa
     lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
     for first, second in zip(lines[::2], lines[1::2], strict=True):
         assert first["text"] == second["text"]  # temperature 0 reached the engine
-    with ray.init(address=cluster.address, log_to_driver=False):
-        started = {actor.class_name for actor in list_actors(limit=1000)}  # also actors that have ended
+    started = {name for actor, name in _actors(cluster).items() if actor not in before}
     assert {"RunnerActor", "CoordinatorActor"} <= started
     assert not {name for name in started if "earner" in name}
     cluster.assert_clean(allowed=("SERVE", "haproxy"))
