@@ -28,33 +28,8 @@ from raylight.trainer.policy_rollouts import PolicyRollouts, cancel_left
 from raylight.trainer.report import Metrics
 from raylight.trainer.rollouts import Progress, end_unresponsive, wait_for_rollouts
 from raylight.trainer.run import Run
+from raylight.trainer.taken_groups import TakenGroups
 from raylight.types import DRAW, FinishedRollout, StepGroups, TokenTotals
-
-
-class TakenGroups:
-    """Numbers of the groups that steps took: all below `next` but for the open ones."""
-
-    def __init__(self, next_group: int = 0, open_groups: Iterable[int] = ()) -> None:
-        self.next, self.open = next_group, set(open_groups)
-
-    def add(self, step: StepGroups) -> None:
-        """Mark the groups of a step as taken."""
-        groups = set(step.all)
-        end = max(self.next, *(group + 1 for group in groups))
-        self.open = (self.open | set(range(self.next, end))) - groups
-        self.next = end
-
-    def rest(self) -> Iterator[int]:
-        """Yield the groups that no step took, in order, without an end."""
-        yield from sorted(self.open)
-        yield from itertools.count(self.next)
-
-    def __len__(self) -> int:
-        return self.next - len(self.open)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the arguments of an equal object."""
-        return {"next_group": self.next, "open_groups": sorted(self.open)}
 
 
 def choose_groups(
@@ -95,7 +70,8 @@ class TrainingGroups:
     Args:
         check: raises an error if the rollouts of a step cannot be trained on; called before the step is
             recorded.
-        progress: receives the number of decided rollouts that no step took, and of all that no step took.
+        progress: receives the number of decided rollouts of the groups that no step took and that are not
+            dropped, and the number of all their rollouts.
     """
 
     def __init__(
@@ -123,14 +99,14 @@ class TrainingGroups:
         """Groups of the steps that were taken and are not logged, and of those that are taken again."""
         self._waiting: dict[int, asyncio.Task[None]] = {}
         """Tasks that wait for the groups in progress."""
+        self._next = 0
+        """Number from which on no group was dispatched by this process."""
         self._decided: dict[int, int] = {}
-        """Number of decided rollouts of each group that no step took."""
+        """Number of decided rollouts of each dispatched group that no step took and that is not dropped."""
         self._finished: dict[int, FinishedGroup] = {}
         """Finished groups that no step took, in the order in which they finished."""
         self._drops = Counter[str]()
         """Number of groups that this process dropped, by reason."""
-        self._dropped: list[int] = []
-        """Groups that the next step drops."""
         self._had_replacement: set[int] = set()
         """Groups that had their replacements, because their rewards were all equal, before an outage returned
         them to the queue."""
@@ -220,10 +196,10 @@ class TrainingGroups:
         """Dispatch groups whenever the pacer allows."""
         while True:
             await self._room_changed.wait_for(lambda: self._room() > 0)
-            unknown = (group for group in self._taken.rest() if group not in self._decided)
-            groups = list(itertools.islice(unknown, self._room()))
+            groups = list(itertools.islice(self._taken.rest(self._next), self._room()))
             draws = await self._draw(groups)
             requests = [self._rollouts.group_requests(*one) for one in zip(groups, draws, strict=True)]
+            self._next = groups[-1] + 1
             self._decided |= dict.fromkeys(groups, 0)
             self._pacer.dispatched += len(groups)
             await self._rollouts.enqueue(list(itertools.chain.from_iterable(requests)))
@@ -270,7 +246,16 @@ class TrainingGroups:
         algorithm, finished = self._algorithm, self._finished.values()
         without_signal = sum(not group.is_informative for group in finished)
         most = (algorithm.max_rounds - 1) * algorithm.tasks_per_step
-        return len(self._dropped) + min(without_signal, most)
+        n_dropped = self._pacer.dispatched - len(self._taken) - len(self._decided)
+        return n_dropped + min(without_signal, most)
+
+    def _dropped(self) -> tuple[int, ...]:
+        """Return the groups that the next step drops: all dispatched ones but for those in `_decided`.
+
+        There is no set of them, because no step may come for long.
+        """
+        dispatched = itertools.takewhile(lambda group: group < self._next, self._taken.rest())
+        return tuple(group for group in dispatched if group not in self._decided)
 
     async def _wait(self, group: int) -> None:
         """Wait until all rollouts of a group are decided for good, and read them."""
@@ -316,7 +301,7 @@ class TrainingGroups:
         if step not in self._records:
             chosen = await self._choose_sound()
             self._check([item for group in chosen for item in self._finished[group].rollouts])
-            self._record(step, StepGroups(tuple(chosen), tuple(self._dropped)))
+            self._record(step, StepGroups(tuple(chosen), self._dropped()))
         taken = self._records[step]
         found = {group: self._finished.pop(group, None) for group in taken.all}
         # again if the learners were lost meanwhile: the store may lack it
@@ -358,12 +343,13 @@ class TrainingGroups:
         decided, and perhaps being read, before it was known."""
         waiting = dict(self._waiting)
         await cancel_all(waiting.values())
-        groups = [*waiting, *self._finished, *self._dropped]
+        dropped = self._dropped()
+        self._decided |= dict.fromkeys(dropped, self._group_size)
+        groups = [*waiting, *self._finished, *dropped]
         self._had_replacement |= {
             group for group, finished in self._finished.items() if not finished.is_informative
         }
         self._finished.clear()
-        self._dropped.clear()
         self._waiting |= {group: self._tasks.create_task(self._wait(group)) for group in groups}
 
     def _in_order(self) -> Iterator[int]:
@@ -377,8 +363,7 @@ class TrainingGroups:
         for group, finished in list(self._finished.items()):
             if (reason := self._drop_reason(finished)) is not None:
                 self._drops[reason] += 1
-                self._dropped.append(group)
-                del self._finished[group]
+                del self._finished[group], self._decided[group]
                 self._room_changed.notify_all()
 
     def _drop_reason(self, finished: FinishedGroup) -> str | None:
@@ -394,7 +379,6 @@ class TrainingGroups:
         self._records[step] = groups
         self._taken.add(groups)
         self._pacer.replaced += len(groups.all) - self._pacer.groups_per_step
-        self._dropped.clear()
         self._had_replacement -= set(groups.all)
         for group in groups.all:
             self._decided.pop(group, None)

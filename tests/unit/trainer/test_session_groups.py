@@ -20,7 +20,7 @@ from raylight.config import SessionConfig
 from raylight.errors import StoreError
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.session_client import Session
-from raylight.trainer.session_groups import DROP_REASONS, closing_time
+from raylight.trainer.session_groups import DROP_REASONS, SessionGroups, closing_time
 from raylight.types import Attempt, CallKey, Failure, Generation, RolloutState, RolloutStatus, Span
 
 LEASE_S = 0.05
@@ -312,3 +312,24 @@ def test_nothing_is_lost_when_everything_is_abandoned(tmp_path: Path) -> None:
     leases = (time.monotonic() - started) / LEASE_S
     places = (ONLINE["max_staleness"] + 1) * TASKS
     assert places < outside.begun.total() <= places * (leases + 1)
+
+
+def test_dropped_sessions_cost_no_memory_and_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent cancels 200 sessions before the first reward comes."""
+    outside = Outside(12, {"rewarded": 1})
+    outside.fates = itertools.chain(["cancelled"] * 200, itertools.repeat("rewarded"))
+    world = world_of(tmp_path / "a", outside)
+    sizes, drop = [], SessionGroups._drop_unusable
+
+    def drop_and_measure(groups: SessionGroups) -> None:
+        drop(groups)
+        sizes.append(max(len(part) for part in vars(groups).values() if isinstance(part, (dict, list, set))))
+
+    monkeypatch.setattr(SessionGroups, "_drop_unusable", drop_and_measure)
+    rows = asyncio.run(live(world, group_size=1, **ONLINE))
+    check(world, rows, outside)
+    assert set(range(200)) <= set(taken_by(world)[1])
+    assert rows[-1]["sessions/dropped_cancelled"] == 200
+    assert max(sizes) <= (ONLINE["max_staleness"] + 1) * TASKS
