@@ -138,7 +138,10 @@ class OnlineTrainer(Trainer):
         assert fit.settings.serving is not None, "the run trains a served model"
         rules = SessionRules(self._policy.group_size)
         serving = replace(fit.settings.serving, route="/", session_rules=rules)
-        fit.settings = replace(fit.settings, serving=serving)
+        # there are no runners: one deadline is for the start of all
+        start = {"start_timeout_s": serving.engine.start_timeout_s}
+        runner = fit.settings.runner.model_copy(update=start)
+        fit.settings = replace(fit.settings, serving=serving, runner=runner)
         if fit.total_steps == ENDLESS:
             fit.total_steps = 0
         return fit

@@ -34,6 +34,8 @@ def test_the_run_of_a_server(tmp_path: Path) -> None:
     assert algorithm.rollout.timeout_seconds is None
     assert online.plan_sessions().total_steps == 0  # the displays count down no endless training
     assert trainer(tmp_path, {"n_steps": 3}).plan_sessions().total_steps == 3
+    patient = trainer(tmp_path, engine={"start_timeout_s": 900.0}).plan_sessions().settings
+    assert patient.runner.start_timeout_s == 900.0, "the start of Ray waits as long, too"
 
 
 def test_groups_of_sessions(tmp_path: Path) -> None:
