@@ -18,15 +18,14 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path
-from raylight.base_config import validation_message
 from raylight.errors import InvalidTransitionError, RaylightError, RewardError, StoreLostError, UnknownIdError
 from raylight.http.errors import RequestError
 from raylight.http.request import read_request
@@ -41,6 +40,8 @@ NO_PLACE = (
     "the run has no place for another session now: as many are open as its staleness, or the number of open "
     "sessions, allows. Try again when others have ended"
 )
+MAX_REWARDS, MAX_NAME = 100, 200
+"""Most named rewards of a session, and the length of the longest name. Each name becomes a metric."""
 GIVEN_UP = frozenset({"abandoned", "timeout"})
 """States of a session that the run has given up. A reward that comes later is counted and not trained on."""
 _HOST = re.compile(r"[A-Za-z0-9._\[\]:-]{1,255}")
@@ -64,7 +65,9 @@ class RewardRequest(_Body):
 
     reward: Any = None
     """A number, or an object of named numbers, of which the first one is trained on."""
-    failed: str | None = Field(default=None, min_length=1, max_length=2_000)
+    failed: (
+        Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=2_000)] | None
+    ) = None
     """Reason why the agent failed: the session ends without a reward."""
     message: str | None = Field(default=None, max_length=100_000)
     """A last message, for the records."""
@@ -156,7 +159,7 @@ class SessionService:
     async def _reward(self, session_id: str, request: RewardRequest) -> dict[str, Any]:
         if (request.reward is None) == (request.failed is None):
             raise RequestError("give either reward or failed", param="reward")
-        rewards = {} if request.reward is None else named_rewards(request.reward)
+        rewards = {} if request.reward is None else _read_rewards(request.reward)
         session = await self._store.get_session(session_id)
         if _attempt(session).status not in ATTEMPT_FINISHED or _status(session) in GIVEN_UP:
             await self._finish(session, rewards, request)
@@ -280,10 +283,24 @@ def root_url(scheme: str, headers: dict[bytes, bytes], root_path: str) -> str:
 def _parse(kind: type[Any], fields: dict[str, Any]) -> Any:
     """Return a body as its type."""
     try:
-        return kind(**fields)
-    except (ValidationError, TypeError) as error:
-        text = validation_message(kind, error) if isinstance(error, ValidationError) else str(error)
-        raise RequestError(text) from None
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, reason = ".".join(map(str, first["loc"])), first["msg"]
+        if first["type"] == "extra_forbidden":
+            reason = f"there is no such field; the fields are {', '.join(kind.model_fields)}"
+        raise RequestError(f"{name:.100}: {reason}", param=f"{name:.100}") from None
+
+
+def _read_rewards(reward: Any) -> dict[str, float]:
+    """Return rewards by name, the one that is trained on first."""
+    rewards = named_rewards(reward)
+    if len(rewards) > MAX_REWARDS or not all(0 < len(name) <= MAX_NAME for name in rewards):
+        raise RequestError(
+            f"give at most {MAX_REWARDS} named rewards, with names of 1 to {MAX_NAME} characters",
+            param="reward",
+        )
+    return rewards
 
 
 def _reject(error: RaylightError) -> NoReturn:

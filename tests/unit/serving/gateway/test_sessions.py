@@ -190,7 +190,11 @@ def test_only_the_server_s_key_opens_and_rewards_sessions(key: str | None) -> No
         ({"reward": {"a": "b"}}, "give a float"),
         ({"reward": 1e10}, "magnitude"),
         ({"reward": 1.0, "rewards": 2.0}, "rewards"),
+        ({"reward": {"": 1.0}}, "names of 1 to 200"),
+        ({"reward": {"n" * 201: 1.0}}, "names of 1 to 200"),
+        ({"reward": {f"n{i}": 1.0 for i in range(101)}}, "at most 100 named"),
         ({"failed": ""}, "failed"),
+        ({"failed": " \n"}, "failed"),
         ({"failed": 3}, "failed"),
     ],
 )
@@ -357,8 +361,9 @@ def test_an_unknown_session() -> None:
 @pytest.mark.parametrize(
     ("size", "body", "words"),
     [
-        (1, {}, "task"),
-        (1, {"task": 1, "tasks": 2}, "tasks"),
+        (1, {}, "task: Field required"),
+        (1, {"task": 1, "tasks": 2}, "tasks: there is no such field; the fields are task, group"),
+        (1, {"task": 1, "kind": 2}, "kind: there is no such field"),
         (1, {"task": 1, "group": "a"}, "compares no groups"),
         (2, {"task": 1}, "group is missing: the algorithm compares groups of 2"),
         (2, {"task": 1, "group": ""}, "group"),
