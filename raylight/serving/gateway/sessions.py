@@ -167,13 +167,12 @@ class SessionService:
         answer = await self._describe(session)
         if answer["status"] in GIVEN_UP:
             return answer | {"reward_used": False}
-        if request.failed is not None and answer["status"] != "failed":
-            raise RequestError(f"the session has ended already: it is {answer['status']}", 409)
         is_same = list(answer["rewards"].items()) == list(rewards.items())  # the first one is trained on
-        if request.failed is None and (answer["status"] != "rewarded" or not is_same):
-            given = f" with {answer['rewards']}" if answer["rewards"] else ""
+        if answer["status"] != ("rewarded" if request.failed is None else "failed") or not is_same:
+            of = answer["failure"] or answer["rewards"]
+            detail = f" ({of})" if of else ""
             raise RequestError(
-                f"the session has ended already: it is {answer['status']}{given}; a reward is set once", 409
+                f"the session has ended already: it is {answer['status']}{detail}; a reward is set once", 409
             )
         return answer
 

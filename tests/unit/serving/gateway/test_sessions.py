@@ -273,7 +273,8 @@ def test_a_failed_session_has_its_reason() -> None:
             answer = await server.post(path, failed="the tool\nbroke")
             assert (answer.json()["status"], answer.json()["failure"]) == ("failed", "the tool broke")
             assert (await server.post(path, failed="again")).status_code == 200
-            assert (await server.post(path, reward=1.0)).status_code == 409
+            late = await server.post(path, reward=1.0)
+            assert (late.status_code, "it is failed (the tool broke)" in message(late)) == (409, True)
             (item,) = await server.box.store.collect(["run-train-0-0"])
             assert item.rollout.failure is not None
             assert item.rollout.failure.kind == "agent"
