@@ -49,9 +49,10 @@ async function play(): Promise<number> {
 }
 
 const rewards: number[] = [];
+let begun = 0;
 await Promise.all(
   Array.from({ length: parallel }, async () => {
-    while (rewards.length < total) {
+    while (begun++ < total) {
       rewards.push(await play());
       if (rewards.length % 100 === 0) {
         const mean = rewards.slice(-100).reduce((sum, reward) => sum + reward, 0) / 100;

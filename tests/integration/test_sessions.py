@@ -189,7 +189,7 @@ def test_agents_in_typescript(learning: Learning, tmp_path: Path) -> None:
     run("npm", "run", "build")
     assert run("node", "session.mjs").strip() == "rewarded"
     begun = learning.rows()[-1]["sessions/begun"]
-    assert "done: " in run("npm", "start", "--", "40", "4")
+    assert "done: 40 sessions" in run("npm", "start", "--", "40", "4")
     learning.outside.play_until(lambda: learning.rows()[-1]["sessions/begun"] >= begun + 41)
 
 
