@@ -63,6 +63,7 @@ READ = frozenset(
         "mismatch": "ess logprob_abs_max logprob_abs_mean stale_fraction warned",
         "off_policy": "calls repeated_seeds",
         "serving": "replicas",
+        "sessions": "begun",
         "time": "rollout_s sync_s update_s val_s",
         "trace": "calls drifts",
         "train": "aborted failed groups groups_without_signal response_tokens reward reward_max "
@@ -313,9 +314,14 @@ def drifted_calls(history: MetricHistory) -> tuple[float, str] | None:
 
 
 def waiting_share(name: str, per_replica: bool = False) -> Find:
-    """Return a condition on the share of the time that a component of asynchronous training waits."""
+    """Return a condition on the share of the time that a component of asynchronous training waits.
+
+    It finds nothing in a run with sessions: agents outside of it set its pace.
+    """
 
     def find(history: MetricHistory) -> tuple[float] | None:
+        if history.steps and "sessions/begun" in history.steps[-1]:
+            return None
         idle, seconds = history.sums(WINDOW, name, "time/rollout_s")
         replicas = history.steps[-1].get("serving/replicas", 1.0) if per_replica and history.steps else 1.0
         if seconds < MIN_STEP_S * WINDOW or len(history.steps) < 2 * WINDOW:  # the first steps fill the queue

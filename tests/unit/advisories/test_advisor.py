@@ -160,6 +160,12 @@ def test_an_advisory_is_announced_once_and_ends() -> None:
     assert [item.kind for items in again for item in items] == ["truncated_answers"]
 
 
+@pytest.mark.parametrize("name", ["async/engine_idle_s", "async/trainer_idle_s"])
+def test_a_run_whose_agents_are_outside_may_wait_for_them(name: str) -> None:
+    assert kinds(run(last=20, **{"async/trainer_idle_s": 0.0, name: 9.0}))
+    assert kinds(run(last=20, **{"async/trainer_idle_s": 0.0, name: 9.0, "sessions/begun": 8.0})) == []
+
+
 def test_an_alarm_silences_hints() -> None:
     waits = {"async/engine_idle_s": 9.0, "async/trainer_idle_s": 0.0}
     assert kinds(run(last=20, **waits)) == ["engine_waits"]
