@@ -106,6 +106,10 @@ class MixtureSampler(SetSampler):
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state.get(name, {}))
 
+    def close(self) -> None:
+        for sampler in self._samplers.values():
+            sampler.close()
+
     def metrics(self) -> dict[str, float]:
         return {
             f"{name}/{metric}": value

@@ -131,6 +131,10 @@ class StageSampler(SetSampler):
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state["inner"][name])
 
+    def close(self) -> None:
+        for sampler in self._samplers.values():
+            sampler.close()
+
     def metrics(self) -> dict[str, float]:
         inner = {
             f"{name}/{metric}": value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -56,11 +58,19 @@ class Stream(TaskSet):
         return iter(self._source() if callable(self._source) else self._source)
 
 
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+"""Longest wait for a read in progress when a sampler is closed, in seconds."""
+
+
 class StreamSampler(SetSampler):
     """Reads forward; a number before its position is read from the start."""
 
     def __init__(self, rows: Callable[[], Iterator[Any]]) -> None:
         self._rows = rows
+        self._reading = threading.Lock()
+        """Held while the iterator is used: a draw that was cancelled goes on in its thread."""
         self._begin()
 
     def _begin(self) -> None:
@@ -74,12 +84,29 @@ class StreamSampler(SetSampler):
         Raises:
             DatasetError: the stream is empty, or cannot be read.
         """
-        if number < self._next:
-            self._begin()
-        row = self._read()
-        while self._next <= number:
+        with self._reading:
+            if number < self._next:
+                self._begin()
             row = self._read()
+            while self._next <= number:
+                row = self._read()
         return Draw(row)
+
+    def close(self) -> None:
+        """End the source's iterator, unless a read does not return in time.
+
+        An iterator of Ray that is collected once its cluster has ended would start another one.
+        """
+        if not self._reading.acquire(timeout=CLOSE_TIMEOUT_S):
+            return
+        try:
+            if (close := getattr(self._iterator, "close", None)) is not None:
+                close()
+        except Exception as error:  # whatever the source's own code raises; nothing more is read
+            logger.warning("the stream's iterator raised at its end: %s: %s", type(error).__name__, error)
+        finally:
+            self._begin()
+            self._reading.release()
 
     def _read(self) -> Any:
         try:

@@ -59,6 +59,10 @@ class SetSampler(ABC):
         """Return the state as metrics of a step."""
         return {}
 
+    def close(self) -> None:
+        """End what it reads from. Nothing is drawn afterwards."""
+        return None
+
 
 class TaskSet(ABC):
     """Tasks, and the order in which a run draws them. `Trainer.fit` takes one as `train_dataset`."""

@@ -187,6 +187,7 @@ class TrainingGroups:
                 yield
             finally:
                 await cancel_all([dispatching, *self._waiting.values()])
+                await asyncio.to_thread(self._sampler.close)
                 await self._end()
 
     async def _end(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from ray_cluster import Cluster
 
@@ -22,3 +24,7 @@ def test_rows_are_read_in_the_order_of_the_blocks(shared_cluster: Cluster) -> No
         assert sampler.draw(41).task["n"] in range(40)  # it has begun again
         with pytest.raises(DatasetError, match="is empty"):
             as_train_set(dataset.filter(lambda row: False))
+        sampler.close()
+    del sampler, tasks, dataset
+    gc.collect()
+    assert not ray.is_initialized()

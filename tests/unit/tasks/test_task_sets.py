@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import raylight as rl
+import raylight.tasks.stream as stream_module
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.curriculum import POOLS, CurriculumSampler
 from raylight.tasks.datasets import as_task_set
@@ -200,6 +202,53 @@ def test_a_stream_is_read_as_needed_and_again_from_its_start() -> None:
     for source in (lambda: [], broken):
         with pytest.raises(DatasetError, match=r"is empty|OSError: the disk is gone"):
             rl.Stream(source).sampler(0).draw(1)
+
+
+def test_a_closed_sampler_ends_its_streams(caplog: pytest.LogCaptureFixture) -> None:
+    ended = []
+
+    def rows(name: str) -> Any:
+        try:
+            yield from range(3)
+        finally:
+            ended.append(name)
+            if name == "broken":
+                raise OSError("the disk is gone")
+
+    def stream(name: str) -> rl.Stream:
+        return rl.Stream(lambda: rows(name))
+
+    mixture = rl.Mixture(
+        {"mixed": stream("mixed"), "broken": stream("broken")}, {"mixed": 1.0, "broken": 1.0}
+    )
+    sampler = rl.Stages({"first": mixture, "never": stream("never")}, advance_at=1.0).sampler(0)
+    for number in range(2):
+        sampler.draw(number)
+    assert ended == []
+    sampler.close()
+    assert sorted(ended) == ["broken", "mixed"]
+    assert "OSError: the disk is gone" in caplog.text
+
+
+def test_a_read_that_does_not_return_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "CLOSE_TIMEOUT_S", 0.01)
+    begun, free = threading.Event(), threading.Event()
+
+    def rows() -> Any:
+        begun.set()
+        free.wait(60)
+        yield 1
+
+    sampler = rl.Stream(rows).sampler(0)
+    reader = threading.Thread(target=sampler.draw, args=(0,))
+    reader.start()
+    try:
+        assert begun.wait(60)
+        sampler.close()
+        assert reader.is_alive()
+    finally:
+        free.set()
+        reader.join(60)
 
 
 def test_datasets_of_hugging_face() -> None:

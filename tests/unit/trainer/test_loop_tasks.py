@@ -145,3 +145,17 @@ def test_outcomes_are_noted_once_when_an_earlier_step_is_saved_afterwards(tmp_pa
     assert states.steps()[-1] == 4
     asyncio.run(live(world, tasks=tasks, val_every=None))
     assert states.metadata(9)["tasks"]["outcomes"] == {str(group): 1 for group in range(36)}
+
+
+def test_the_end_of_a_run_ends_its_stream(tmp_path: Path) -> None:
+    passes, ended = [], []
+
+    def rows() -> Any:
+        passes.append(1)
+        try:
+            yield from range(1000)
+        finally:
+            ended.append(1)
+
+    run(tmp_path / "a", [], tasks=rl.Stream(rows))
+    assert ended == passes == [1]
