@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -38,10 +39,12 @@ START_TIMES = {
 }
 """Ray's settings `RAY_<name>` that limit a step of its start, with their unit as parts of a second. Their
 defaults, 10 to 60 s, are too short for a busy machine."""
+RAYLET_WAIT_VARIABLE = "RAY_raylet_start_wait_time_s"
 BOARDS_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
 """Ray's variable for the folder of Grafana's boards."""
 END_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
+POLL_S = 0.05
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -112,7 +115,8 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
 
 
 class _LocalNode(ray_node.Node):
-    """Ray's node, which waits for the dashboard only once the raylet starts too."""
+    """Ray's node, which waits for the dashboard only once the raylet starts too, and notices a raylet that
+    ends."""
 
     _dashboard: dict[str, Any] | None = None
 
@@ -124,6 +128,24 @@ class _LocalNode(ray_node.Node):
         if self._dashboard is not None:
             with self._grafana_boards():
                 super().start_api_server(**self._dashboard)
+        self._wait_for_raylet()
+
+    def _wait_for_raylet(self) -> None:
+        """Wait until the raylet is known to the cluster.
+
+        Ray's own wait, which then ends at once, does not see that the raylet has ended, nor Ctrl-C.
+
+        Raises:
+            RuntimeError: the raylet has ended.
+        """
+        deadline = time.monotonic() + float(os.environ[RAYLET_WAIT_VARIABLE])
+        client, (raylet,) = self.get_gcs_client(), self.all_processes[ray_constants.PROCESS_TYPE_RAYLET]
+        while self._node_id not in {node.hex() for node in client.get_all_node_info()}:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                raylet.process.wait(POLL_S)
+                raise RuntimeError("its raylet ended; raylet.out says why")
+            if time.monotonic() > deadline:
+                return
 
     @contextlib.contextmanager
     def _grafana_boards(self) -> Iterator[None]:

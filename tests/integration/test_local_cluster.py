@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import ray
 import ray._private.worker as ray_worker
 from ray_cluster import BIN, eventually
 
+from raylight.errors import ClusterStartError
 from raylight.trainer.cluster import ray_session
+from raylight.trainer.local_cluster import start_local_cluster
 
 JOB = "import ray; ray.init(); print('answer', ray.get(ray.remote(lambda: 42).remote()))"
 
@@ -50,3 +56,27 @@ def test_raylight_ray_s_commands_and_jobs_reach_it(local: str) -> None:
     dashboard = f"http://{ray_worker.get_dashboard_url()}"
     job = run(str(BIN / "ray"), "job", "submit", "--address", dashboard, "--", sys.executable, "-c", JOB)
     assert "answer 42" in job
+
+
+@pytest.mark.slow
+def test_a_raylet_that_ends_while_it_starts_is_reported(no_processes_left: None) -> None:
+    began, ended = time.monotonic(), threading.Event()
+
+    def end_raylet() -> None:
+        while not ended.wait(0.01):
+            for process in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.name() == "raylet":
+                        process.kill()
+                        return
+
+    thread = threading.Thread(target=end_raylet)
+    thread.start()
+    try:
+        with pytest.raises(ClusterStartError, match=r"its raylet ended; raylet.out says why.*logs are in"):
+            start_local_cluster(280)
+    finally:
+        ended.set()
+        thread.join(60)
+    assert not ray.is_initialized()
+    assert time.monotonic() - began < 140
