@@ -20,6 +20,7 @@ from raylight.experience.demonstrations import (
     render_demonstration,
 )
 from raylight.files import atomic_folder, write_atomic
+from raylight.starter.batches import MAX_TOKENS
 from raylight.starter.model import SIZES, build_model
 from raylight.starter.sampling import sampled_accuracy
 from raylight.starter.tasks.registry import KNOWN, TaskFamily, demonstrations, find_family
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DEMONSTRATIONS, MAX_CHARACTERS = 16_384, 8_000_000
 """Demonstrations that are taken from a task at most, and the length of their texts that is enough."""
+STEP_CHARACTERS = 10 * MAX_TOKENS
+"""Length of the texts that is enough for one step: more than it reads, with six characters a token."""
 MAX_READ = 2000
 """Demonstrations whose words the tokenizer counts."""
 MAX_HELD_OUT, LEAST_HELD_OUT = 128, 16
@@ -114,7 +117,7 @@ def make_starter(
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / RECORD).is_file())
     ):
         raise ConfigError(f"output={str(output)!r} exists and is no starter model; give a new folder")
-    tokenizer, rows, held_out = _encode(demonstrations(family, options, seed, name), name)
+    tokenizer, rows, held_out = _encode(demonstrations(family, options, seed, name), name, steps)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build_model(tokenizer, size)
@@ -202,10 +205,12 @@ def _check(accuracy: float, steps: int, size: str) -> None:
         raise ConfigError(f"there is no size {size!r} of a starter model; the sizes are: {', '.join(SIZES)}")
 
 
-def _encode(found: Iterator[Any], name: str) -> tuple[Any, list[DemonstrationRow], list[DemonstrationRow]]:
+def _encode(
+    found: Iterator[Any], name: str, steps: int
+) -> tuple[Any, list[DemonstrationRow], list[DemonstrationRow]]:
     """Return the tokenizer, the rows to train on, and those that measure the accuracy."""
     plain, parsed, texts = build_tokenizer([]), [], []
-    room = MAX_CHARACTERS
+    room = min(MAX_CHARACTERS, steps * STEP_CHARACTERS)
     for number, value in enumerate(itertools.islice(found, MAX_DEMONSTRATIONS), 1):
         source = f"demonstration {number} of {name}"
         parsed.append((Demonstration.parse(value, source), source))

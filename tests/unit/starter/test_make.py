@@ -79,6 +79,7 @@ def test_an_accuracy_that_is_missed_is_a_warning_with_figures(
     with caplog.at_level(logging.WARNING, "raylight"):
         made = rl.make_starter("add", tmp_path / "model", steps=1, report=None)
     assert made.accuracy < 0.1
+    assert made.demonstrations < 2000  # of 16,384: one step needs no more
     assert f"reached an accuracy of {made.accuracy:.3f} in 1 steps, and 0.500 was aimed at" in caplog.text
 
 
