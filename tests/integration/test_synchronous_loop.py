@@ -40,7 +40,7 @@ async def seeded_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> float:
 class BarrierTraining:
     """All rollouts of a step, then its update, then the publication of its weights."""
 
-    def __init__(self, run: Run, tasks: TaskSet, val_tasks: list[Any], report: Report, config: Any) -> None:
+    def __init__(self, run: Run, tasks: TaskSet, val_tasks: list[Any], report: Report, *_: Any) -> None:
         self._run, self._tasks, self._report = run, tasks, report
 
     async def run(self) -> None:
