@@ -89,7 +89,11 @@ def changed_prompts(
 
 def first_call(row: Trajectory, calls: Sequence[Generation]) -> Generation:
     """Return the call with which a row begins: its prompt, then its answer. Of several, it is the one with
-    the shortest prompt. A row may be cut within the answer."""
+    the shortest prompt. A row may be cut within the answer.
+
+    Raises:
+        AssertionError: no call begins the row.
+    """
     tokens = row.token_ids
     for call in sorted(calls, key=lambda call: len(call.prompt_ids)):
         prompt = len(call.prompt_ids)
