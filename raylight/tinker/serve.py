@@ -124,15 +124,21 @@ def serve_tinker(
 
 
 def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSettings:
-    """Return settings of an engine that has room for adapters."""
+    """Return settings of an engine that has room for adapters.
+
+    Raises:
+        ConfigError: the engine serves no adapters of the highest rank.
+    """
     engine = serving.engine
     update: dict[str, Any] = {"max_adapters": config.max_samplers}
     if engine.kind == "vllm":
         from raylight.config import LoraConfig
+        from raylight.engines.vllm.args import rank_limit
         from raylight.learner.adapter import adapted_layers
 
+        rank = rank_limit(config.max_rank, "choose a lower --max-rank, or --engine transformers")
         layers = adapted_layers(serving.model_path, LoraConfig())
-        update["args"] = {"max_lora_rank": config.max_rank, "lora_target_modules": layers} | engine.args
+        update["args"] = {"max_lora_rank": rank, "lora_target_modules": layers} | engine.args
     return replace(serving, engine=engine.model_copy(update=update))
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from raylight.config import EngineConfig
 from raylight.engines.vllm.args import chat_template, find_tool_parser, vllm_args
 from raylight.engines.vllm.deployment import llm_config
 from raylight.errors import ConfigError
+from raylight.tinker.serve import TinkerConfig, with_adapters
+from raylight.trainer.fit import fixed_model
 
 
 def build_args(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
@@ -63,6 +66,8 @@ def test_arguments_derived_from_the_model_and_the_settings(model_path: str) -> N
         assert build_args(model_path, {"max_lora_rank": rank}, max_adapters=2)["max_lora_rank"] == limit
     with pytest.raises(ConfigError, match="up to rank 512, not 513"):
         build_args(model_path, {"max_lora_rank": 513}, max_adapters=2)
+    with pytest.raises(ConfigError, match="up to rank 512, not 600: choose a lower --max-rank"):
+        with_adapters(fixed_model(model_path, EngineConfig(kind="vllm")), TinkerConfig(max_rank=600))
     assert build_args(model_path)["tool_call_parser"] == "hermes"
     assert build_args(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
 

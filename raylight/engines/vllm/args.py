@@ -54,6 +54,7 @@ TOOL_PARSERS = {
 }
 """Marker of a tool call in a chat template -> vLLM's parser; the first match counts."""
 LORA_DEFAULTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
+RANK_REMEDY = "lower learner.lora.rank or engine.args.max_lora_rank, or set learner.lora.serve='merged'"
 
 
 def workers_per_replica(args: Mapping[str, Any]) -> int:
@@ -154,7 +155,7 @@ def vllm_args(
     if max_adapters:
         defaults |= LORA_DEFAULTS | {"max_loras": 2 * max_adapters}  # two versions of each may be in use
         rank = args.get("max_lora_rank", defaults["max_lora_rank"])
-        args = {**args, "max_lora_rank": _rank_limit(rank)}
+        args = {**args, "max_lora_rank": rank_limit(rank, RANK_REMEDY)}
     if parser := find_tool_parser(template):
         defaults |= {"tool_call_parser": parser, "enable_auto_tool_choice": True}
     return defaults | FIXED | dict(args)
@@ -175,8 +176,11 @@ def chat_template(path: str, override: str | None = None) -> str | None:
     return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
-def _rank_limit(rank: int) -> int:
+def rank_limit(rank: int, remedy: str) -> int:
     """Return the smallest limit of vLLM that admits adapters of a rank.
+
+    Args:
+        remedy: end of the error: what to do about a rank that is too high.
 
     Raises:
         ConfigError: vLLM serves no adapters of this rank.
@@ -186,10 +190,7 @@ def _rank_limit(rank: int) -> int:
     limits: tuple[int, ...] = get_args(MaxLoRARanks)
     fitting = [limit for limit in limits if limit >= rank]
     if not fitting:
-        raise ConfigError(
-            f"vLLM serves adapters up to rank {max(limits)}, not {rank}: lower learner.lora.rank, or set "
-            "learner.lora.serve='merged'"
-        )
+        raise ConfigError(f"vLLM serves adapters up to rank {max(limits)}, not {rank}: {remedy}")
     return min(fitting)
 
 
