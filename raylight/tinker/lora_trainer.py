@@ -19,6 +19,7 @@ from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.tinker.datums import Batch, Datum
 from raylight.tinker.losses import LOSSES, ROWS, TARGETS
+from raylight.tinker.models import RESTARTED
 from raylight.tinker.requests import AdamParams, LoraSpec
 
 ALPHA = 32.0
@@ -206,7 +207,7 @@ class LoraTrainer:
 
     def _tenant(self, model_id: str) -> Tenant:
         if (tenant := self._tenants.get(model_id)) is None:
-            raise AdapterLostError("the trainer has died and was started again")
+            raise AdapterLostError(RESTARTED)
         return tenant
 
     def _activate(self, model_id: str) -> Tenant:

@@ -16,6 +16,9 @@ from raylight.tinker.datums import Batch
 from raylight.tinker.requests import AdamParams, LoraSpec
 from raylight.tinker.turns import ModelTurns
 
+RESTARTED = "the trainer has died and was started again"
+"""Reason for which adapters are lost."""
+
 
 class TenantTrainer(Protocol):
     """The trainer of all adapters; `LoraTrainer` documents the methods."""

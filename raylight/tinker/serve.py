@@ -155,7 +155,7 @@ async def _serve(
     from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
     from raylight.tinker.samplers import Samplers
     from raylight.tinker.service import TinkerService
-    from raylight.tinker.trainer_actor import TrainerClient
+    from raylight.tinker.trainer_actor import TrainerClient, start_trainer
 
     folder = Path(config.output_dir)
     run, secret = f"tinker-{secrets.token_hex(4)}", secrets.token_hex(20)
@@ -170,15 +170,15 @@ async def _serve(
         await serving.open(stack)
         serving.prepare(seed=0)
         limit = model.engine.start_timeout_s
-        trainer = TrainerClient(
+        actor = start_trainer(
             run,
             model.model_path,
             model.engine.dtype,
             config.max_tokens_per_micro_batch,
             config.learner_cpus,
             config.learner_gpus,
-            limit,
         )
+        trainer = TrainerClient(actor, limit)
         stack.callback(trainer.stop)
         show(f"starting the {model.engine.kind} engine and the trainer")
         url, _ = await asyncio.gather(serving.start(), trainer.wait_ready())

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import uuid
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
+from raylight.aio import pause
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
 from raylight.tinker.datums import Batch
+from raylight.tinker.models import RESTARTED
+from raylight.tinker.numbered_calls import NumberedCalls
 from raylight.tinker.requests import AdamParams, LoraSpec
+
+logger = logging.getLogger(__name__)
 
 TRAINER_NAME = "trainer"
 """Name of the actor, in the namespace of the server."""
 DEAD = (RayActorError, OutOfMemoryError)
-"""Errors of Ray for an actor that is gone; the second is no RayActorError."""
+"""Errors of Ray for an actor that is gone, or cannot be reached; the second is no RayActorError."""
 MAX_RESTARTS = 20
 """Deaths of the trainer after which it is started again."""
+RETRY_DELAY_S = 0.5
+"""Delay between two tries of a call that does not reach the trainer."""
+LIVENESS_GROUP = "liveness"
+"""Concurrency group with its own thread, for the method that must answer beside a pass."""
 
 
 class TrainerActor:
@@ -32,49 +44,49 @@ class TrainerActor:
         from raylight.tinker.lora_trainer import LoraTrainer
 
         torch.set_num_threads(threads)
-        self._trainer = LoraTrainer(model_path, dtype, select_device("auto"), max_tokens)
+        self._calls = NumberedCalls(LoraTrainer(model_path, dtype, select_device("auto"), max_tokens))
+        self._process_id = uuid.uuid4().hex
 
-    def ready(self) -> None:
-        """Return once the model is loaded."""
+    @ray.method(concurrency_group=LIVENESS_GROUP)
+    def ready(self) -> str:
+        """Return the id of this process, once the model is loaded."""
+        return self._process_id
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the trainer."""
-        return getattr(self._trainer, method)(*args)
+    def call(self, number: int, method: str, *args: Any) -> Any:
+        """Call a method of the trainer; see `NumberedCalls`."""
+        return self._calls.call(number, method, *args)
+
+
+def start_trainer(
+    namespace: str, model_path: str, dtype: str, max_tokens: int, num_cpus: float, num_gpus: float
+) -> Any:
+    """Start the actor; return its handle."""
+    remote: Any = ray.remote  # its type stubs lack concurrency groups
+    options = {"name": TRAINER_NAME, "namespace": namespace, "max_restarts": MAX_RESTARTS}
+    return (
+        remote(concurrency_groups={LIVENESS_GROUP: 1})(TrainerActor)
+        .options(num_cpus=num_cpus, num_gpus=num_gpus, **options)
+        .remote(model_path, dtype, max_tokens, max(1, round(num_cpus)))
+    )
 
 
 class TrainerClient:
-    """The actor as the server calls it; `LoraTrainer` documents the methods.
+    """The actor as the server calls it, one call after another; `LoraTrainer` documents the methods.
 
-    Ray starts an actor that died again, without the adapters of its tenants. The methods raise
-    AdapterLostError then, and LearnerLostError if it has died too often.
+    A call that does not reach the actor is repeated. Ray cannot say if such a call was executed, so calls
+    are numbered, and the actor executes each number once. Ray starts an actor that died again, without the
+    adapters of its tenants: it is recognized by the id of its process. The methods raise AdapterLostError
+    then, and LearnerLostError if the actor has died too often, or cannot be reached within `timeout_s`.
 
     Args:
-        timeout_s: longest time until the actor has loaded the model.
+        actor: its handle.
+        timeout_s: longest time until the actor has loaded the model, or can be reached again.
     """
 
-    def __init__(
-        self,
-        namespace: str,
-        model_path: str,
-        dtype: str,
-        max_tokens: int,
-        num_cpus: float,
-        num_gpus: float,
-        timeout_s: float,
-    ) -> None:
-        self._timeout_s = timeout_s
-        threads = max(1, round(num_cpus))
-        self._actor: Any = (
-            ray.remote(TrainerActor)
-            .options(
-                name=TRAINER_NAME,
-                namespace=namespace,
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
-                max_restarts=MAX_RESTARTS,
-            )
-            .remote(model_path, dtype, max_tokens, threads)
-        )
+    def __init__(self, actor: Any, timeout_s: float) -> None:
+        self._actor, self._timeout_s = actor, timeout_s
+        self._numbers = itertools.count(1)
+        self._process_id = ""
 
     async def wait_ready(self) -> None:
         """Wait until the model is loaded.
@@ -84,7 +96,7 @@ class TrainerClient:
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._actor.ready.remote()
+                self._process_id = await self._actor.ready.remote()
         except TimeoutError:
             raise EngineStartError(
                 f"the trainer did not start within {self._timeout_s:g} s; check that the cluster has the "
@@ -94,7 +106,7 @@ class TrainerClient:
             raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None
 
     async def create(self, model_id: str, spec: LoraSpec) -> None:
-        await self._wait_restarted()
+        await self._reconnect(self._deadline())  # after a death while nobody called
         await self._call("create", model_id, spec)
 
     async def remove(self, model_id: str) -> None:
@@ -123,25 +135,37 @@ class TrainerClient:
         """End the actor."""
         ray.kill(self._actor)
 
-    async def _wait_restarted(self) -> None:
-        """Wait until an actor that died has loaded the model again."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._actor.ready.options(max_task_retries=-1).remote()
-        except TimeoutError:
-            raise _lost(f"it did not start again within {self._timeout_s:g} s") from None
-        except DEAD as error:
-            raise _lost(summarize_ray_error(error)) from None
-
     async def _call(self, method: str, *args: Any) -> Any:
+        number, process_id, deadline = next(self._numbers), self._process_id, None
+        while True:
+            try:
+                return await self._actor.call.remote(number, method, *args)
+            except RayTaskError as error:
+                raise error.cause from None
+            except DEAD as error:  # or unreachable for a moment, or being started again
+                if deadline is None:
+                    deadline = self._deadline()
+                    logger.warning("%s did not reach the trainer: %s", method, summarize_ray_error(error))
+                await self._reconnect(deadline)
+                if self._process_id != process_id:
+                    raise AdapterLostError(RESTARTED) from None
+                await pause(RETRY_DELAY_S)
+
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._timeout_s
+
+    async def _reconnect(self, deadline: float) -> None:
+        """Wait until the actor can be reached. If it is another process then, all adapters are lost."""
         try:
-            return await self._actor.call.remote(method, *args)
-        except RayTaskError as error:
-            raise error.cause from None
-        except ActorUnavailableError:
-            raise AdapterLostError("the trainer has died and is started again") from None
+            if asyncio.get_running_loop().time() > deadline:
+                raise TimeoutError
+            async with asyncio.timeout_at(deadline):
+                process_id = await self._actor.ready.options(max_task_retries=-1).remote()
+        except TimeoutError:
+            raise _lost(f"it could not be reached again within {self._timeout_s:g} s") from None
         except DEAD as error:
             raise _lost(summarize_ray_error(error)) from None
+        self._process_id = process_id
 
 
 def _lost(reason: str) -> LearnerLostError:
