@@ -23,6 +23,10 @@ RESTARTED = "the trainer has died and was started again"
 class TenantTrainer(Protocol):
     """The trainer of all adapters; `LoraTrainer` documents the methods."""
 
+    async def wait_loss(self) -> list[str]:
+        """Wait until adapters are lost with the trainer's process; return their models."""
+        ...
+
     async def create(self, model_id: str, spec: LoraSpec) -> None: ...
 
     async def remove(self, model_id: str) -> None: ...

@@ -16,7 +16,7 @@ from raylight.http.errors import RequestError
 from raylight.tinker import requests as bodies
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.datums import check_batch
-from raylight.tinker.models import Models, TenantModel, TenantTrainer
+from raylight.tinker.models import RESTARTED, Models, TenantModel, TenantTrainer
 from raylight.tinker.promises import Promises, ResultBody, json_answer
 from raylight.tinker.sampling import SamplingClients, SamplingEngines
 from raylight.tinker.sessions import ClientSessions
@@ -60,6 +60,7 @@ class TinkerService:
         self.promises = Promises()
         self.samplers = SamplingClients(settings, engines, checkpoints, self.promises)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._start(self._watch_trainer())
 
     # models
 
@@ -221,8 +222,13 @@ class TinkerService:
     def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finish)
         return task
+
+    def _finish(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a background task of the Tinker API failed", exc_info=error)
 
     # parts of requests
 
@@ -309,17 +315,30 @@ class TinkerService:
         if model.lost is None:
             try:
                 return await method(model.model_id, *args)
-            except AdapterLostError as error:
-                model.lost = await self._describe_loss(model, error)
-                logger.warning(model.lost)
+            except AdapterLostError:
+                await self._note_loss(model)
             except LearnerLostError as error:
                 self._on_lost(error)
                 raise
         raise AdapterLostError(model.lost)
 
-    async def _describe_loss(self, model: TenantModel, error: AdapterLostError) -> str:
+    async def _watch_trainer(self) -> None:
+        """Note the models whose adapters are lost, so that they make room even if nobody calls them."""
+        while True:
+            try:
+                lost = await self._trainer.wait_loss()
+            except LearnerLostError as error:
+                self._on_lost(error)
+                return
+            for model in self.models.find():
+                if model.model_id in lost:
+                    await self._note_loss(model)
+
+    async def _note_loss(self, model: TenantModel) -> None:
         records = await asyncio.to_thread(self.checkpoints.list, model.model_id)
         states = [record.path for record in records if CheckpointPath.parse(record.path).kind == "weights"]
         state = states[-1] if states else model.loaded
         remedy = f"continue from its last saved state, {state}" if state else "it has no saved state"
-        return f"the adapter of model {model.model_id!r} is lost: {error}; {remedy}"
+        if model.lost is None:  # by now
+            model.lost = f"the adapter of model {model.model_id!r} is lost: {RESTARTED}; {remedy}"
+            logger.warning(model.lost)

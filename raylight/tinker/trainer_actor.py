@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import uuid
 from typing import Any
 
@@ -30,8 +31,8 @@ MAX_RESTARTS = 20
 """Deaths of the trainer after which it is started again."""
 RETRY_DELAY_S = 0.5
 """Delay between two tries of a call that does not reach the trainer."""
-LIVENESS_GROUP = "liveness"
-"""Concurrency group with its own thread, for the method that must answer beside a pass."""
+LIVENESS_GROUP, END_GROUP = "liveness", "end"
+"""Concurrency groups with a thread each, for `ready`, which must answer beside a pass, and `wait_forever`."""
 
 
 class TrainerActor:
@@ -52,6 +53,11 @@ class TrainerActor:
         """Return the id of this process, once the model is loaded."""
         return self._process_id
 
+    @ray.method(concurrency_group=END_GROUP)
+    def wait_forever(self) -> None:
+        """Never return. The call, executed or not, fails when the actor ends: the server awaits that."""
+        threading.Event().wait()
+
     def call(self, number: int, method: str, *args: Any) -> Any:
         """Call a method of the trainer; see `NumberedCalls`."""
         return self._calls.call(number, method, *args)
@@ -64,7 +70,7 @@ def start_trainer(
     remote: Any = ray.remote  # its type stubs lack concurrency groups
     options = {"name": TRAINER_NAME, "namespace": namespace, "max_restarts": MAX_RESTARTS}
     return (
-        remote(concurrency_groups={LIVENESS_GROUP: 1})(TrainerActor)
+        remote(concurrency_groups={LIVENESS_GROUP: 1, END_GROUP: 1})(TrainerActor)
         .options(num_cpus=num_cpus, num_gpus=num_gpus, **options)
         .remote(model_path, dtype, max_tokens, max(1, round(num_cpus)))
     )
@@ -87,6 +93,10 @@ class TrainerClient:
         self._actor, self._timeout_s = actor, timeout_s
         self._numbers = itertools.count(1)
         self._process_id = ""
+        self._held: set[str] = set()
+        """Models whose adapters the process has."""
+        self._lost: list[str] = []
+        """Models whose adapters are lost, until `wait_loss` returns them."""
 
     async def wait_ready(self) -> None:
         """Wait until the model is loaded.
@@ -105,12 +115,28 @@ class TrainerClient:
         except DEAD as error:
             raise EngineStartError(f"the trainer did not start: {summarize_ray_error(error)}") from None
 
+    async def wait_loss(self) -> list[str]:
+        """Wait until the actor was started again after its death; return the models whose adapters it had.
+
+        Raises:
+            LearnerLostError: it cannot be started again.
+        """
+        while not self._lost:
+            try:
+                await self._actor.wait_forever.remote()
+            except DEAD:
+                await self._reconnect(self._deadline())
+        lost, self._lost = self._lost, []
+        return lost
+
     async def create(self, model_id: str, spec: LoraSpec) -> None:
         await self._reconnect(self._deadline())  # after a death while nobody called
+        self._held.add(model_id)
         await self._call("create", model_id, spec)
 
     async def remove(self, model_id: str) -> None:
         await self._call("remove", model_id)
+        self._held.discard(model_id)
 
     async def forward_backward(
         self, model_id: str, batch: Batch, backward: bool
@@ -165,7 +191,10 @@ class TrainerClient:
             raise _lost(f"it could not be reached again within {self._timeout_s:g} s") from None
         except DEAD as error:
             raise _lost(summarize_ray_error(error)) from None
-        self._process_id = process_id
+        if process_id != self._process_id:
+            self._process_id = process_id
+            self._lost += sorted(self._held)
+            self._held.clear()
 
 
 def _lost(reason: str) -> LearnerLostError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 from unit_helpers import within
 
+from raylight.aio import cancel_all
 from raylight.errors import AdapterLostError, LearnerLostError
 from raylight.tinker import trainer_actor
 from raylight.tinker.models import RESTARTED
@@ -47,6 +49,7 @@ class Handle:
     def __init__(self) -> None:
         self.faults: list[tuple[bool, Exception]] = []
         self.dead = False
+        self.ended = asyncio.Event()
         self._ids = itertools.count()
         self.restart()
 
@@ -54,6 +57,15 @@ class Handle:
         self.adapters = Adapters()
         self._calls = NumberedCalls(self.adapters)
         self._id = str(next(self._ids))
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        self.ended.set()
+        self.ended = asyncio.Event()
+
+    def die(self) -> None:
+        self.dead = True
+        self.ended.set()
 
     @property
     def call(self) -> Any:
@@ -75,6 +87,14 @@ class Handle:
             if self.dead:
                 raise ActorDiedError()
             return self._id
+
+        return method(remote)
+
+    @property
+    def wait_forever(self) -> Any:
+        async def remote() -> None:
+            await self.ended.wait()
+            raise ActorDiedError() if self.dead else UNREACHABLE
 
         return method(remote)
 
@@ -116,9 +136,10 @@ async def test_a_trainer_that_stays_unreachable_is_lost(handle: Handle) -> None:
 async def test_a_trainer_that_died_for_good_is_lost(handle: Handle) -> None:
     client = await client_of(handle)
     handle.faults = [(False, ActorDiedError())]
-    handle.dead = True
-    with pytest.raises(LearnerLostError, match="start the server again"):
-        await client.optim_step("a", AdamParams())
+    handle.die()
+    for call in (client.optim_step("a", AdamParams()), client.wait_loss()):
+        with pytest.raises(LearnerLostError, match="start the server again"):
+            await call
 
 
 async def test_a_restarted_trainer_has_lost_its_adapters(handle: Handle) -> None:
@@ -126,5 +147,25 @@ async def test_a_restarted_trainer_has_lost_its_adapters(handle: Handle) -> None
     handle.faults = [(False, OutOfMemoryError("killed"))]
     with pytest.raises(AdapterLostError, match="died and was started again"):
         await client.optim_step("a", AdamParams())
+    assert await client.wait_loss() == ["a"]
     await client.create("b", LoraSpec(rank=2))
     assert await client.optim_step("b", AdamParams()) == {"steps": 1}
+
+
+async def test_the_loss_of_idle_adapters_is_noticed(handle: Handle) -> None:
+    client = await client_of(handle)
+    await client.create("b", LoraSpec(rank=2))
+    await client.create("removed", LoraSpec(rank=2))
+    await client.remove("removed")
+    waiting = asyncio.create_task(client.wait_loss())
+    await asyncio.sleep(0)
+    handle.interrupt()  # unreachable for a moment
+    await asyncio.wait([waiting], timeout=0.01)
+    assert not waiting.done()
+    handle.restart()
+    assert await waiting == ["a", "b"]
+    await client.create("c", LoraSpec(rank=2))
+    again = asyncio.create_task(client.wait_loss())
+    await asyncio.wait([again], timeout=0.01)
+    assert not again.done()
+    await cancel_all([again])

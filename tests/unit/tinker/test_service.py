@@ -1,0 +1,66 @@
+"""The state of a server: idle models whose adapters are lost make room."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from unit_helpers import until, within
+
+from raylight.errors import LearnerLostError
+from raylight.http.errors import RequestError
+from raylight.tinker.checkpoints import Checkpoints
+from raylight.tinker.requests import CreateModel, LoraSpec
+from raylight.tinker.settings import TinkerSettings
+
+pytest.importorskip("tinker.proto", reason="pip install 'raylight[tinker]'")
+from raylight.tinker.service import TinkerService
+
+NAME = "raylight/tiny"
+
+
+class Trainer:
+    """A stand-in for the trainer that only creates and loses adapters."""
+
+    def __init__(self) -> None:
+        self.losses: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.gone = False
+
+    async def create(self, model_id: str, spec: LoraSpec) -> None:
+        pass
+
+    async def wait_loss(self) -> list[str]:
+        lost = await self.losses.get()
+        if self.gone:
+            raise LearnerLostError("gone")
+        return lost
+
+
+def create(service: TinkerService) -> Any:
+    session = service.sessions.open()
+    return service.create_model(CreateModel(session_id=session, model_seq_id=0, base_model=NAME))
+
+
+async def test_an_idle_model_makes_room_when_its_adapter_is_lost(tmp_path: Path) -> None:
+    ends: list[LearnerLostError] = []
+    trainer, engines = cast(Any, Trainer()), cast(Any, None)
+    settings = TinkerSettings(NAME, vocabulary=8, max_model_len=8, max_models=1)
+    service = TinkerService(settings, trainer, engines, Checkpoints(tmp_path), ends.append)
+    accepted = create(service)
+    async with within():
+        await service.promises.wait(accepted["request_id"], 5)
+    with pytest.raises(RequestError, match="--max-models"):
+        create(service)
+    lost = accepted["model_id"]
+    trainer.losses.put_nowait([lost])
+    await until(lambda: all(model.lost for model in service.models.find()))
+    other = create(service)["model_id"]
+    with pytest.raises(RequestError, match="the trainer has died and was started again; it has no saved"):
+        service.models.get(lost)
+    assert service.models.get(other).lost is None
+    trainer.gone = True
+    trainer.losses.put_nowait([])
+    await until(lambda: bool(ends))
+    await service.close()
