@@ -8,6 +8,7 @@ tests that are left.
 """
 
 import functools
+import gc
 import hashlib
 import os
 import re
@@ -20,6 +21,8 @@ from typing import Any
 import hypothesis
 import pytest
 from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
+
+from raylight.garbage import collect_less_often
 
 # once the user has a token, `ray start` requires it; drivers with an explicit address need this mode
 os.environ["RAY_AUTH_MODE"] = "token"
@@ -69,6 +72,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         begin = int(commit, 16) // SLOW_PARTS % max(len(kept), 1)  # no test is always the last one
         items[:] = kept[begin:] + kept[:begin]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Exempt the imported modules and the collected tests, millions of objects, from garbage collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        collect_less_often()
 
 
 def _scope(nodeid: str) -> str:
