@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -66,7 +67,18 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+PACKAGES = sorted(module_of(path) for path in FILES if path.stem == "__init__")
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Return the parsed files, which take seconds, to the one test process that needs them."""
+    return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {name: imports_of(tree, set(MODULES)) - {name} for name, tree in trees().items()}
 
 
 def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
@@ -113,25 +125,21 @@ def between_children(package: str, graph: dict[str, set[str]]) -> dict[str, set[
     return among
 
 
-IMPORTS = {name: imports_of(tree, set(MODULES)) - {name} for name, tree in TREES.items()}
-PACKAGES = sorted(module_of(path) for path in FILES if path.stem == "__init__")
-
-
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"raylight"}))
 def test_no_import_upwards(module: str) -> None:
     floor = FLOOR_OF[module.split(".")[1]]
-    packages = {name.split(".")[1] for name in IMPORTS[module] if name != "raylight"}
+    packages = {name.split(".")[1] for name in imports()[module] if name != "raylight"}
     upwards = {package for package in packages if FLOOR_OF[package] > floor}
     assert not upwards, f"{module} is on floor {floor} and imports {upwards}"
 
 
 def test_files_import_each_other_in_no_circle() -> None:
-    assert circle_in(IMPORTS) == []
+    assert circle_in(imports()) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_each_other_in_no_circle(package: str) -> None:
-    assert circle_in(between_children(package, IMPORTS)) == []
+    assert circle_in(between_children(package, imports())) == []
 
 
 def test_circles_are_found() -> None:
@@ -159,7 +167,7 @@ def test_a_file_stays_under_the_limit() -> None:
 def test_no_two_classes_have_one_name() -> None:
     """Private classes count too: a reader who searches for a name finds one class."""
     places = collections.defaultdict(list)
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
@@ -189,7 +197,7 @@ def test_importing_the_package_takes_under_a_second() -> None:
 
 
 def test_no_product_code_sleeps_or_swallows() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr == "sleep":
                 sleeps = ast.unparse(node.value) in ("asyncio", "time")
