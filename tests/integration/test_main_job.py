@@ -110,9 +110,8 @@ def checkpoint_answers(folder: Path) -> None:
     assert sum(right) / len(right) >= 0.8
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_and_leaves_nothing(
     number: int, code: int, tmp_path: Path, no_processes_left: None
 ) -> None:

@@ -72,6 +72,18 @@ def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str 
     assert addresses == [address] * len(commands)
 
 
+def test_an_interrupted_run_ends_with_the_code_of_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*args: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rl.Trainer, "fit", fit)
+    result = CliRunner().invoke(cli.app, ["quickstart", "--output-dir", str(tmp_path)])
+    assert result.exit_code == 130
+    assert result.output == ""
+
+
 def test_scale_needs_a_number() -> None:
     result = CliRunner().invoke(cli.app, ["scale", "night"])
     assert isinstance(result.exception, rl.RaylightError)
