@@ -1,10 +1,7 @@
-"""Rows with known log ratios of learner to engine, and one rank that corrects its shard of them:
-python correction_ranks.py RANK RANKS RENDEZVOUS_FILE prints metrics, weights and masks of all cases as JSON.
-"""
+"""Rows with known log ratios of learner to engine, and one rank that corrects its shard of them."""
 
-import json
 import math
-import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +68,8 @@ def measured(rows):
     return measure(rows, 3, CorrectionSettings(max_logprob_mismatch=2.0))
 
 
-def main(rank: int, ranks: int, file: str) -> None:
+def main(rank: int, ranks: int, file: str) -> dict[str, Any]:
+    """Return the metrics, weights and masks of all cases."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     from raylight.learner.correction import has_tokens
@@ -89,9 +87,5 @@ def main(rank: int, ranks: int, file: str) -> None:
     if rank:
         copy.mask = torch.zeros_like(copy.mask)
     found["copy"] = run_case([copy], CASES["both"] | {"rollout_is_batch_normalize": True})
-    print(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return found

@@ -1,8 +1,4 @@
-"""One rank that updates with several settings: python engine_ranks.py RANK RANKS RENDEZVOUS_FILE prints
-metrics."""
-
-import json
-import sys
+"""One rank that updates with several settings."""
 
 import torch
 import torch.distributed as dist
@@ -53,14 +49,9 @@ def all_updates() -> dict[str, dict[str, float]]:
     return found
 
 
-def main(rank: int, ranks: int, file: str) -> None:
+def main(rank: int, ranks: int, file: str) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     found = all_updates()
-    if rank == 0:
-        print(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return found

@@ -1,8 +1,4 @@
-"""One learner rank: python family_ranks.py RANK RANKS RENDEZVOUS_FILE updates with several algorithms and
-prints the metrics as JSON."""
-
-import json
-import sys
+"""One learner rank that updates with several algorithms."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +17,7 @@ CASES = {
 }
 
 
-def main(rank: int, ranks: int, file: str) -> None:
+def main(rank: int, ranks: int, file: str) -> dict[str, list[dict[str, float]]]:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -44,10 +40,5 @@ def main(rank: int, ranks: int, file: str) -> None:
         first = policy.update(make_batch(exact))
         moved = policy.update(make_batch(exact))  # the policy now differs from reference and engine
         found[name] = [first, moved]
-    if rank == 0:
-        print(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return found

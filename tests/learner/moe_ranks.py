@@ -1,8 +1,5 @@
-"""One rank that trains and saves mixtures of experts: python moe_ranks.py RANK RANKS RENDEZVOUS_FILE FOLDER
-prints the log-probs."""
+"""One rank that trains and saves mixtures of experts."""
 
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -36,17 +33,13 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     return {"probe": policy.logprobs(PROBE), "changed": names[True], "unchanged": names[False]}
 
 
-def main(rank: int, ranks: int, file: str, folder: Path) -> None:
+def main(rank: int, ranks: int, file: str, folder: Path) -> dict[str, list[float]]:
+    """Return the log-probs of each model of a folder after its update."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     found = {
         path.name: train_and_save(str(path), folder / "saved" / path.name, ranks)["probe"]
         for path in sorted((folder / "models").iterdir())
     }
-    if rank == 0:
-        print(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    return found

@@ -1,8 +1,4 @@
-"""One learner rank: python ranks.py RANK RANKS RENDEZVOUS_FILE makes two updates and prints the metrics as
-JSON."""
-
-import json
-import sys
+"""One learner rank, which makes two updates."""
 
 import torch
 import torch.distributed as dist
@@ -53,7 +49,7 @@ def plain_probe(model: torch.nn.Module) -> list[float]:
     return logits.log_softmax(-1).gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0].tolist()
 
 
-def main(rank: int, ranks: int, file: str) -> None:
+def main(rank: int, ranks: int, file: str) -> list[dict[str, float]] | None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -79,11 +75,8 @@ def main(rank: int, ranks: int, file: str) -> None:
     probe = policy.logprobs(PROBE)
     probes = {f"probe/{i}": logprob for i, logprob in enumerate(probe)}
     second = policy.update(make_batch(box[0], version=1))
-    if rank == 0:
-        difference = max(abs(a - b) for a, b in zip(probe, plain_probe(plain), strict=True))
-        print(json.dumps([first, second | probes | {"probe/difference": difference}]))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    if rank:
+        return None
+    difference = max(abs(a - b) for a, b in zip(probe, plain_probe(plain), strict=True))
+    return [first, second | probes | {"probe/difference": difference}]

@@ -1,12 +1,10 @@
-"""One rank that updates with several ways of sharding: python sharding_ranks.py RANK RANKS FOLDER.
+"""One rank that updates with several ways of sharding.
 
-The model's output layer is a unit of FSDP, and its logits are computed in many chunks. Rank 0 prints, for
+The model's output layer is a unit of FSDP, and its logits are computed in many chunks. Rank 0 returns, for
 each way of sharding, the metrics, and the weights after two updates as sums by name. During the second
 update, a thread reads a snapshot of the weights before it.
 """
 
-import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,17 +65,12 @@ def run(model: str, config: dict) -> dict[str, float]:
     return {"learner/grad_norm": metrics["learner/grad_norm"]} | sums | probe
 
 
-def main(rank: int, ranks: int, folder: str) -> None:
+def main(rank: int, ranks: int, folder: str) -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     file = str(Path(folder) / f"meet-{ranks}")
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     token_logprobs.CHUNK_LOGITS["cpu"] = 3 * AutoConfig.from_pretrained(folder).vocab_size
     chosen = VARIANTS if ranks % 2 == 0 else {name: VARIANTS[name] for name in ("all", "lora-all")}
     found = {name: run(folder, config) for name, config in chosen.items()}
-    if rank == 0:
-        print(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return found

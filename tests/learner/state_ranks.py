@@ -1,12 +1,6 @@
-"""One rank that continues from a training state: python state_ranks.py RANK RANKS RENDEZVOUS FOLDER KIND LOAD
-UPDATES
+"""One rank that continues from a training state."""
 
-It loads the state of step LOAD in FOLDER (0: the initial model), makes UPDATES updates, saves a state, and
-prints the metrics as JSON.
-"""
-
-import json
-import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +64,12 @@ def update(policy) -> dict[str, float]:
     return {name: metrics[name] for name in WATCHED if name in metrics}
 
 
-def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, updates: int) -> None:
+def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, updates: int) -> dict[str, Any]:
+    """Load the state of step `load` in a folder (0: the initial model), update, and save a state.
+
+    Returns:
+        The metrics, and the log-probs after the updates.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
     from raylight.learner import state, state_files
@@ -86,10 +85,5 @@ def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, up
     if rank == 0:
         states.complete(policy.version, {"config": config_of(kind)}, content)
     probe = policy.logprobs(PROBE)
-    if rank == 0:
-        print(json.dumps({"version": policy.version, "steps": found, "probe": probe}))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6], int(sys.argv[6]), int(sys.argv[7]))
+    return {"version": policy.version, "steps": found, "probe": probe}

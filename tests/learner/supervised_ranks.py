@@ -1,8 +1,4 @@
-"""One rank that learns answers: python supervised_ranks.py RANK RANKS RENDEZVOUS_FILE. Rank 0 prints metrics
-and log-probs after two updates, of supervised fine-tuning and of preferences, as JSON."""
-
-import json
-import sys
+"""One rank that learns answers: two updates of supervised fine-tuning, and two of preferences."""
 
 import numpy as np
 import torch
@@ -57,7 +53,8 @@ def shard_of(model, content: TrainBatch):
     return list(shard_batch(content, model._settings, ranks))[rank]
 
 
-def main(rank: int, ranks: int, file: str) -> None:
+def main(rank: int, ranks: int, file: str) -> dict[str, float]:
+    """Return the metrics and the log-probs after the updates."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     found = {}
@@ -69,10 +66,5 @@ def main(rank: int, ranks: int, file: str) -> None:
         totals = model.evaluate_shard(shard_of(model, batch(kind)))
         found |= {f"{kind}/val/{name}": value for name, value in totals.items()}
         found |= {f"{kind}/probe/{i}": value for i, value in enumerate(model.logprobs(PROBE))}
-    if rank == 0:
-        print(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return found

@@ -1,17 +1,16 @@
 """Rollout correction and mismatch metrics against reference values, on one and two ranks."""
 
-import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import correction_ranks
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from correction_ranks import APART, CASES, MASKS, make_rows, measured, run_case
+from rank_processes import run_ranks
 from ranks import make_batch, plain_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -253,21 +252,9 @@ def test_one_token_in_ten_thousand_ends_no_run_in_half_precision():
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(tmp_path: Path):
-    script = Path(__file__).parent / "correction_ranks.py"
-
-    def run(ranks: int) -> list[dict]:
-        tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
-        started = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), *tail], stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(ranks)
-        ]
-        outputs = [process.communicate(timeout=180)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * ranks
-        return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-
-    (one,), two = run(1), run(2)
+    (one,), two = (
+        run_ranks(correction_ranks.main, ranks, str(tmp_path / f"meet-{ranks}")) for ranks in (1, 2)
+    )
     for name in one:
         if name.endswith(("weights", "masks")):
             merged = two[0][name] | two[1][name]

@@ -3,14 +3,14 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import engine_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from engine_ranks import LORA, SETTINGS, VARIANTS, all_updates
+from rank_processes import run_ranks
 from ranks import ANSWERS, PROBE, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
@@ -233,16 +233,7 @@ def test_compiled_layers_do_not_change_the_update(batch):
 
 
 def test_ranks_and_packing_do_not_change_the_update(tmp_path: Path):
-    command = [sys.executable, str(Path(__file__).parent / "engine_ranks.py")]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    one, two = all_updates(), json.loads(outputs[0].strip().splitlines()[-1])
+    one, two = all_updates(), run_ranks(engine_ranks.main, 2, str(tmp_path / "meet"))[0]
     assert set(two) == {*VARIANTS, "scaled", "critic", "critic-scaled"}
     for variant, alone in one.items():
         for name in (

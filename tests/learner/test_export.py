@@ -1,13 +1,12 @@
 """Exported training states: transformers computes the same log-probs as the saved policy."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import state_ranks
 import torch
+from rank_processes import run_ranks
 from ranks import PROBE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -15,8 +14,6 @@ from typer.testing import CliRunner
 from raylight.cli import app
 from raylight.errors import CheckpointError, ConfigError
 from raylight.quickstart import STARTER_MODEL
-
-SCRIPT = Path(__file__).parent / "state_ranks.py"
 
 
 def export(*arguments: str) -> BaseException | None:
@@ -33,9 +30,7 @@ def logprobs(model, ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: Path):
     states = tmp_path / "state"
-    command = [sys.executable, str(SCRIPT), "0", "1", str(tmp_path / "meet"), str(states), kind, "0", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
-    expected = json.loads(done.stdout.strip().splitlines()[-1])["probe"]
+    expected = run_ranks(state_ranks.main, 1, str(tmp_path / "meet"), str(states), kind, 0, 2)[0]["probe"]
 
     assert export(str(states), str(tmp_path / "model")) is None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)

@@ -1,15 +1,14 @@
 """Algorithms on verl's engine: gradients against references, and updates in the direction of the reward."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import family_ranks
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from ranks import make_batch, plain_logprobs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -303,18 +302,7 @@ def test_a_users_loss_of_another_shape_raises(exact):
 
 
 def test_two_ranks_take_the_same_steps_as_one(tmp_path: Path):
-    def run(ranks: int) -> dict[str, list[dict[str, float]]]:
-        command = [sys.executable, str(Path(__file__).parent / "family_ranks.py")]
-        tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
-        started = [
-            subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True)
-            for rank in range(ranks)
-        ]
-        outputs = [process.communicate(timeout=300)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * ranks
-        return json.loads(outputs[0].strip().splitlines()[-1])
-
-    one, two = run(1), run(2)
+    one, two = (run_ranks(family_ranks.main, ranks, str(tmp_path / f"meet-{ranks}"))[0] for ranks in (1, 2))
     for name, updates in one.items():
         for alone, together in zip(updates, two[name], strict=True):
             told = [key for key in alone if key in COMPARABLE]

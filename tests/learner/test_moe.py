@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
+import moe_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from moe_ranks import train_and_save
+from rank_processes import run_ranks
 from ranks import plain_probe
 from tiny_models import MOE, build_model
 from transformers import AutoModelForCausalLM
@@ -120,16 +117,7 @@ def test_ranks_do_not_change_the_update_of_a_mixture(tmp_path):
         model_type: train_and_save(str(tmp_path / "models" / model_type), tmp_path / "alone", 1)["probe"]
         for model_type in MOE
     }
-    command = [sys.executable, str(Path(__file__).parent / "moe_ranks.py")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "meet"), str(tmp_path)], stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=400)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    shared = json.loads(outputs[0].splitlines()[-1])
+    shared = run_ranks(moe_ranks.main, 2, str(tmp_path / "meet"), tmp_path)[0]
     for model_type, probe in shared.items():
         assert probe == pytest.approx(alone[model_type], abs=1e-4), model_type
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / model_type, dtype=torch.float32)

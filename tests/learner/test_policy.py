@@ -2,19 +2,18 @@
 
 import copy
 import itertools
-import json
 import math
 import pickle
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
+from rank_processes import run_ranks
 from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
 from transformers import AutoModelForCausalLM
 
@@ -154,20 +153,7 @@ def test_kl_and_entropy_are_per_rollout_if_rows_are_averaged(plain, exact, rows,
 
 @pytest.mark.slow
 def test_two_ranks_have_the_metrics_of_one(tmp_path: Path):
-    script = Path(__file__).parent / "ranks.py"
-
-    def run(ranks: int) -> list[dict[str, float]]:
-        command = [sys.executable, str(script)]
-        tail = [str(ranks), str(tmp_path / f"meet-{ranks}")]
-        started = [
-            subprocess.Popen([*command, str(rank), *tail], stdout=subprocess.PIPE, text=True)
-            for rank in range(ranks)
-        ]
-        outputs = [process.communicate(timeout=120)[0] for process in started]
-        assert [process.returncode for process in started] == [0] * ranks
-        return json.loads(outputs[0].strip().splitlines()[-1])
-
-    one, two = run(1), run(2)
+    one, two = (run_ranks(ranks.main, count, str(tmp_path / f"meet-{count}"))[0] for count in (1, 2))
     for alone, together in zip(one, two, strict=True):
         assert together["mismatch/logprob_abs_max"] < 1e-4
         for name in ("learner/grad_norm", "learner/pg_loss", "learner/kl", "learner/entropy"):

@@ -1,40 +1,25 @@
 """Training states: a run that resumes from one continues as if uninterrupted, with any number of ranks."""
 
-import json
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import state_ranks
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 
 from raylight.errors import CheckpointError, DiskError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner import state_files
 
-SCRIPT = Path(__file__).parent / "state_ranks.py"
 STEPS = 4
 
 
 def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
     """Run ranks that load the state of a step, update, and save."""
-    tail = [
-        str(ranks),
-        str(folder / f"meet-{ranks}-{load}-{updates}"),
-        str(folder / "state"),
-        kind,
-        str(load),
-        str(updates),
-    ]
-    started = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), *tail], stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * ranks
-    return json.loads(outputs[0].strip().splitlines()[-1])
+    meet, states = str(folder / f"meet-{ranks}-{load}-{updates}"), str(folder / "state")
+    return run_ranks(state_ranks.main, ranks, meet, states, kind, load, updates)[0]
 
 
 @pytest.mark.parametrize(

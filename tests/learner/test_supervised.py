@@ -1,15 +1,13 @@
 """Supervised and preference updates against plain torch, TRL, and other shapes of the same batch."""
 
 import copy
-import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import supervised_ranks
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 from ranks import PROBE, plain_probe
 from supervised_ranks import SETTINGS, batch, make_model, pairs, shard_of
 from torch.nn.functional import logsigmoid
@@ -164,22 +162,11 @@ def test_the_rows_of_an_answer_count_together(plain):
 
 
 def test_two_ranks_learn_as_one(tmp_path):
-    found = []
-    for ranks in (1, 2):
-        command = [sys.executable, str(Path(__file__).with_name("supervised_ranks.py"))]
-        processes = [
-            subprocess.Popen(
-                [*command, str(r), str(ranks), str(tmp_path / str(ranks))], stdout=subprocess.PIPE
-            )
-            for r in range(ranks)
-        ]
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-        assert all(process.returncode == 0 for process in processes)
-        found.append(json.loads(outputs[0].splitlines()[-1]))
-    for name, value in found[0].items():
+    one, two = (run_ranks(supervised_ranks.main, ranks, str(tmp_path / str(ranks)))[0] for ranks in (1, 2))
+    for name, value in one.items():
         # AdamW divides a gradient near 0 by itself, so that rounding shows in single log-probs
         tolerance = 1e-5 if name.endswith(("loss", "margin", "grad_norm")) else 5e-4
-        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=tolerance), name
+        assert two[name] == pytest.approx(value, rel=1e-5, abs=tolerance), name
 
 
 # TRL

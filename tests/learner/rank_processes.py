@@ -1,0 +1,36 @@
+"""Ranks of a learner in processes of their own.
+
+They are forked from one process that has imported the libraries: the imports take longer than most of what
+the ranks do.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+PRELOADED = [
+    "raylight.learner.policy",
+    "raylight.learner.supervised",
+    "transformers.models.qwen3.modeling_qwen3",
+    "peft",
+]
+
+
+def run_ranks(main: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = 300) -> list[Any]:
+    """Call `main(rank, ranks, *arguments)` in a process for each rank; return the results by rank.
+
+    Raises:
+        Exception: the first error of a rank. All processes are ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    calls = [(main, rank, ranks, *arguments) for rank in range(ranks)]
+    with context.Pool(ranks) as pool:
+        finished = pool.imap_unordered(_call, calls)
+        results = dict(finished.next(timeout_s) for _ in calls)
+    return [results[rank] for rank in range(ranks)]
+
+
+def _call(call: tuple[Any, ...]) -> tuple[int, Any]:
+    main, rank, *arguments = call
+    return rank, main(rank, *arguments)
