@@ -660,14 +660,14 @@ def send(body: bytes, kind: str, coding: str | None) -> None:
         assert response.headers["content-type"] == kind
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(NEAR_REQUESTS, st.booleans())
 def test_any_json_is_answered(value: Any, packed: bool) -> None:
     body = json.dumps(value).encode()
     send(gzip.compress(body) if packed else body, JSON, "gzip" if packed else None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([JSON, PROTOBUF]), CODINGS)
 def test_any_bytes_are_answered(body: bytes, kind: str, coding: str | None) -> None:
     send(body, kind, coding)
@@ -676,7 +676,7 @@ def test_any_bytes_are_answered(body: bytes, kind: str, coding: str | None) -> N
 GOOD = as_protobuf(FULL, span_json(spanId="1" * 16))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
     st.integers(0, len(GOOD)),
