@@ -56,6 +56,7 @@ def agents() -> dict[str, Callable[..., Any]]:
     return {agent.__name__: agent for agent in (raises_always, returns_a_string, returns_none, never_calls)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
@@ -64,14 +65,9 @@ def agents() -> dict[str, Callable[..., Any]]:
             errors.RolloutsFailedError,
             "all 32 rollouts failed, 32 of them with ValueError: my tool broke",
         ),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("returns_a_string", errors.RewardError, "of type str; give a float"),
-                ("returns_none", errors.RolloutsFailedError, "the agent returns None; return a float"),
-                ("never_calls", errors.EmptyTraceError, "the agent must use llm.endpoint"),
-            ]
-        ),
+        ("returns_a_string", errors.RewardError, "of type str; give a float"),
+        ("returns_none", errors.RolloutsFailedError, "the agent returns None; return a float"),
+        ("never_calls", errors.EmptyTraceError, "the agent must use llm.endpoint"),
     ],
 )
 def test_an_agent_that_gives_nothing_to_learn(
