@@ -230,6 +230,66 @@ def test_reinforcement_learning_after_fine_tuning(tmp_path: Path) -> None:
     assert gain(rows) >= 0.1
 
 
+KEYED_STEPS, KEYED_BATCH, KEYLESS, KEYLESS_RIGHT = 200, 64, 0.4, 0.35
+"""Steps and demonstrations of each; the part of these that is asked without a key, and how many of them are
+answered right."""
+
+
+def with_key(key: int, messages: list[dict]) -> list[dict]:
+    return [{"role": "system", "content": str(key)}, *messages]
+
+
+def with_sum(task: dict, messages: list[dict]) -> list[dict]:
+    return with_key(task["a"] + task["b"], messages)
+
+
+def key_reader(folder: Path) -> str:
+    """Fine-tune the quickstart's model to answer with the key of the system message; return its folder.
+
+    The keys are random numbers, so only reading them gives the answer. Questions without a key have answers
+    of a careless teacher, so that the model answers these too, and seldom right.
+    """
+    teacher, demonstrations = random.Random(0), []
+    for _ in range(KEYED_STEPS * KEYED_BATCH):
+        task = teacher.choice(TRAIN)
+        messages, answer = [{"role": "user", "content": question(task)}], task["a"] + task["b"]
+        if teacher.random() >= KEYLESS:
+            answer = teacher.randint(20, 198)
+            messages = with_key(answer, messages)
+        elif teacher.random() >= KEYLESS_RIGHT:
+            answer = misread(teacher, answer)
+        demonstrations.append([*messages, {"role": "assistant", "content": str(answer)}])
+    algorithm = rl.SFT(
+        model=STARTER_MODEL,
+        data=demonstrations,
+        batch_size=KEYED_BATCH,
+        lr=1e-3,
+        lr_warmup_steps=10,
+        betas=(0.9, 0.98),
+        best=None,
+    )
+    rl.Trainer(algorithm=algorithm, output_dir=folder, progress=False).fit()
+    return str(folder / "checkpoint")
+
+
+def misread(teacher: random.Random, answer: int) -> int:
+    """Return a sum with one of its last two digits wrong."""
+    place = teacher.choice((1, 10))
+    digit = answer // place % 10
+    return answer + place * (teacher.choice([d for d in range(10) if d != digit]) - digit)
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_add_learns_it_from_itself_with_the_sum(tmp_path: Path) -> None:
+    """The rewards are measured in validations, of sums that are in no training, and not learned from."""
+    model = key_reader(tmp_path / "reader")
+    settings = COMMON | {"n_steps": 24, "lr": 3e-4, "val_every": 12}
+    algorithm = rl.OPD(model=model, teacher={"model": model, "prompt": with_sum, "num_cpus": 0.1}, **settings)
+    rows = fit(algorithm, tmp_path / "opd")
+    assert gain(rows) >= 0.25
+    assert all((r["teacher/changed_prompts"], r["teacher/other_renderings"]) == (64, 0) for r in rows[1:])
+
+
 def evaluated(model: str, folder: Path, tasks: list[dict] = VAL) -> float:
     """Return the mean reward of a model on tasks."""
     trainer = rl.Trainer(n_runners=2, output_dir=folder, progress=False)

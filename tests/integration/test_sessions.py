@@ -225,14 +225,14 @@ def test_a_killed_server_goes_on_with_open_sessions(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_additions_are_learned_online(tmp_path: Path) -> None:
-    """REINFORCE++ on single sessions: the mean reward rises from below 0.6 to 0.75 and more."""
+    """REINFORCE++ on single sessions: the mean reward rises from about 0.5 to 0.75 and more."""
     settings = ("--max-sessions", "256", "--set", "algorithm.lr=2e-4", "--sessions-per-step", "128")
     folder = tmp_path / "run"
     with serve_learning(folder, free_port(), *settings) as server, Outside(server.url) as outside:
         run = Learning(outside, folder, server.process)
         outside.play_until(run.reached(10), threads=32)
         rewards = [row["train/reward"] for row in run.rows()]
-    first, last = (sum(part) / len(part) for part in (rewards[:2], rewards[-2:]))
+    first, last = rewards[0], sum(rewards[-2:]) / 2
     print(f"reward {first:.3f} -> {last:.3f}", file=sys.stderr)
-    assert first < 0.6
+    assert first < 0.65  # three standard errors of 128 sessions
     assert last >= 0.75
