@@ -93,7 +93,7 @@ class Samplers:
             body = {
                 "model": model,
                 "prompt": prompt,
-                "n": count,
+                "n": count if options.temperature else 1,
                 "max_tokens": max_tokens,
                 "temperature": options.temperature,
                 "top_p": options.top_p,
@@ -108,7 +108,8 @@ class Samplers:
             response = await self._http.post("/v1/completions", json=body)
         if response.status_code != 200:
             raise read_error(response.status_code, response.content)
-        return [_sampled(choice) for choice in response.json()["choices"]]
+        samples = [_sampled(choice) for choice in response.json()["choices"]]
+        return samples if options.temperature else samples * count  # vLLM rejects several greedy ones
 
     async def prompt_logprobs(self, path: str | None, prompt: list[int]) -> list[float | None]:
         """Return the log-probs of a prompt's tokens, None for the first."""
