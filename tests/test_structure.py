@@ -21,7 +21,6 @@ FLOORS = [
         "disk",
         "garbage",
         "agent_threads",
-        "deferred_imports",
         "printable",
     },
     {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.config import LearnerConfig
+from raylight.errors import ConfigError
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
@@ -59,6 +61,27 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         Its hooks and its copies of the parameters would take a tenth of the update of a small model.
         """
         return dist.get_world_size() == 1 and self._learner.dtype == "fp32" and not torch.cuda.is_available()
+
+    def _build_module(self) -> Any:
+        """Load the model in float32, on one rank of those that share it.
+
+        verl's version also replaces methods of transformers and TRL, for vision models and for TRL's classes.
+        """
+        settings, hf_config = self.model_config, self.model_config.hf_config
+        if self.use_ulysses_sp:
+            check_heads(hf_config.get_text_config(), self.ulysses_sequence_parallel_size)
+            verl.enable_ulysses()
+        place_weights = verl.get_init_weight_context_manager(
+            use_meta_tensor=not hf_config.tie_word_embeddings, mesh=self.device_mesh
+        )
+        auto_class = verl.get_hf_auto_model_class(hf_config)
+        with place_weights(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = auto_class.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
+        module.to(torch.float32)  # transformers loads some parameters in a type of their own
+        if settings.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        return module
 
     def _build_lora_module(self, module: Any) -> Any:
         """Wrap the model with peft. verl's version does not support dropout."""
@@ -253,16 +276,12 @@ class ValueEngine(RaylightEngine):
 
     def _build_module(self) -> Any:
         """Build a token classifier as a language model, since verl's value models need flash attention."""
-        model_config, hf_config = self.model_config, self.model_config.hf_config
+        hf_config = self.model_config.hf_config
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
         hf_config.architectures = [
             name.replace("ForCausalLM", "ForTokenClassification") for name in hf_config.architectures
         ]
-        model_config.model_type = "language_model"
-        try:
-            return super()._build_module()
-        finally:
-            model_config.model_type = "value_model"
+        return super()._build_module()
 
     def _build_lora_module(self, module: Any) -> Any:
         """Add the adapter to the base model. The new head is trained in full."""
@@ -274,3 +293,21 @@ class ValueEngine(RaylightEngine):
         peft.inject_adapter_in_model(peft_config(lora, None, base), base)
         check_adapter(module, lora)
         return module
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Check that the ranks of a sequence can divide the attention heads.
+
+    Args:
+        config: transformers' configuration of the language model.
+        size: ranks of a sequence.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    if heads % size or (keys % size and size % keys):
+        raise ConfigError(
+            f"learner.ulysses={size} cannot divide {heads} attention heads and {keys} key-value heads; set "
+            "it to a divisor of both"
+        )

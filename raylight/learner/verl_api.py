@@ -7,13 +7,10 @@ relied on here.
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
-from unittest import mock
 
 import torch
-
-from raylight.deferred_imports import defer_imports
+from transformers.integrations import flash_attention
 
 # importing verl adds a handler to the root logger, which would print every log line twice
 _handlers = list(logging.getLogger().handlers)
@@ -24,10 +21,9 @@ if not torch.cuda.is_available():
 
     verl_cpu.install_platform()
 
-# the readers of data sets would import datasets and pandas, a loss of transformers scipy
-_unused = ("verl.utils.dataset.rl_dataset", "verl.utils.dataset.rm_dataset", "scipy.optimize")
-with warnings.catch_warnings(), defer_imports(*_unused):
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from verl.models.transformers.monkey_patch import _ulysses_flash_attention_forward
     from verl.trainer.config import AlgoConfig, CheckpointConfig
     from verl.trainer.ppo.core_algos import (
         ADV_ESTIMATOR_REGISTRY,
@@ -43,8 +39,9 @@ with warnings.catch_warnings(), defer_imports(*_unused):
     )
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
     from verl.utils.device import get_device_id
-    from verl.utils.import_utils import is_trl_available
+    from verl.utils.fsdp_utils import get_init_weight_context_manager
     from verl.utils.metric import Metric
+    from verl.utils.model import get_hf_auto_model_class
     from verl.utils.py_functional import append_to_dict
     from verl.utils.torch_functional import masked_mean, masked_whiten
     from verl.utils.ulysses import ulysses_pad_and_slice_inputs
@@ -56,10 +53,6 @@ with warnings.catch_warnings(), defer_imports(*_unused):
     )
     from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-# verl caches the answer: with TRL installed, it would import a class that newer versions of TRL lack
-with mock.patch.dict(sys.modules, {"trl": None}):
-    is_trl_available()
 
 logging.getLogger().handlers[:] = _handlers
 
@@ -81,8 +74,11 @@ __all__ = [
     "append_to_dict",
     "compute_rollout_rejection_mask",
     "compute_value_loss",
+    "enable_ulysses",
     "get_adv_estimator_fn",
     "get_device_id",
+    "get_hf_auto_model_class",
+    "get_init_weight_context_manager",
     "get_policy_loss_fn",
     "kl_penalty",
     "masked_mean",
@@ -90,3 +86,11 @@ __all__ = [
     "register_policy_loss",
     "ulysses_pad_and_slice_inputs",
 ]
+
+
+def enable_ulysses() -> None:
+    """Exchange heads and tokens between the ranks of a sequence, in this process, around flash attention.
+
+    verl's own `apply_monkey_patch` does the same, and imports a class that TRL 1 has removed if TRL is there.
+    """
+    flash_attention._flash_attention_forward = _ulysses_flash_attention_forward
