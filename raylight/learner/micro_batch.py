@@ -87,16 +87,12 @@ class MicroBatch:
         )
 
     def padded_inputs(self) -> dict[str, torch.Tensor]:
-        """Return the model's inputs, with a sequence for each row."""
-        lengths = torch.tensor([row.tokens for row in self.rows], device=self.device)
-        ids = pad_sequence(self._sequences(), batch_first=True).to(self.device)
-        positions = torch.arange(ids.shape[1], device=self.device)
-        attended = positions < lengths[:, None]
-        return {
-            "input_ids": ids,
-            "attention_mask": attended.int(),
-            "position_ids": positions.where(attended, 0),
-        }
+        """Return the model's inputs, with a sequence for each row.
+
+        Rows are padded on the right, where no token of a causal model attends. Without a mask, attention
+        takes its fastest path.
+        """
+        return {"input_ids": pad_sequence(self._sequences(), batch_first=True).to(self.device)}
 
     def packed_inputs(self) -> dict[str, Any]:
         """Return verl's input for a packed pass."""
