@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def test_the_deployment_on_a_cpu_and_on_gpus(model_path: str) -> None:
     )
     engine = cpu.get_engine_config()
     assert engine.placement_bundles == [{"CPU": 0.5}]
-    assert cpu.deployment_config == {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    assert cpu.deployment_config == {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "num_gpus": 0}}
     assert cpu.runtime_env["env_vars"]["HF_HUB_OFFLINE"] == "1"
     assert cpu.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert cpu.runtime_env["env_vars"]["OMP_NUM_THREADS"] == "1"
@@ -127,6 +128,58 @@ def test_the_deployment_on_a_cpu_and_on_gpus(model_path: str) -> None:
     stages = build_args(model_path, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, gpus=1)
     wide = llm_config(model_path, "policy", stages, server=object, num_cpus=1, threads=1, gpus=1)
     assert wide.get_engine_config().placement_strategy == "PACK"
+
+
+@pytest.mark.parametrize(
+    ("args", "share", "replica", "bundles", "executor"),
+    [
+        # one worker: the replica's actor owns the share, and vLLM's core runs the worker
+        ({}, 0.4, 0.4, [{"CPU": 1}], "mp"),
+        ({}, 1, 1, [{"CPU": 1}], "mp"),
+        # several: Ray's executor places them, and the replica's actor is in the bundle of the first
+        ({"tensor_parallel_size": 2}, 0.4, 0, [{"CPU": 1, "GPU": 0.4}, {"GPU": 0.4}], "ray"),
+        ({"distributed_executor_backend": "ray"}, 1, 0, [{"CPU": 1, "GPU": 1}], "ray"),
+    ],
+)
+def test_a_share_of_a_gpu_goes_to_who_computes(
+    model_path: str, args: dict, share: float, replica: float, bundles: list, executor: str
+) -> None:
+    built = build_args(model_path, args, gpus=share)
+    llm = llm_config(model_path, "policy", built, server=object, num_cpus=1, threads=1, gpus=share)
+    engine = llm.get_engine_config()
+    assert llm.deployment_config["ray_actor_options"]["num_gpus"] == replica
+    assert engine.placement_bundles == bundles
+    assert engine.get_initialization_kwargs()["distributed_executor_backend"] == executor
+    shares = llm.runtime_env["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS")
+    assert shares == (None if share == 1 else "0.4")
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "expected"),
+    [("cuda", "mp", "uni"), ("cuda", "ray", "ray"), ("cpu", "mp", "mp")],
+)
+def test_the_core_runs_the_only_worker_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, expected: str
+) -> None:
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+    from raylight.engines.vllm import server
+
+    found: list[str] = []
+
+    def start(self: Any, args: Any, config: Any, placement_group: Any) -> Any:
+        found.append(config.parallel_config.distributed_executor_backend)
+
+    monkeypatch.setattr(VLLMEngine, "_start_async_llm_engine", start)
+    monkeypatch.setattr(server, "VllmEngine", lambda *_: None)
+    engine = object.__new__(server.CapturingVLLMEngine)
+    engine.llm_config = SimpleNamespace(model_id="policy")
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend=backend),
+        device_config=SimpleNamespace(device_type=device),
+    )
+    engine._start_async_llm_engine(None, config, None)
+    assert found == [expected]
 
 
 def test_fields_of_vllm_that_shape_an_answer_cannot_be_ignored() -> None:

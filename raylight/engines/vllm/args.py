@@ -66,6 +66,16 @@ def workers_per_replica(args: Mapping[str, Any]) -> int:
     return int(args.get("tensor_parallel_size", 1)) * int(args.get("pipeline_parallel_size", 1))
 
 
+def runs_in_core(args: Mapping[str, Any]) -> bool:
+    """Return True if a replica's only worker on a GPU runs in the process of vLLM's engine core.
+
+    Args:
+        args: the engine's arguments.
+    """
+    parallel = workers_per_replica(args) * int(args.get("data_parallel_size", 1))
+    return parallel == 1 and args.get("distributed_executor_backend") in (None, "uni", "mp")
+
+
 def most_workers(config: EngineConfig) -> int:
     """Return the workers of all replicas, as many as there may ever be."""
     return (config.max_replicas or config.replicas) * workers_per_replica(config.args)

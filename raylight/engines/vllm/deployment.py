@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raylight.engines.vllm.args import workers_per_replica
+from raylight.engines.vllm.args import runs_in_core, workers_per_replica
 
 CPU_CACHE_GIB = 1
 """Key-value cache of a CPU replica in GiB, unless `VLLM_CPU_KVCACHE_SPACE` is set."""
@@ -43,9 +43,11 @@ def llm_config(
 
     workers = workers_per_replica(args)
     env = (_loopback(args) if gpus == 0 or workers == 1 else {}) | dict(env or {})
-    # The replica's actor requests nothing: it runs in the bundle of its first worker.
+    # A single worker shares the GPU of the replica's actor. Several are actors of vLLM's Ray executor, and
+    # the replica's actor requests nothing: it runs in the bundle of its first worker.
+    owns_gpu = gpus > 0 and runs_in_core(args)
     bundles: list[dict[str, float]] = (
-        [{"CPU": num_cpus}] if gpus == 0 else [{"GPU": gpus} for _ in range(workers)]
+        [{"CPU": num_cpus}] if gpus == 0 or owns_gpu else [{"GPU": gpus} for _ in range(workers)]
     )
     bundles[0]["CPU"] = num_cpus
     bundles = [bundle | dict(resources or {}) for bundle in bundles]
@@ -53,11 +55,15 @@ def llm_config(
     strategy = "STRICT_PACK" if args.get("pipeline_parallel_size", 1) == 1 else "PACK"
     settings: dict[str, Any] = {
         "model_loading_config": {"model_id": model, "model_source": path},
-        "accelerator_config": {"kind": "cpu"} if gpus == 0 else None,
+        # Ray's kind "cpu" means: no Ray executor, and no task that looks at a GPU before the engine starts
+        "accelerator_config": {"kind": "cpu"} if gpus == 0 or owns_gpu else None,
         "placement_group_config": {"bundles": bundles, "strategy": strategy},
         "engine_kwargs": dict(args),
         "runtime_env": {"env_vars": environment(path, threads, gpus, args.get("enforce_eager", False)) | env},
-        "deployment_config": {"ray_actor_options": {"num_cpus": 0}, **(options or {})},
+        "deployment_config": {
+            "ray_actor_options": {"num_cpus": 0, "num_gpus": gpus if owns_gpu else 0},
+            **(options or {}),
+        },
         "server_cls": server,
     }
     return LLMConfig(**settings)
@@ -79,6 +85,8 @@ def environment(path: str, threads: int, gpus: float, eager: bool) -> dict[str, 
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if Path(path).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
+    if 0 < gpus < 1:  # else each worker of the Ray executor asks for a whole GPU
+        variables["VLLM_RAY_PER_WORKER_GPUS"] = f"{gpus:g}"
     if gpus == 0:
         # by default, vLLM binds every replica on a machine to the same cores
         variables |= {"VLLM_CPU_KVCACHE_SPACE": str(CPU_CACHE_GIB), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -19,8 +19,12 @@ class CapturingVLLMEngine(VLLMEngine):
 
     captured: VllmEngine
 
-    def _start_async_llm_engine(self, *args: Any, **kwargs: Any) -> Any:
-        client = super()._start_async_llm_engine(*args, **kwargs)
+    def _start_async_llm_engine(self, args: Any, config: Any, placement_group: Any) -> Any:
+        parallel = config.parallel_config
+        if config.device_config.device_type != "cpu" and parallel.distributed_executor_backend == "mp":
+            # Ray asks for a process per worker where it places none. vLLM on a CPU needs it.
+            parallel.distributed_executor_backend = "uni"
+        client = super()._start_async_llm_engine(args, config, placement_group)
         self.captured = VllmEngine(client, self.build_asgi_app, self.llm_config.model_id)
         return client
 
