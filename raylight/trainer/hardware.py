@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +17,20 @@ from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
+from raylight.experience.settings import PolicySettings
+from raylight.planning.cluster_shape import this_machine
 from raylight.trainer.engine_nodes import ask_nodes
 from raylight.trainer.settings import ResolvedSettings
 
 SHARES = (0.6, 0.4)
 """GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on
 one too, so the kind with more processes gets the larger one."""
+KEPT_BYTES = 16
+"""Bytes that a learner keeps of a trained parameter: its float32 weight, gradient and two moments."""
+FROZEN_BYTES = 2
+"""Bytes that it keeps of a parameter of a frozen model: the reference, or the base of an adapter."""
+RESERVE = 4 * 2**30
+"""Device memory for the contexts of both processes, and for the buffers of a publication."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
 C = TypeVar("C", bound=Config)
@@ -35,6 +44,20 @@ class Hardware:
     """GPUs on nodes whose torch can use them."""
     flash_attention: bool = False
     """True if flash-attn is installed on every node with GPUs."""
+    gpu_memory: int = 0
+    """Bytes of the smallest GPU; 0 if unknown."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run does that decides about defaults."""
+
+    context: int | None = None
+    """Tokens of the model's longest sequence; None if unknown."""
+    kept_bytes: int | None = None
+    """Bytes that the learners keep between updates, all ranks together; None if unknown."""
+    overlaps: bool = False
+    """True if engines sample while the learners update."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +96,11 @@ def settings_for_hardware(
         hardware,
         serving.engine.model_copy(update={"kind": kind}),
         training.learner if training is not None and training.learner.kind == "ranks" else None,
-        longest_sequence(Path(serving.model_path)),
+        workload(
+            Path(serving.model_path),
+            None if training is None else training.algorithm.policy_settings(),
+            training is not None and training.learner.lora is not None,
+        ),
     )
     engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
     settings = settings.with_engine(engine)
@@ -83,23 +110,22 @@ def settings_for_hardware(
 
 
 def choose(
-    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, context: int | None
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, work: Workload
 ) -> HardwareChoice:
     """Return the settings with the defaults for the hardware. Nothing changes without GPUs.
 
     Args:
         engine: its kind is the one that it has on a GPU.
         learner: None for a run without learners.
-        context: tokens of the model's longest sequence; None if unknown.
 
     Raises:
         ConfigError: learners and engines do not fit on the GPUs together, not even if they share them.
     """
-    engine, learner, notes = _assign_gpus(hardware, engine, learner)
+    engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
     if learner is not None:
         learner = _learner_on_gpu(hardware, learner)
     if engine.num_gpus:
-        engine = engine_on_gpu(engine, learner, context)
+        engine = engine_on_gpu(engine, learner, work.context)
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
@@ -119,7 +145,7 @@ def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig) -> LearnerConfig
 
 
 def _assign_gpus(
-    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, work: Workload
 ) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
     """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
     ranks = 0 if learner is None else learner.n
@@ -133,7 +159,7 @@ def _assign_gpus(
         if ranks + workers <= free:
             return _with_defaults(engine, num_gpus=1), _with_defaults(learner, num_gpus=1), []
         if max(ranks, workers) <= free and (ranks >= workers or ranks == 1):
-            return _share(engine, learner, workers)
+            return _share(hardware, engine, learner, work)
         raise ConfigError(
             f"{ranks} learner(s) (learner.n) and {workers} engine worker(s) (engine.replicas x "
             f"engine.args.tensor_parallel_size) do not fit on {free:g} GPU(s), not even in pairs of one "
@@ -153,17 +179,36 @@ def _assign_gpus(
 
 
 def _share(
-    engine: EngineConfig, learner: LearnerConfig, workers: int
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload
 ) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
-    """Put one learner and one engine worker on each GPU. They take turns, and free its memory meanwhile."""
-    learner_share, engine_share = SHARES if learner.n >= workers else SHARES[::-1]
-    shared = _with_defaults(engine, num_gpus=engine_share, sleep_while_learning=engine.kind == "vllm")
-    offloading = _with_defaults(learner, num_gpus=learner_share, param_offload=True, optimizer_offload=True)
-    return shared, offloading, ["learners and engines share GPUs, because there are too few for both"]
+    """Put one learner and one engine worker on each GPU.
+
+    They take turns, and the engine frees its memory meanwhile, unless the engine samples during updates.
+    """
+    learner_share, engine_share = SHARES if learner.n >= most_workers(engine) else SHARES[::-1]
+    sleeps = engine.kind == "vllm" and not work.overlaps
+    shared = _with_defaults(engine, num_gpus=engine_share, sleep_while_learning=sleeps)
+    learner = _with_defaults(learner, num_gpus=learner_share)
+    if not _keeps_states(hardware, shared, learner, work):
+        learner = _with_defaults(learner, param_offload=True, optimizer_offload=True)
+    return shared, learner, ["learners and engines share GPUs, because there are too few for both"]
+
+
+def _keeps_states(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload) -> bool:
+    """Return True if the learner's weights and optimizer fit on a GPU beside an engine that samples."""
+    if not (hardware.gpu_memory and work.kept_bytes):
+        return False
+    kept = work.kept_bytes / (learner.fsdp_size or learner.n)
+    engine_share = float(engine.args.get("gpu_memory_utilization", engine.num_gpus))
+    return kept + RESERVE <= (1 - engine_share) * hardware.gpu_memory
 
 
 def engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: int | None) -> EngineConfig:
-    """Return the settings of an engine with the defaults for a GPU; the arguments are as for `choose`."""
+    """Return the settings of an engine with the defaults for a GPU.
+
+    Args:
+        context: tokens of the model's longest sequence; None if unknown.
+    """
     longest = min(context or MAX_CONTEXT, MAX_CONTEXT)
     if learner is not None:
         longest = min(longest, learner.row_limit)
@@ -204,7 +249,9 @@ def _cluster_hardware() -> Hardware:
     if not nodes or not all(ask_nodes(addresses, torch_uses_gpus).values()):
         return Hardware(0.0)
     gpus = sum(node["Resources"]["GPU"] for node in nodes)
-    return Hardware(gpus, all(ask_nodes(addresses, has_flash_attention).values()))
+    flash_attention = all(ask_nodes(addresses, has_flash_attention).values())
+    memory = min(node.gpu_memory for node in ask_nodes(addresses, this_machine).values())
+    return Hardware(gpus, flash_attention, memory)
 
 
 def torch_uses_gpus() -> bool:
@@ -215,6 +262,38 @@ def torch_uses_gpus() -> bool:
 def has_flash_attention() -> bool:
     """True if the package flash-attn is installed."""
     return importlib.util.find_spec("flash_attn") is not None
+
+
+def workload(folder: Path, policy: PolicySettings | None, lora: bool) -> Workload:
+    """Return the workload of a run.
+
+    Args:
+        folder: the model's.
+        policy: None for a run without learners.
+        lora: the learners train an adapter.
+    """
+    parameters, kept = count_parameters(folder), None
+    if policy is not None and parameters is not None:
+        trained = FROZEN_BYTES if lora else KEPT_BYTES
+        models = 1 if policy.critic is None else 2
+        reference = FROZEN_BYTES if policy.needs_reference and not lora else 0
+        kept = (models * trained + reference) * parameters
+    return Workload(longest_sequence(folder), kept, policy is not None and policy.max_staleness > 0)
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Return the parameters in a model's safetensors files, read from their headers; None if it has none, or
+    a file that only its loading reports as damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, "numpy") as tensors:
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  # it has no iterator
+        except SafetensorError:
+            return None
+    return total or None
 
 
 def longest_sequence(folder: Path) -> int | None:

@@ -17,7 +17,7 @@ from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import GIB, ClusterShape, this_machine
 from raylight.rewards.group import GroupReward
 from raylight.trainer.engine_nodes import ask_nodes
-from raylight.trainer.hardware import Hardware, choose, longest_sequence
+from raylight.trainer.hardware import Hardware, choose, workload
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.reward_model_settings import on_hardware, plan_reward_models
 from raylight.trainer.settings import ResolvedSettings, ServingSettings
@@ -67,16 +67,18 @@ def plan_settings(
         )
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
-    teacher, context = plan_teacher(algorithm, model_path), longest_sequence(Path(model_path))
+    teacher = plan_teacher(algorithm, model_path)
+    policy = algorithm.policy_settings()
+    work = workload(Path(model_path), policy, learner.lora is not None)
     reward_models = [on_hardware(one).serving for one in plan_reward_models(group_reward)]
     models = [*reward_models, *(() if teacher is None else (teacher,))]
     gpus = cluster.gpus - sum(asked_gpus(model.engine) for model in models)
-    choice = choose(Hardware(max(gpus, 0)), engine.model_copy(update={"kind": kind}), learner, context)
+    hardware = Hardware(max(gpus, 0), gpu_memory=cluster.gpu_memory)
+    choice = choose(hardware, engine.model_copy(update={"kind": kind}), learner, work)
     planned = None
     if teacher is not None and (config := algorithm.teacher_model) is not None:
         scoring = fitted_engine(teacher, config, choice.engine.max_model_len)
         planned = PlannedTeacher(teacher.model_path, scoring)
-    policy = algorithm.policy_settings()
     run = PlannedRun(
         model_path,
         kind,

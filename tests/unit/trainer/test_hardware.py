@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from run_settings import policy_settings, served_settings
+from safetensors.torch import save_file
 
 import raylight as rl
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
+from raylight.planning.cluster_shape import NodeShape
 from raylight.trainer import hardware
-from raylight.trainer.hardware import Hardware, choose, longest_sequence, settings_for_hardware
+from raylight.trainer.hardware import (
+    Hardware,
+    Workload,
+    choose,
+    longest_sequence,
+    settings_for_hardware,
+    workload,
+)
 from raylight.trainer.settings import RewardModelSettings, ServingSettings
 
 CONTEXT = 32_768
@@ -34,7 +44,7 @@ def choice(
     flash: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
-    found = choose(Hardware(gpus, flash), *given, context)
+    found = choose(Hardware(gpus, flash), *given, Workload(context))
     return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
 
 
@@ -153,6 +163,51 @@ def test_the_context_is_the_models_within_bounds(context: int | None, learner: d
     assert engine["max_model_len"] == length
 
 
+@pytest.mark.parametrize(
+    ("kept", "memory", "ranks", "offloads"),
+    [
+        (8, 140, 1, False),  # 0.5B on an H200
+        (122, 140, 1, True),  # 7.6B
+        (122, 80, 8, False),  # 7.6B on eight GPUs
+        (25, 24, 1, True),  # 1.5B on 24 GB
+        (9, 24, 1, False),
+        (None, 140, 1, True),  # weights that are not there yet
+    ],
+)
+def test_states_are_offloaded_only_if_they_do_not_fit_beside_a_sampling_engine(
+    kept: int | None, memory: int, ranks: int, offloads: bool
+) -> None:
+    found = choose(
+        Hardware(ranks, gpu_memory=memory * 2**30),
+        EngineConfig(kind="vllm", replicas=ranks),
+        LearnerConfig(n=ranks),
+        Workload(CONTEXT, None if kept is None else kept * 2**30),
+    ).learner
+    assert found is not None
+    assert (found.param_offload, found.optimizer_offload) == (offloads, offloads)
+
+
+def test_engines_that_sample_during_updates_stay_awake() -> None:
+    config = EngineConfig(kind="vllm")
+    found = choose(Hardware(1), config, LearnerConfig(), Workload(CONTEXT, overlaps=True))
+    assert changed(config, found.engine) == {
+        **{name: value for name, value in SHARED_ENGINE.items() if name != "sleep_while_learning"},
+        "args": {"gpu_memory_utilization": 0.4},
+    }
+
+
+def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
+    assert workload(tmp_path, None, lora=False) == Workload()
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
+    save_file({"a": torch.zeros(10, 10), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
+    plain = rl.GRPO(model="m").policy_settings()
+    assert workload(tmp_path, plain, lora=False) == Workload(77, 16 * 107)
+    assert workload(tmp_path, plain, lora=True) == Workload(77, 2 * 107)
+    with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
+    assert workload(tmp_path, with_reference, lora=False) == Workload(77, 18 * 107, overlaps=True)
+    assert workload(tmp_path, rl.PPO(model="m").policy_settings(), lora=False).kept_bytes == 32 * 107
+
+
 def test_too_few_gpus_are_refused_with_the_settings() -> None:
     with pytest.raises(ConfigError, match=r"8 learner\(s\) \(learner.n\) and 2 engine worker") as caught:
         choice(4, {"n": 8}, {"replicas": 2})
@@ -186,7 +241,7 @@ def test_a_cluster_without_gpus_needs_no_message() -> None:
 
 def test_an_engine_without_learners_takes_a_gpu() -> None:
     engine = EngineConfig(kind="vllm")
-    found = choose(Hardware(2), engine, None, CONTEXT)
+    found = choose(Hardware(2), engine, None, Workload(CONTEXT))
     assert changed(engine, found.engine) == OWN_ENGINE
     assert found.learner is None
 
@@ -213,9 +268,10 @@ def test_the_plan_of_a_run_follows_the_nodes(
     ]
     asked: list[Any] = []
 
-    def ask(addresses: dict[str, str], question: Any) -> dict[str, bool]:
+    def ask(addresses: dict[str, str], question: Any) -> dict[str, Any]:
         asked.append(addresses)
-        return dict.fromkeys(addresses.values(), cuda and question is hardware.torch_uses_gpus)
+        answers = {hardware.torch_uses_gpus: cuda, hardware.this_machine: NodeShape(2**34, 1, 2**34)}
+        return dict.fromkeys(addresses.values(), answers.get(question, False))
 
     monkeypatch.setattr(hardware.ray, "nodes", lambda: known)
     monkeypatch.setattr(hardware, "ask_nodes", ask)

@@ -16,7 +16,7 @@ from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import AgentSignatureError, ConfigError
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_settings import finalize_settings
-from raylight.trainer.hardware import Hardware, choose
+from raylight.trainer.hardware import Hardware, Workload, choose
 from raylight.trainer.policy_checks import (
     idle_hardware,
     mismatch_limit,
@@ -31,7 +31,7 @@ def planned(fit: Any, gpus: float) -> str:
     """Return the transport of a run that found GPUs."""
     settings = fit.settings
     engine = settings.serving.engine.model_copy(update={"kind": "vllm"})
-    choice = choose(Hardware(gpus), engine, settings.training.learner, 4096)
+    choice = choose(Hardware(gpus), engine, settings.training.learner, Workload(4096))
     settings = settings.with_engine(choice.engine).with_training(learner=choice.learner)
     return str(finalize_settings(settings).serving.engine.weight_transfer)
 
