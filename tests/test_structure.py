@@ -22,6 +22,7 @@ FLOORS = [
         "garbage",
         "agent_threads",
         "printable",
+        "no_proxy",
     },
     {
         "agent",

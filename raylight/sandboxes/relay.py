@@ -10,6 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from raylight.errors import SandboxError
+from raylight.no_proxy import is_loopback
 
 INSIDE_PORT = 41763
 """Port of the relay on the loopback of a sandbox, which is its own."""
@@ -35,12 +36,13 @@ def address_of(url: str) -> tuple[str, int]:
 
 def reach_of(url: str) -> Literal["machine", "network", "internet"]:
     """Return how far a URL reaches: a loopback address, a private address, or any other address or name."""
+    if is_loopback(url):
+        return "machine"
     host = urlsplit(url).hostname or ""
     try:
-        address = ipaddress.ip_address(host)
+        return "internet" if ipaddress.ip_address(host).is_global else "network"
     except ValueError:
-        return "machine" if host == "localhost" else "internet" if "." in host else "network"
-    return "machine" if address.is_loopback else "internet" if address.is_global else "network"
+        return "internet" if "." in host else "network"
 
 
 class UnixRelay:

@@ -18,7 +18,7 @@ from raylight.base_config import Config
 from raylight.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
-from raylight.serving.deploy.ingress import LOOPBACK
+from raylight.no_proxy import LOOPBACK
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.losses import SUBSTITUTES
 from raylight.trainer.blocking import run_blocking

@@ -11,9 +11,10 @@ from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from raylight.no_proxy import LOOPBACK
+
 COOKIE = "raylight-ui-"
 """Beginning of the cookie's name. Its port follows, because browsers send cookies to all ports of a host."""
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
@@ -41,7 +42,7 @@ class AccessGuard:
 
     def __init__(self, app: ASGIApp, key: str | None = None, hosts: Collection[str] = ()) -> None:
         self._app, self._key = app, key
-        self._hosts = {*LOOPBACK_NAMES, *hosts}
+        self._hosts = {*LOOPBACK, *hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

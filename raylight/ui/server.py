@@ -13,7 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from raylight.errors import ConfigError
-from raylight.ui.access import LOOPBACK_NAMES
+from raylight.no_proxy import LOOPBACK
 from raylight.ui.app import build_app
 
 DEFAULT_PORT = 7860
@@ -67,7 +67,7 @@ def _prepare(
     """Return a server, the socket that it listens on, and the address of its first page."""
     if key == "":
         raise ConfigError("the key of raylight ui is empty; give one, or leave --key and RAYLIGHT_UI_KEY out")
-    if key is None and host not in LOOPBACK_NAMES:
+    if key is None and host not in LOOPBACK:
         key = secrets.token_urlsafe(24)
     app = build_app(paths, key)
     listener = _listen(host, port)

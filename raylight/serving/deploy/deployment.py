@@ -17,6 +17,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import RayServeException
 
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
+from raylight.no_proxy import LOOPBACK
 from raylight.ray_resources import format_amounts
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
@@ -242,7 +243,7 @@ class Deployment:
             EngineStartError: the model would be open to anyone, or out of the agents' reach.
         """
         config = self._settings.config
-        if self._settings.secret is None and host not in ingress.LOOPBACK:
+        if self._settings.secret is None and host not in LOOPBACK:
             raise EngineStartError(
                 f"Ray Serve already listens on {host}, where anyone could use the model; set an API key"
             )
@@ -251,7 +252,7 @@ class Deployment:
                 f"Ray Serve already runs on port {port} of this cluster, so port {config.port} cannot be "
                 "used; leave the port out, or shut the running Serve down first (`serve shutdown`)"
             )
-        if host in ingress.LOOPBACK and ingress.is_joinable():
+        if host in LOOPBACK and ingress.is_joinable():
             remedy = "set engine={'host': '0.0.0.0'}, or shut the running Serve down first (`serve shutdown`)"
             if len(ingress.alive_nodes()) > 1:
                 raise EngineStartError(

@@ -56,6 +56,7 @@ from ray.serve.config import ControllerOptions  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
 from raylight.errors import EngineStartError  # noqa: E402
+from raylight.no_proxy import LOOPBACK  # noqa: E402
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, IngressPlan  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,6 @@ START_LOST = ("Address already in use", "HAProxy crashed during startup")
 """Parts of the messages of a start that another attempt may cure: a port was taken meanwhile, or HAProxy was
 killed."""
 START_ATTEMPTS = 3
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 STARTED_KEY = b"raylight:serve-controller"
 """Key of the cluster's key-value store with the actor ID of the Serve controller that raylight started."""
