@@ -7,6 +7,8 @@ again to add one, which takes most of the time of a light client.
 
 Asynchronous clients use aiohttp, where the library offers it: the default pool of the libraries examines all
 its connections at each request, and takes 2.6 times the CPU time of a call at 256 calls at once.
+
+Direct clients ignore the proxies of the environment.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ Provider = Literal["openai", "anthropic"]
 CLASSES = {"openai": ("AsyncOpenAI", "OpenAI"), "anthropic": ("AsyncAnthropic", "Anthropic")}
 """Asynchronous and synchronous client of each library."""
 
-_ASYNC: dict[tuple[asyncio.AbstractEventLoop, str], tuple[Any, AsyncGenerator[None]]] = {}
-"""HTTP client of each event loop and library, and the generator that closes it."""
-_SYNC: dict[str, Any] = {}
-"""HTTP client of each library, for all threads."""
+_ASYNC: dict[tuple[asyncio.AbstractEventLoop, str, bool], tuple[Any, AsyncGenerator[None]]] = {}
+"""HTTP client of each event loop and library, direct or not, and the generator that closes it."""
+_SYNC: dict[tuple[str, bool], Any] = {}
+"""HTTP client of each library, direct or not, for all threads."""
 _SYNC_LOCK = threading.Lock()
 
 
-def async_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
+def async_client(provider: Provider, endpoint: str, api_key: str | None, direct: bool) -> Any:
     """Return an asynchronous client on top of the event loop's connections.
 
     Raises:
@@ -47,17 +49,17 @@ def async_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
         raise ConfigError(
             "LLM.client() is called outside an event loop; use LLM.sync_client(), or an `async def` agent"
         ) from None
-    if (loop, provider) not in _ASYNC:
+    if (loop, provider, direct) not in _ASYNC:
         for key in [key for key in _ASYNC if key[0].is_closed()]:  # closed without `shutdown_asyncgens`
             del _ASYNC[key]
-        _open(loop, provider, library)
-    http, _ = _ASYNC[loop, provider]
+        _open(loop, provider, direct, library)
+    http, _ = _ASYNC[loop, provider, direct]
     return getattr(library, CLASSES[provider][0])(
         base_url=_with_slash(endpoint), api_key=api_key, http_client=http
     )
 
 
-def sync_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
+def sync_client(provider: Provider, endpoint: str, api_key: str | None, direct: bool) -> Any:
     """Return a synchronous client on top of the process's connections.
 
     Raises:
@@ -65,10 +67,10 @@ def sync_client(provider: Provider, endpoint: str, api_key: str | None) -> Any:
     """
     library = _library(provider)
     with _SYNC_LOCK:
-        if provider not in _SYNC:
-            http = _SYNC[provider] = library.DefaultHttpxClient()
+        if (provider, direct) not in _SYNC:
+            http = _SYNC[provider, direct] = library.DefaultHttpxClient(trust_env=not direct)
             http.close = lambda: None  # an agent may close its client, as by `with`
-        http = _SYNC[provider]
+        http = _SYNC[provider, direct]
     return getattr(library, CLASSES[provider][1])(
         base_url=_with_slash(endpoint), api_key=api_key, http_client=http
     )
@@ -82,7 +84,7 @@ def _with_slash(endpoint: str) -> str:
 async def close_clients() -> None:
     """Close the connections of the running event loop's clients."""
     loop = asyncio.get_running_loop()
-    for lifetime in [lifetime for (other, _), (_, lifetime) in _ASYNC.items() if other is loop]:
+    for lifetime in [lifetime for (other, *_), (_, lifetime) in _ASYNC.items() if other is loop]:
         await lifetime.aclose()
 
 
@@ -95,13 +97,13 @@ def _library(provider: Provider) -> Any:
         raise ConfigError(f"{provider} cannot be imported: {error}; pip install {provider}") from None
 
 
-def _open(loop: asyncio.AbstractEventLoop, provider: Provider, library: Any) -> None:
+def _open(loop: asyncio.AbstractEventLoop, provider: Provider, direct: bool, library: Any) -> None:
     """Create the HTTP client of an event loop. It is closed by `close_clients`, or by `asyncio.run`, which
     closes all asynchronous generators at its end."""
     try:
-        http = library.DefaultAioHttpClient()
+        http = library.DefaultAioHttpClient(trust_env=not direct)
     except (AttributeError, RuntimeError):  # an older version of the library
-        http = library.DefaultAsyncHttpxClient()
+        http = library.DefaultAsyncHttpxClient(trust_env=not direct)
 
     async def leave_open() -> None:
         """Replace `aclose`, because an agent may close its client, as by `async with`."""
@@ -110,12 +112,12 @@ def _open(loop: asyncio.AbstractEventLoop, provider: Provider, library: Any) -> 
         try:
             yield
         finally:
-            _ASYNC.pop((loop, provider), None)
+            _ASYNC.pop((loop, provider, direct), None)
             await type(http).aclose(http)
 
     http.aclose = leave_open
     lifetime = live()
-    _ASYNC[loop, provider] = http, lifetime
+    _ASYNC[loop, provider, direct] = http, lifetime
     with contextlib.suppress(StopIteration):
         lifetime.__anext__().send(None)  # runs up to its yield, so that the event loop has to close it
 

@@ -12,6 +12,7 @@ from raylight.agent.clients import Provider, async_client, sync_client
 from raylight.base_config import Config, validation_message
 from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.errors import ConfigError
+from raylight.no_proxy import is_loopback
 from raylight.synonyms import take_synonyms
 
 if TYPE_CHECKING:
@@ -142,12 +143,13 @@ class LLM(Resource):
         """Return an asynchronous client of OpenAI or Anthropic with the URL and the key of this model.
 
         Its connections are shared by all clients of the event loop and kept open, also when the client is
-        closed. So it costs nothing to call this method in each rollout.
+        closed. So it costs nothing to call this method in each rollout. A proxy of the environment, such as
+        HTTP_PROXY, is used for upstream models only.
 
         Raises:
             ConfigError: no event loop is running, or the library is not installed.
         """
-        return async_client(provider, self.endpoint, self.api_key)
+        return async_client(provider, self.endpoint, self.api_key, self._is_direct)
 
     @overload
     def sync_client(self, provider: Literal["openai"] = "openai") -> OpenAI: ...
@@ -162,7 +164,12 @@ class LLM(Resource):
         Raises:
             ConfigError: the library is not installed.
         """
-        return sync_client(provider, self.endpoint, self.api_key)
+        return sync_client(provider, self.endpoint, self.api_key, self._is_direct)
+
+    @property
+    def _is_direct(self) -> bool:
+        """True if no proxy leads to the model: raylight serves it, or it is on this machine."""
+        return self.traces_key is not None or is_loopback(self.endpoint)
 
     def for_attempt(
         self,

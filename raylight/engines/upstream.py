@@ -21,6 +21,7 @@ from raylight.errors import ConfigError
 from raylight.http.errors import RequestError, UnknownModelError, error_body, error_response, read_error
 from raylight.http.request import json_request, until_disconnect
 from raylight.http.sse import sse_bytes
+from raylight.no_proxy import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class UpstreamEngine(InferenceOnlyEngine):
             timeout=httpx2.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
             limits=httpx2.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             transport=transport,
+            trust_env=not is_loopback(url),  # no proxy leads to this machine
         )
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -8,6 +8,7 @@ import os
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic_core import PydanticSerializationError, to_json
 
@@ -27,6 +28,7 @@ from raylight.harnesses.rewards import (
 )
 from raylight.harnesses.task import HarnessTask
 from raylight.harnesses.workspace import FileSource, bundle_files, resolve_files
+from raylight.no_proxy import no_proxy_variables
 from raylight.sandboxes.pool import SandboxPool
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import Sandbox
@@ -196,7 +198,7 @@ class CommandAgent(LitAgent[Any]):
         facts = HarnessFacts(asked.prompt, work, home, llm.model, llm.endpoint, *self._max_tokens)
         variables = model_environment(llm, rollout, self._sends_spans)
         if isolated:
-            variables |= home_environment(home, llm.endpoint)
+            variables |= home_environment(home)
             configuration = self._preset.configure(facts) if self._preset else None
             made = [home] if cwd else [home, work]
             trees = [(home, configuration), (work, resolve_files(self._files, task)), (work, asked.files)]
@@ -208,10 +210,12 @@ class CommandAgent(LitAgent[Any]):
         else:
             variables |= self._preset.variables(facts)
             stdin = self._preset.input_for(command, facts)
+        variables |= {**self._env, **asked.env}
+        model_host = urlsplit(llm.endpoint).hostname
         return HarnessProgram(
             sandbox=sandbox,
             command=[facts.fill(part) for part in parts],
-            env={**variables, **self._env, **asked.env},
+            env=variables | no_proxy_variables([model_host], {**os.environ, **variables}),
             cwd=work,
             stdin=stdin,
             hidden=tuple(key for key in (llm.api_key, llm.traces_key) if key and key != "unused"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from raylight.agent.resources import LLM
 from raylight.types import Rollout
@@ -41,18 +40,12 @@ def model_environment(llm: LLM, rollout: Rollout, sends_spans: bool) -> dict[str
     return ours
 
 
-def home_environment(home: str, endpoint: str) -> dict[str, str | None]:
-    """Return the variables that give a program a configuration of its own, and no proxy before the model."""
-    host = urlsplit(endpoint).hostname
-    direct = ",".join(
-        part for part in (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host) if part
-    )
+def home_environment(home: str) -> dict[str, str | None]:
+    """Return the variables that give a program a configuration of its own."""
     return {
         "HOME": home,
         "XDG_CONFIG_HOME": f"{home}/.config",
         "XDG_DATA_HOME": f"{home}/.local/share",
         "XDG_STATE_HOME": f"{home}/.local/state",
         "XDG_CACHE_HOME": f"{home}/.cache",
-        "NO_PROXY": direct,
-        "no_proxy": direct,
     }

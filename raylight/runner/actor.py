@@ -17,6 +17,7 @@ from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError
 from raylight.garbage import collect_less_often, freeze_startup_objects
+from raylight.no_proxy import bypass_proxies
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.runner.runner import Runner, RunnerExit
 from raylight.store.client import StoreClient
@@ -37,6 +38,8 @@ class RunnerPayload:
     secret: str = ""
     run: str = ""
     """Name of the run in metrics."""
+    gateway_hosts: tuple[str, ...] = ()
+    """Hosts of the run's models, which agents call without a proxy."""
 
     def pickle(self) -> Any:
         """Return the pickled payload; a large one as a reference to Ray's object store.
@@ -61,7 +64,15 @@ class RunnerPayload:
 class RunnerActor:
     """A Runner as a Ray actor."""
 
-    def __init__(self, name: str, store: StoreClient, pickled: bytes, config: RunnerConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: StoreClient,
+        pickled: bytes,
+        config: RunnerConfig,
+        gateway_hosts: tuple[str, ...] = (),
+    ) -> None:
+        bypass_proxies(gateway_hosts)  # before the agent is imported, which may create its clients then
         payload: RunnerPayload = ray.cloudpickle.loads(pickled)
         self._metrics = MetricReporter(self._measure, payload.run, runner=name)
         self._capacity = config.max_concurrent

@@ -27,21 +27,22 @@ HEARTBEAT_TIMEOUT_S = 3 * HEARTBEAT_S
 
 
 class RunAccess(NamedTuple):
-    """Store and secret of a run, which an external runner needs to execute its rollouts."""
+    """Store, secret and hosts of a run, which an external runner needs to execute its rollouts."""
 
     store: StoreClient
     secret: str
+    gateway_hosts: tuple[str, ...]
 
 
 class Rendezvous:
     """Ray actor under the run's name at which external runners join. It lives as long as the run."""
 
-    def __init__(self, store: StoreClient, secret: str) -> None:
-        self._access = RunAccess(store, secret)
+    def __init__(self, access: RunAccess) -> None:
+        self._access = access
         self._joined = asyncio.Event()
 
     async def access(self) -> RunAccess:
-        """Return the run's store and secret."""
+        """Return what the runners need of the run."""
         return self._access
 
     async def join(self) -> None:
@@ -103,7 +104,7 @@ class ExternalRunners:
         self._run = run
         self._config = config
         self._store = store
-        self._secret = payload.secret
+        self._access = RunAccess(store, payload.secret, payload.gateway_hosts)
         self._rendezvous: Any = None
 
     async def start(self) -> None:
@@ -115,7 +116,7 @@ class ExternalRunners:
         self._rendezvous = (
             ray.remote(Rendezvous)
             .options(name=RENDEZVOUS_NAME, namespace=self._run, num_cpus=0, max_concurrency=1000)
-            .remote(self._store, self._secret)
+            .remote(self._access)
         )
         try:
             await asyncio.wait_for(self._rendezvous.wait_for_runners.remote(), self._config.start_timeout_s)

@@ -58,6 +58,7 @@ class RunnerPool:
         self._config = config
         self._store = store
         self._payload = payload.pickle()
+        self._gateway_hosts = payload.gateway_hosts
         self._runners: dict[str, PooledRunner] = {}
         """Runners that start or work, by name."""
         self._leaving: set[PooledRunner] = set()
@@ -174,7 +175,7 @@ class RunnerPool:
                 resources=config.resources,
                 scheduling_strategy="SPREAD",
             )
-            .remote(worker_id, self._store, self._payload, config)
+            .remote(worker_id, self._store, self._payload, config, self._gateway_hosts)
         )
         runner = self._runners[name] = PooledRunner(name, worker_id, actor)
         return runner

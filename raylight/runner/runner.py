@@ -17,16 +17,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import psutil
 
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
-from raylight.agent.resources import NamedResources
+from raylight.agent.resources import LLM, NamedResources
 from raylight.agent.rollout_scope import TrainerView
 from raylight.agent_threads import AgentThreads
 from raylight.aio import BroadcastCondition, pause
 from raylight.errors import SpanError, WorkerGoneError
+from raylight.no_proxy import bypass_proxies
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.store.client import StoreClient
@@ -260,6 +262,7 @@ class Runner:
             cached = self._resources.get(rollout.resources_id)
             if cached is None or cached.version < (rollout.resources_version or 0):
                 cached = await self._store.get_resources_by_id(rollout.resources_id)
+                _call_directly(cached.resources)
                 self._resources.pop(rollout.resources_id, None)
                 self._resources[rollout.resources_id] = cached
                 if len(self._resources) > MAX_RESOURCES:
@@ -304,6 +307,13 @@ class Runner:
             if attempt_id in self._traces and attempt_id not in self._obsolete:
                 self._obsolete.add(attempt_id)
                 self._running[attempt_id].cancel()
+
+
+def _call_directly(resources: NamedResources) -> None:
+    """Have this process call the models that raylight serves without a proxy."""
+    served = [each for each in resources.values() if isinstance(each, LLM) and each.traced]
+    if served:
+        bypass_proxies(urlsplit(each.endpoint).hostname for each in served)
 
 
 def _encoded_metadata(rollout: Rollout) -> bytes:

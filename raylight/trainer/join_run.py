@@ -94,14 +94,16 @@ class RemoteRunnerProcess:
         """Execute rollouts on the connected cluster until the run ends."""
         rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
         try:
-            store, secret = await rendezvous.access.remote()
+            access = await rendezvous.access.remote()
         except RayActorError:
             raise ConfigError(
                 f"run {self._run_name!r} ended before the runners joined; start the runners after the "
                 "next run"
             ) from None
-        payload = replace(self._payload, secret=secret, run=self._run_name)
-        pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, store, payload)
+        payload = replace(
+            self._payload, secret=access.secret, run=self._run_name, gateway_hosts=access.gateway_hosts
+        )
+        pool = JoinedPool(f"{self._run_name}-{secrets.token_hex(3)}", self._config, access.store, payload)
         async with component_stack() as stack:
             stack.push_async_callback(pool.stop)
             run_ended = await self._work_until_end(rendezvous, pool, display)

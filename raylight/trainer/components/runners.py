@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
+import ray
+
+from raylight.no_proxy import LOOPBACK
 from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
+from raylight.serving.deploy.ingress import head_node
+from raylight.serving.deploy.ingress_host import ANY_HOST
 from raylight.store.client import StoreClient
 from raylight.trainer.settings import ResolvedSettings
 
@@ -25,7 +31,8 @@ class Runners:
         self._config, self._name, self._show_stage = settings.runner, settings.name, show_stage
         kind = ExternalRunners if self._config.external else RunnerPool
         assert settings.payload is not None, "the run has agents"
-        self.pool = kind(settings.name, self._config, store, settings.payload)
+        payload = replace(settings.payload, gateway_hosts=gateway_hosts(settings))
+        self.pool = kind(settings.name, self._config, store, payload)
 
     def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Register the end of the runners."""
@@ -61,3 +68,11 @@ class Runners:
     async def counts(self) -> dict[str, int]:
         """Return the numbers of lost and replaced runners."""
         return {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
+
+
+def gateway_hosts(settings: ResolvedSettings) -> tuple[str, ...]:
+    """Return the hosts at which agents may call the run's models: Serve's ingress is on the head, and the
+    server of a local learner on this node."""
+    host = None if settings.serving is None else settings.serving.engine.host
+    hosts = {head_node()["NodeManagerAddress"], ray.util.get_node_ip_address(), host}
+    return tuple(sorted(hosts - {None, ANY_HOST, *LOOPBACK}))

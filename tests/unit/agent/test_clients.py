@@ -9,9 +9,10 @@ import threading
 import warnings
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from counting_proxy import OUTSIDE, counting_proxy
 
 import raylight as rl
 from raylight.agent import clients
@@ -164,3 +165,34 @@ def test_mistakes_are_named() -> None:
         ConfigError, match="'mistral' is not a library of clients; give one of openai, anthropic"
     ):
         rl.LLM(model="m").sync_client("mistral")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+async def test_a_proxy_is_used_for_upstream_models_only(
+    provider: Literal["openai", "anthropic"], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(client: Any) -> Any:
+        create = client.chat.completions.create if provider == "openai" else client.messages.create
+        return create(model="m", messages=MESSAGES, max_tokens=8)
+
+    clients._close_sync()  # those of other tests read another environment
+    with counting_proxy() as proxy:
+        for name, value in proxy.variables.items():
+            monkeypatch.setenv(name, value)
+        upstream = rl.LLM(endpoint=f"http://{OUTSIDE}/v1", model="m", api_key="k")
+        for llm, seen in ((server.llm("k"), []), (upstream, [f"{OUTSIDE}:80"] * 2)):
+            await call(llm.client(provider))
+            await asyncio.to_thread(call, llm.sync_client(provider))
+            assert proxy.seen == seen
+        await close_clients()
+        clients._close_sync()
+    assert len(server.keys) == 2
+
+
+async def test_a_model_that_raylight_serves_on_another_machine_is_called_directly() -> None:
+    llm = rl.LLM(endpoint="http://head:8000/v1", model="m", traced=True)
+    served = llm.for_attempt("r", "a", "secret")
+    for client in (served.client(), served.sync_client()):
+        assert not client._client.trust_env
+    assert llm.sync_client()._client.trust_env, "an upstream model, until a run serves it"
+    await close_clients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -83,10 +84,19 @@ async def test_a_runner_actor_gives_the_trainers_settings_to_the_agent(
     store, hook, tracer = StoreClient(StoreService()), Hook(), DummyTracer()
     await enqueue(store, [1])
     payload = RunnerPayload(Asking(), tracer, [hook])
-    monkeypatch.setattr(pool.ray.cloudpickle, "loads", {b"pickled": payload}.__getitem__)
+    direct_at_import: list[str] = []
+
+    def load(pickled: bytes) -> RunnerPayload:
+        direct_at_import.extend(os.environ["NO_PROXY"].split(","))
+        return payload
+
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    monkeypatch.setenv("no_proxy", "intranet")
+    monkeypatch.setattr(pool.ray.cloudpickle, "loads", load)
     async with within():
-        await RunnerActor("w", store, b"pickled", RunnerConfig(n=3, max_rollouts=1)).serve()
+        await RunnerActor("w", store, b"pickled", RunnerConfig(n=3, max_rollouts=1), ("head",)).serve()
     assert seen == [(3, 1, tracer, (hook,))]
+    assert direct_at_import == ["intranet", "127.0.0.1", "localhost", "::1", "head"]
 
 
 def test_an_attribute_of_the_agents_own_precedes() -> None:

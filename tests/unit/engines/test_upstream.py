@@ -11,7 +11,11 @@ import httpx
 import httpx2
 import openai
 import pytest
+from counting_proxy import OUTSIDE, counting_proxy
 from gateway_helpers import BODY, CHAT, asgi_scope, within
+from scripted_models import serve_chat
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from raylight.engines.protocol import LoraAdapter
 from raylight.engines.upstream import UpstreamEngine
@@ -403,3 +407,15 @@ async def test_a_closed_engine_ends_its_requests_and_takes_no_more() -> None:
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url"):
         UpstreamEngine(url, None, "policy")
+
+
+async def test_a_proxy_leads_to_upstreams_on_other_machines_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: Request) -> JSONResponse:
+        return JSONResponse(ANSWER)
+
+    with counting_proxy() as proxy, serve_chat(answer) as here:
+        for name, value in proxy.variables.items():
+            monkeypatch.setenv(name, value)
+        for url, seen in ((here, []), (f"http://{OUTSIDE}/v1", [f"{OUTSIDE}:80"])):
+            call = await Call(UpstreamEngine(url, None, "policy")).run()
+            assert (call.status, proxy.seen) == (200, seen)

@@ -144,6 +144,16 @@ async def test_further_variables_are_added_and_removed() -> None:
     assert "OPENAI_API_BASE" not in variables
 
 
+@pytest.mark.parametrize("place", ["runner", "agent"])
+async def test_the_model_is_called_without_a_proxy(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, str | None] = {"HTTP_PROXY": "http://proxy", "NO_PROXY": "intranet", "no_proxy": None}
+    for name in given if place == "runner" else ():
+        monkeypatch.setenv(name, given[name] or "")
+    variables = (await printed(DUMP, env=given if place == "agent" else None)).splitlines()
+    direct = "intranet,127.0.0.1,localhost,::1,host"
+    assert {"HTTP_PROXY=http://proxy", f"NO_PROXY={direct}", f"no_proxy={direct}"} <= set(variables)
+
+
 async def test_a_fixed_model_without_a_key_leaves_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "the user's own")
     fixed = LLM(endpoint="https://judge/v1", model="large", api_key=None)

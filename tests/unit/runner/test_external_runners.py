@@ -43,7 +43,7 @@ async def test_runners_are_lost_when_they_are_silent_and_not_between_two_heartbe
     monkeypatch.setattr(external_runners, "HEARTBEAT_TIMEOUT_S", 0.6)
     store = Beating(every=0.2, beats=5)
     config = RunnerConfig(start_timeout_s=0.05, stuck_after_s=0.02)  # both shorter than a heartbeat
-    runners = ExternalRunners("night", config, store, SimpleNamespace(secret="s"))  # type: ignore[arg-type]
+    runners = ExternalRunners("night", config, store, RunnerPayload(adder))  # type: ignore[arg-type]
     async with within():
         with pytest.raises(RunnerLostError, match="raylight runner AGENT --run night"):
             await runners.watch()

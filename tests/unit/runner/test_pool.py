@@ -104,7 +104,9 @@ class Cluster:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=self._create(options)))
 
     def _create(self, options: dict[str, Any]) -> Callable[..., Actor]:
-        def create(worker_id: str, store: Any, payload: Any, config: RunnerConfig) -> Actor:
+        def create(
+            worker_id: str, store: Any, payload: Any, config: RunnerConfig, gateway_hosts: tuple[str, ...]
+        ) -> Actor:
             actor = Actor(self, options["name"], worker_id, config)
             self.actors.append(actor)
             if self.faults:

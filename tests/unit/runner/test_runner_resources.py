@@ -4,6 +4,7 @@ that come later."""
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -51,6 +52,23 @@ async def test_the_agent_gets_the_resources_that_the_rollout_names(store: StoreC
     async with serving(store, agent):
         await store.wait_for_rollouts(rollout_ids=ids)
     assert sorted(given) == [(0, "old"), (1, "new"), (2, "new"), (3, "old")]
+
+
+async def test_models_of_the_run_are_called_without_a_proxy(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "intranet")
+    served = LLM(endpoint="http://[fd00::1]:8000/v1", model="m", traced=True)
+    upstream = LLM(endpoint="https://api.example.com/v1", model="m")
+    await store.add_resources({"llm": served, "judge": upstream})
+    seen: list[str] = []
+
+    async def agent(task: int, llm: LLM) -> None:
+        seen.extend(os.environ[name] for name in ("NO_PROXY", "no_proxy"))
+
+    await run_all(store, [1], agent)
+    assert seen == ["intranet,127.0.0.1,localhost,::1,fd00::1"] * 2
 
 
 async def test_a_version_is_fetched_once_however_many_rollouts_ask_at_once(store: StoreClient) -> None:
