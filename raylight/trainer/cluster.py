@@ -18,6 +18,7 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raylight.errors import ClusterStartError, ConfigError, PlacementError, summarize_ray_error
+from raylight.no_proxy import bypass_proxies
 from raylight.ray_resources import format_amounts
 from raylight.serving.deploy.leftovers import mark_session, sweep
 from raylight.trainer.blocking import ignored_interrupts, single_interrupt
@@ -124,6 +125,8 @@ def ray_session(
 
 
 def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -> Connection:
+    # gRPC would send the metrics of Ray's processes to the proxy
+    bypass_proxies([ray.util.get_node_ip_address()])
     wanted = address or os.environ.get("RAY_ADDRESS") or None
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     # Ray warns at every start that it uses a token, which is its default

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from typing import Any
+from urllib.parse import urlsplit
 
+from raylight.no_proxy import bypass_proxies
 from raylight.store.client import StoreClient
 from raylight.ui.run_folder import RunFolder
 
@@ -56,6 +58,7 @@ def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:
     from ray.util.state import list_actors, list_tasks
     from ray.util.state.exception import RayStateApiException, ServerUnavailable
 
+    bypass_proxies([urlsplit(dashboard).hostname])  # Ray's clients have no setting for it
     try:
         listed = list_actors(address=dashboard, limit=MAX_ACTORS, timeout=DASHBOARD_TIMEOUT_S, detail=True)
         calls = list_tasks(
