@@ -49,8 +49,9 @@ class CommandAgent(LitAgent[Any]):
     The program finds the model in environment variables, where OpenAI's and Anthropic's clients look for it:
     OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and
     ANTHROPIC_MODEL. RAYLIGHT_SAMPLING_PARAMETERS has the model's `sampling_parameters` as JSON;
-    RAYLIGHT_ROLLOUT_ID, RAYLIGHT_ATTEMPT_ID and RAYLIGHT_MODE describe the rollout. With `sends_spans`,
-    OpenTelemetry's exporters find the run's endpoint for spans, and its key, in OTEL_EXPORTER_OTLP_TRACES_*.
+    RAYLIGHT_ROLLOUT_ID, RAYLIGHT_ATTEMPT_ID and RAYLIGHT_MODE describe the rollout. NO_PROXY has the model's
+    host in addition. With `sends_spans`, OpenTelemetry's exporters find the run's endpoint for spans, and its
+    key, in OTEL_EXPORTER_OTLP_TRACES_*.
 
     With `preset`, `sandbox` or `files`, each rollout has a sandbox with a working folder, and a home folder
     for configuration (HOME, XDG_*). Otherwise the program runs in the runner's folder. Its standard input is
