@@ -14,6 +14,7 @@ from proxied_clients import CLIENTS, proxied_agent
 from ray_cluster import BIN, Cluster
 
 import raylight as rl
+from raylight.no_proxy import is_loopback
 
 
 def test_clients_of_agents_use_the_proxy_for_other_hosts_only(
@@ -41,13 +42,20 @@ def test_clients_of_agents_use_the_proxy_for_other_hosts_only(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_processes_left")
-def test_a_run_with_a_cluster_of_its_own_needs_no_proxy(tmp_path: Path) -> None:
-    folder = tmp_path / 'it\'s a "run" $HOME é 模型'
-    command = [str(BIN / "raylight"), "quickstart", "--steps", "1", "--address", "local"]
+def test_a_run_with_a_cluster_of_its_own_sends_nothing_for_this_machine(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s a "run" $HOME é 模型 %20 #1 ?q=1 [a]*'
+    files = folder / "rollouts 模.jsonl", folder / "model's"
+    commands = [
+        ["quickstart", "--steps", "1", "--address", "local", "--output-dir", str(folder)],
+        ["trace", str(folder)],
+        ["export-traces", str(folder), "--format", "jsonl", "--output", str(files[0])],
+        ["export", str(folder / "state"), str(files[1])],
+    ]
     with counting_proxy() as proxy:
-        environment = os.environ | proxy.variables | {"RAY_USAGE_STATS_ENABLED": "0"}
-        subprocess.run([*command, "--output-dir", str(folder)], env=environment, check=True, timeout=300)
+        for command in commands:
+            environment = os.environ | proxy.variables
+            subprocess.run([str(BIN / "raylight"), *command], env=environment, check=True, timeout=300)
     hosts = {target.rpartition(":")[0] for target in proxy.seen}
-    assert not [host for host in hosts if host.startswith("127.") or host in ("localhost", "::1")]
-    for shown in (["trace", "--list"], ["export-traces", "--format", "messages", "-o", str(folder / "out")]):
-        subprocess.run([str(BIN / "raylight"), *shown, str(folder)], check=True, timeout=120)
+    assert not {host for host in hosts if is_loopback(f"http://{host}")}, hosts
+    assert len(files[0].read_text().splitlines()) == 128
+    assert (files[1] / "model.safetensors").exists()
