@@ -50,7 +50,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run does that decides about defaults."""
+    """The parts of a run on which defaults depend."""
 
     context: int | None = None
     """Tokens of the model's longest sequence; None if unknown."""
