@@ -28,6 +28,18 @@ def setup_logging(level: int | str = "INFO", *, apply_to: Sequence[str] = ()) ->
 
 
 @contextlib.contextmanager
+def log_level(name: str, level: int) -> Iterator[None]:
+    """Log messages of one logger of at least this level only, until the block ends."""
+    logger = logging.getLogger(name)
+    previous = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(previous)
+
+
+@contextlib.contextmanager
 def kept_root_logger() -> Iterator[None]:
     """Undo changes of a block to the root logger, such as those of an import."""
     root = logging.getLogger()

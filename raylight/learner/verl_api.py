@@ -6,23 +6,20 @@ relied on here.
 
 from __future__ import annotations
 
-import logging
 import warnings
 
 import torch
 from transformers.integrations import flash_attention
 
-# importing verl adds a handler to the root logger, which would print every log line twice
-_handlers = list(logging.getLogger().handlers)
-warnings.filterwarnings("ignore", category=FutureWarning)
+from raylight.log import kept_root_logger
 
-if not torch.cuda.is_available():
-    from raylight.learner import verl_cpu
-
-    verl_cpu.install_platform()
-
-with warnings.catch_warnings():
+# verl adds a handler to the root logger, which would print every log line twice
+with warnings.catch_warnings(), kept_root_logger():
     warnings.simplefilter("ignore")
+    if not torch.cuda.is_available():
+        from raylight.learner import verl_cpu
+
+        verl_cpu.install_platform()
     from verl.models.transformers.monkey_patch import _ulysses_flash_attention_forward
     from verl.trainer.config import AlgoConfig, CheckpointConfig
     from verl.trainer.ppo.core_algos import (
@@ -53,8 +50,6 @@ with warnings.catch_warnings():
     )
     from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-logging.getLogger().handlers[:] = _handlers
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",

@@ -18,6 +18,7 @@ from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raylight.errors import ClusterStartError, ConfigError, PlacementError, summarize_ray_error
+from raylight.log import log_level
 from raylight.no_proxy import bypass_proxies
 from raylight.ray_resources import format_amounts
 from raylight.serving.deploy.leftovers import mark_session, sweep
@@ -124,13 +125,13 @@ def ray_session(
                 sweep()
 
 
+# Ray warns at every start that it uses a token, which is its default
+@log_level("ray._private.authentication.authentication_token_setup", logging.ERROR)
 def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -> Connection:
     # gRPC would send the metrics of Ray's processes to the proxy
     bypass_proxies([ray.util.get_node_ip_address()])
     wanted = address or os.environ.get("RAY_ADDRESS") or None
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
-    # Ray warns at every start that it uses a token, which is its default
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     named = wanted not in (None, "auto", "local")
     found = is_reachable(wanted) if named and wanted else running_cluster() is not None
     if wanted not in (None, "local") and not found:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raylight.log import kept_root_logger, setup_logging
+from raylight.log import kept_root_logger, log_level, setup_logging
 
 OWN = "an_agent_of_a_test"
 
@@ -43,3 +43,14 @@ def test_a_block_leaves_the_root_logger_as_it_was() -> None:
         root.handlers[:] = [logging.StreamHandler()]
         root.setLevel("DEBUG")
     assert (root.handlers, root.level) == before
+
+
+def test_a_logger_has_a_level_within_a_block() -> None:
+    logger = logging.getLogger(OWN)
+    logger.setLevel(logging.INFO)
+
+    @log_level(OWN, logging.ERROR)
+    def level() -> int:
+        return logger.level
+
+    assert [level(), logger.level, level(), logger.level] == [logging.ERROR, logging.INFO] * 2
