@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from packaging.requirements import Requirement
 
 from raylight import __version__
+from raylight.broken_packages import BrokenPackage
 from raylight.serving.deploy.haproxy_launcher import connection_limit
 from raylight.trainer.cluster import running_cluster
 from raylight.trainer.local_cluster import LOOPBACK, is_reachable, loopback_address
@@ -319,6 +320,11 @@ def _few_connections(connections: int) -> Problem:
         "nofile=65536:65536",
         required=False,
     )
+
+
+def package_problem(package: BrokenPackage) -> Problem:
+    """Return the problem of a package that cannot be imported."""
+    return Problem(f"{package.summary}, so that no model can be loaded", package.remedy)
 
 
 def xgrammar_problem(error: str) -> Problem:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from raylight.algorithms.policy import GRPO, RunSettings
+from raylight.broken_packages import import_packages
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.doctor import (
     GIB,
@@ -27,6 +28,7 @@ from raylight.doctor import (
     installed,
     installed_vllm,
     load_xgrammar,
+    package_problem,
     size,
     xgrammar_problem,
 )
@@ -56,6 +58,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     required = importlib.metadata.requires("raylight") if installed("raylight") else []
     packages = gather_packages(["raylight", *(required or [])])
     problems = find_problems(machine, packages, cluster)
+    problems += map(package_problem, import_packages())
     xgrammar_error = load_xgrammar() if installed("xgrammar") else None
     if xgrammar_error:
         problems.append(xgrammar_problem(xgrammar_error))

@@ -120,6 +120,10 @@ class PortInUseError(RaylightError):
     """The HTTP port for serving is in use by another process."""
 
 
+class BrokenPackageError(RaylightError):
+    """An installed package that transformers, verl or vLLM imports cannot be imported."""
+
+
 class EngineStartError(RaylightError):
     """The serving deployment failed to start."""
 

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "raylight"
 FLOORS = [
     {"types", "semconv", "errors", "base_config", "config", "aio", "components", "files", "log"}
     | {
+        "broken_packages",
         "request_fields",
         "ray_resources",
         "bounds",

@@ -11,6 +11,7 @@ import re
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from raylight.broken_packages import find_broken
 from raylight.config import LearnerConfig
 from raylight.errors import (
     LearnerError,
@@ -71,7 +72,8 @@ def classify_in_rank(error: BaseException, rank: int, config: LearnerConfig) -> 
         return LearnerMemoryError(f"learner {rank} ran out of memory: {text}. {memory_advice(config)}")
     if "DistError" in types or (is_runtime_error and PEER_LOST.search(str(error))):
         return LearnerLostError(f"learner {rank} lost the connection to the other learners: {text}")
-    return None
+    broken = find_broken(error)
+    return broken.error() if broken else None
 
 
 def classify_in_driver(error: BaseException, rank: int, config: LearnerConfig, log: str) -> BaseException:

@@ -13,6 +13,7 @@ from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.supervised import SupervisedAlgorithm
+from raylight.broken_packages import check_packages
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
@@ -142,7 +143,7 @@ def plan_policy(
         adapter: the Trainer's.
 
     Raises:
-        ConfigError, DatasetError, ModelNotFoundError: the run could not work.
+        ConfigError, DatasetError, ModelNotFoundError, BrokenPackageError: the run could not work.
     """
     engine, learner, checkpoint = requested.engine, requested.learner, requested.checkpoint
     tasks = as_train_set(inputs.train)
@@ -153,6 +154,7 @@ def plan_policy(
     modes = ("train", "val") if val_tasks else ("train",)
     inputs.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), modes)
     check_lengths(engine, learner)
+    check_packages()
     serving = ServingSettings(
         resolve_model(algorithm.model),
         trainable_engine(engine, learner),
@@ -209,6 +211,7 @@ def plan_supervised(
             "kind out"
         )
     _check_has_run(resume, requested)
+    check_packages()
     model_path = resolve_model(algorithm.model)
     data = load_supervised_data(algorithm, model_path, learner)
     schedule = batch_schedule(algorithm, data, settings.seed)
@@ -262,11 +265,13 @@ def fixed_model(model: str, engine: EngineConfig) -> ServingSettings:
     Raises:
         ModelNotFoundError: there is no such model.
         ConfigError: the engine is not installed.
+        BrokenPackageError: see `check_packages`.
     """
     kind = choose_engine(engine)
     if kind == "upstream":
         update = {"kind": kind, "upstream_model": engine.upstream_model or model}
         return ServingSettings("", engine.model_copy(update=update))
+    check_packages()
     return ServingSettings(resolve_model(model), engine.model_copy(update={"kind": kind}))
 
 

@@ -17,6 +17,7 @@ import ray.serve._private.replica as serve_replica
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from raylight.broken_packages import find_broken
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine
@@ -124,7 +125,9 @@ class ReplicaRuntime:
 
     async def report_start_failure(self, error: Exception) -> None:
         """Report an error to the coordinator, so that the run fails instead of Serve retrying forever."""
-        reason = f"{type(error).__name__}: {error}"
+        broken = find_broken(error)
+        cause = broken.error() if broken else error
+        reason = f"{type(cause).__name__}: {cause}"
         await call_until_answered(self._settings.coordinator, "report_start_failure", reason, within=GRACE_S)
 
     async def start(self, engine: Engine) -> ASGIApp:
