@@ -1,0 +1,34 @@
+"""The option that selects packages, and the table of the results at the end of the tests."""
+
+import pytest
+from crowd import HEADER, selected_packages
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--crowd-part",
+        metavar="HASH",
+        help="take two of the packages, selected by this hexadecimal commit hash",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not (commit := config.getoption("--crowd-part")):
+        return
+    names = {f"test_a_run_beside[{name}]" for name in selected_packages(commit, 2)}
+    kept = [item for item in items if item.get_closest_marker("slow") is None or item.name in names]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    rows = [
+        value
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "row" and report.when == "call"
+    ]
+    if rows:
+        terminalreporter.section("crowd")
+        terminalreporter.write_line("\n".join([HEADER, *rows]))

@@ -1,0 +1,170 @@
+"""Environments in which raylight runs beside packages that people have installed.
+
+An environment adds one package to that of the tests: a `.pth` file makes those modules importable,
+so that pip installs only what is missing, or what the package needs in another version.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+PROGRAM = Path(__file__).with_name("one_step.py")
+PACKAGES = (
+    "accelerate",
+    "chromadb",
+    "datasets",
+    "gradio",
+    "jax",
+    "langchain",
+    "mlflow",
+    "opencv-python-headless",
+    "pandas",
+    "scikit-learn",
+    "scipy",
+    "sentence-transformers",
+    "spacy",
+    "tensorflow-cpu",
+    "wandb",
+)
+PIP_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S = 1200.0
+HEADER = "| package | result | seconds | other versions |\n|---|---|---|---|"
+LAST_LINES = 12
+"""Lines of a program's output that a result keeps."""
+RAN = "trained"
+UNRESOLVED = "does not resolve"
+
+
+@dataclass
+class Result:
+    """Outcome of the quickstart in one environment."""
+
+    packages: list[str]
+    versions: dict[str, str]
+    outcome: str
+    """`RAN`, `UNRESOLVED`, or the phase that failed."""
+    seconds: float
+    """Time of the quickstart, or of pip if it failed."""
+    replaced: dict[str, str]
+    """Packages of the tests' environment that pip installed in another version."""
+    output: str = ""
+    """End of the output of what failed."""
+
+    def row(self) -> str:
+        """Return a row of a Markdown table."""
+        names = ", ".join(f"{name} {self.versions.get(name, '-')}" for name in self.packages)
+        other = ", ".join(f"{name} {version}" for name, version in self.replaced.items()) or "-"
+        return f"| {names} | {self.outcome} | {self.seconds:.0f} | {other} |"
+
+
+def selected_packages(commit: str, count: int) -> list[str]:
+    """Return as many packages in turn as a commit's hash selects."""
+    begin = int(commit, 16) * count
+    return [PACKAGES[(begin + i) % len(PACKAGES)] for i in range(count)]
+
+
+def requirements() -> list[str]:
+    """Return what raylight itself requires, without its extras."""
+    declared = map(Requirement, importlib.metadata.requires("raylight") or ())
+    return [str(found) for found in declared if found.marker is None or found.marker.evaluate({"extra": ""})]
+
+
+def create(folder: Path) -> Path:
+    """Create an environment that has all packages of this one; return its Python."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    layout = {"base": str(folder), "platbase": str(folder)}
+    added = Path(sysconfig.get_path("purelib", "venv", layout))
+    shared = sysconfig.get_path("purelib")
+    (added / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
+    return python
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Return the versions that an environment's Python finds, by canonical name."""
+    code = (
+        "import importlib.metadata as m, json\n"
+        "found = {}\n"
+        "for d in m.distributions(): found.setdefault(d.name, d.version)\n"
+        "print(json.dumps(found))"
+    )
+    found = json.loads(subprocess.check_output([python, "-c", code], text=True))
+    return {canonicalize_name(name): version for name, version in found.items()}
+
+
+def try_beside(packages: list[str], folder: Path) -> Result:
+    """Install packages, run one step of the quickstart beside them, and delete the environment."""
+    python = create(folder / "env")
+    try:
+        before = installed(python)
+        began = time.monotonic()
+        command = [str(python), "-m", "pip", "install", "--quiet", *requirements(), *packages]
+        pip = run(command, folder, PIP_TIMEOUT_S)
+        if pip.returncode:
+            unresolved = "ResolutionImpossible" in pip.stdout or "No matching distribution" in pip.stdout
+            outcome = UNRESOLVED if unresolved else "pip failed"
+            return Result(packages, {}, outcome, time.monotonic() - began, {}, tail(pip.stdout))
+        after = installed(python)
+        versions = {name: after[canonicalize_name(name)] for name in packages}
+        replaced = {name: after[name] for name in before if after[name] != before[name]}
+        began = time.monotonic()
+        quickstart = run([str(python), str(PROGRAM)], folder, RUN_TIMEOUT_S)
+        seconds = time.monotonic() - began
+        trained = (folder / "run" / "checkpoint").is_dir()
+        if quickstart.returncode or not trained:
+            output = tail(quickstart.stdout)
+            return Result(packages, versions, "quickstart failed", seconds, replaced, output)
+        return Result(packages, versions, RAN, seconds, replaced)
+    finally:
+        shutil.rmtree(folder / "env")
+
+
+def run(command: list[str], folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder. One that takes too long fails with its output so far."""
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    env |= {"RAY_worker_niceness": "0"}  # by default Ray's workers wait for every other process
+    log = folder / "output"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the run then stops its cluster
+            process.wait(60)
+            code = -1
+    return subprocess.CompletedProcess(command, code, log.read_text())
+
+
+def tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-LAST_LINES:])
+
+
+def main(names: list[str]) -> None:
+    """Print the table of some packages, or of all and of all that resolve, one row when it is known."""
+    import tempfile
+
+    results = []
+    print(HEADER)
+    for packages in [names] if names else [[name] for name in PACKAGES] + [[]]:
+        if not packages:
+            packages = [result.packages[0] for result in results if result.outcome != UNRESOLVED]
+        with tempfile.TemporaryDirectory(prefix="crowd-") as folder:
+            results.append(try_beside(packages, Path(folder)))
+        print(results[-1].row(), results[-1].output, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,54 @@
+"""A run trains beside packages that people have installed: each on its own, and all that resolve together.
+
+`pytest -n 0 -m slow tests/crowd` takes about a minute a package, and needs a package index.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from crowd import PACKAGES, RAN, UNRESOLVED, Result, requirements, selected_packages, try_beside
+
+pytest.importorskip("pip")
+
+
+@pytest.fixture
+def outcome_beside(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[..., Result]:
+    def try_and_record(*packages: str) -> Result:
+        result = try_beside(list(packages), tmp_path)
+        record_property("row", result.row())
+        return result
+
+    return try_and_record
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_run_beside(package: str, outcome_beside: Callable[..., Result]) -> None:
+    result = outcome_beside(package)
+    assert result.outcome == RAN, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_run_beside_all(outcome_beside: Callable[..., Result]) -> None:
+    result = outcome_beside(*PACKAGES)
+    assert result.outcome == RAN, result.output
+
+
+def test_a_package_that_excludes_a_requirement_does_not_resolve(tmp_path: Path) -> None:
+    result = try_beside(["transformers==5.10.3"], tmp_path)
+    assert (result.outcome, result.versions) == (UNRESOLVED, {})
+    assert not (tmp_path / "env").exists()
+
+
+def test_each_part_is_two_packages_and_all_come_in_turn() -> None:
+    parts = [selected_packages(f"{number:x}", 2) for number in range(len(PACKAGES))]
+    assert {len(set(part)) for part in parts} == {2}
+    assert {name for part in parts for name in part} == set(PACKAGES)
+
+
+def test_the_pins_of_raylight_take_part_in_the_resolution() -> None:
+    assert {"torch==2.13.0", "verl==0.9.1", "transformers==5.10.4"} <= set(requirements())
+    assert not any("extra ==" in requirement for requirement in requirements())
