@@ -1,7 +1,7 @@
 """Environments in which raylight runs beside packages that people have installed.
 
 An environment adds one package to that of the tests: a `.pth` file makes those modules importable,
-so that pip installs only what is missing, or what the package needs in another version.
+so that uv installs only what is missing, or what the package needs in another version.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 PROGRAM = Path(__file__).with_name("one_step.py")
 PACKAGES = (
@@ -50,16 +51,16 @@ UNRESOLVED = "does not resolve"
 
 @dataclass
 class Result:
-    """Outcome of the quickstart in one environment."""
+    """Outcome of a run in one environment."""
 
     packages: list[str]
     versions: dict[str, str]
     outcome: str
     """`RAN`, `UNRESOLVED`, or the phase that failed."""
     seconds: float
-    """Time of the quickstart, or of pip if it failed."""
+    """Time of the run, or of what failed before."""
     replaced: dict[str, str]
-    """Packages of the tests' environment that pip installed in another version."""
+    """Packages of the tests' environment that are in another version here."""
     output: str = ""
     """End of the output of what failed."""
 
@@ -105,28 +106,51 @@ def installed(python: Path) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in found.items()}
 
 
+def resolve(packages: list[str], folder: Path, present: dict[str, str]) -> dict[str, str] | str:
+    """Return the versions of packages, of what raylight requires and of what these require.
+
+    Versions that are present are kept where they fit. The resolver's message is returned if there are none.
+    """
+    wanted, chosen = folder / "requirements.in", folder / "requirements.txt"
+    wanted.write_text("\n".join([*requirements(), *packages]))
+    chosen.write_text("\n".join(f"{name}=={Version(version).public}" for name, version in present.items()))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    command = ["uv", "pip", "compile", "--no-header", "--no-annotate", "--python-version", version]
+    done = run([*command, str(wanted), "-o", str(chosen)], folder, PIP_TIMEOUT_S)
+    if done.returncode:
+        return done.stdout
+    lines = [line.partition(";")[0].strip() for line in chosen.read_text().splitlines()]
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(one.name): next(iter(one.specifier)).version for one in found}
+
+
 def try_beside(packages: list[str], folder: Path) -> Result:
-    """Install packages, run one step of the quickstart beside them, and delete the environment."""
+    """Install packages, train for a step beside them, and delete the environment."""
     python = create(folder / "env")
+    present = installed(python)
+    began = time.monotonic()
     try:
-        before = installed(python)
+        chosen = resolve(packages, folder, present)
+        if isinstance(chosen, str):
+            return Result(packages, {}, UNRESOLVED, time.monotonic() - began, {}, tail(chosen))
+        missing = {
+            name: version
+            for name, version in chosen.items()
+            if name not in present or Version(version) != Version(Version(present[name]).public)
+        }
+        pins = [f"{name}=={version}" for name, version in missing.items()]
+        pip = ["uv", "pip", "install", "--quiet", "--no-deps", "--python", str(python), *pins]
+        done = run(pip, folder, PIP_TIMEOUT_S) if pins else None
+        versions = {name: chosen[canonicalize_name(Requirement(name).name)] for name in packages}
+        replaced = {name: version for name, version in missing.items() if name in present}
+        if done and done.returncode:
+            seconds = time.monotonic() - began
+            return Result(packages, versions, "not installed", seconds, replaced, tail(done.stdout))
         began = time.monotonic()
-        command = [str(python), "-m", "pip", "install", "--quiet", *requirements(), *packages]
-        pip = run(command, folder, PIP_TIMEOUT_S)
-        if pip.returncode:
-            unresolved = "ResolutionImpossible" in pip.stdout or "No matching distribution" in pip.stdout
-            outcome = UNRESOLVED if unresolved else "pip failed"
-            return Result(packages, {}, outcome, time.monotonic() - began, {}, tail(pip.stdout))
-        after = installed(python)
-        versions = {name: after[canonicalize_name(name)] for name in packages}
-        replaced = {name: after[name] for name in before if after[name] != before[name]}
-        began = time.monotonic()
-        quickstart = run([str(python), str(PROGRAM)], folder, RUN_TIMEOUT_S)
+        done = run([str(python), str(PROGRAM)], folder, RUN_TIMEOUT_S)
         seconds = time.monotonic() - began
-        trained = (folder / "run" / "checkpoint").is_dir()
-        if quickstart.returncode or not trained:
-            output = tail(quickstart.stdout)
-            return Result(packages, versions, "quickstart failed", seconds, replaced, output)
+        if done.returncode or not (folder / "run" / "checkpoint").is_dir():
+            return Result(packages, versions, "failed", seconds, replaced, tail(done.stdout))
         return Result(packages, versions, RAN, seconds, replaced)
     finally:
         shutil.rmtree(folder / "env")

@@ -3,13 +3,14 @@
 `pytest -n 0 -m slow tests/crowd` takes about a minute a package, and needs a package index.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from crowd import PACKAGES, RAN, UNRESOLVED, Result, requirements, selected_packages, try_beside
 
-pytest.importorskip("pip")
+pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed: pip install uv")
 
 
 @pytest.fixture
