@@ -36,6 +36,8 @@ class DialectAnswer:
     logprobs: list[float] | None = None
     pieces: int = 0
     """Number of stream events with content."""
+    announced: int | None = None
+    """Number of prompt tokens in the first event of a stream; None if the dialect has none there."""
     id: str = ""
 
     @property
@@ -331,9 +333,14 @@ class Messages(Dialect):
         (start,) = [event.message for event in events if event.type == "message_start"]
         (end,) = [event for event in events if event.type == "message_delta"]
         calls = [Call(block.id, block.name, arguments[index]) for index, block in blocks.items()]
-        prompt_tokens = end.usage.input_tokens or start.usage.input_tokens
         return DialectAnswer(
-            [text], prompt_tokens, end.usage.output_tokens, end.delta.stop_reason, calls, pieces=pieces
+            [text],
+            end.usage.input_tokens,
+            end.usage.output_tokens,
+            end.delta.stop_reason,
+            calls,
+            pieces=pieces,
+            announced=start.usage.input_tokens,
         )
 
     def results(self, *results: tuple[Call, str]) -> list[Any]:

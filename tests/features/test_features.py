@@ -101,6 +101,8 @@ def test_streaming(conversation: Conversation) -> None:
     streamed = conversation.ask(HI, max_tokens=16, temperature=0, stream=True)
     assert (streamed.text, streamed.end, streamed.tokens) == (whole.text, whole.end, whole.tokens)
     assert streamed.prompt_tokens == whole.prompt_tokens
+    if streamed.announced is not None:  # an upstream sends the count at its stream's end
+        assert streamed.announced == (whole.prompt_tokens if conversation.server.tokenizer else 0)
     pieces = [streamed.pieces]
     while max(pieces) == 1 and len(pieces) < 5:  # a busy machine may send several tokens in a chunk
         pieces.append(conversation.ask(HI, max_tokens=128, temperature=0, stream=True).pieces)

@@ -17,6 +17,7 @@ from raylight.engines.transformers.reply import (
     params_per_choice,
     resolve_adapter,
     usage,
+    usage_field,
 )
 from raylight.engines.transformers.requests import ChatRequest, NamedTool
 from raylight.engines.transformers.sampler import Sampler
@@ -207,15 +208,16 @@ class ChatReply:
         }
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        first = {"prompt_token_ids": self._prompt} if self._request.return_token_ids else {}
-        extra: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
+        request = self._request
+        first = {"prompt_token_ids": self._prompt} if request.return_token_ids else {}
         async for _ in self.choices.progress():
             for index, choice in enumerate(self._choices):
                 chunk = self._chunk_choice(index, choice)
                 if chunk is not None:
-                    yield {**self._envelope.fields(".chunk"), "choices": [chunk], **extra, **first}
+                    counts = usage_field(request, self._usage)
+                    yield {**self._envelope.fields(".chunk"), "choices": [chunk], **counts, **first}
                     first = {}
-        if extra:
+        if request.includes_usage:
             yield {**self._envelope.fields(".chunk"), "choices": [], "usage": self._usage()}
 
     def _chunk_choice(self, index: int, choice: _Choice) -> dict[str, Any] | None:

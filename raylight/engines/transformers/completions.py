@@ -15,6 +15,7 @@ from raylight.engines.transformers.reply import (
     params_per_choice,
     resolve_adapter,
     usage,
+    usage_field,
 )
 from raylight.engines.transformers.requests import CompletionRequest
 from raylight.engines.transformers.sampler import Sampler
@@ -78,13 +79,13 @@ class CompletionReply:
         return {**self._envelope.fields(), "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        usage_field: dict[str, Any] = {"usage": None} if self._request.includes_usage else {}
         async for _ in self.choices.progress():
             for index, reader in enumerate(self._readers):
                 choice = self._choice(index, reader)
                 if choice is not None:
-                    yield {**self._envelope.fields(), "choices": [choice], **usage_field}
-        if usage_field:
+                    counts = usage_field(self._request, self._usage)
+                    yield {**self._envelope.fields(), "choices": [choice], **counts}
+        if self._request.includes_usage:
             yield {**self._envelope.fields(), "choices": [], "usage": self._usage()}
 
     def _choice(self, index: int, reader: ChoiceReader) -> dict[str, Any] | None:

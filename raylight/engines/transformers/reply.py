@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from raylight.engines.capture_context import CURRENT
 from raylight.engines.transformers.choices import Choices
+from raylight.engines.transformers.requests import SamplingBody
 from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.sequence import Sequence
@@ -130,6 +131,17 @@ def usage(sequences: list[Sequence], prompts: list[list[int]]) -> dict[str, int]
     """Return the numbers of prompt tokens (each prompt counted once) and sampled tokens."""
     prompt, sampled = sum(map(len, prompts)), sum(s.count for s in sequences)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def usage_field(request: SamplingBody, count: Callable[[], dict[str, int]]) -> dict[str, Any]:
+    """Return the field `usage` of a chunk with a choice, if its request asks for one.
+
+    Args:
+        count: returns the usage so far.
+    """
+    if not request.includes_usage:
+        return {}
+    return {"usage": count() if request.counts_each_chunk else None}
 
 
 def finite(logprob: float) -> float:

@@ -45,7 +45,7 @@ class Body(BaseModel):
 
 class SampledStreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(Body):
@@ -99,6 +99,12 @@ class SamplingBody(Body):
     def includes_usage(self) -> bool:
         """True if the stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """True if each chunk has the token counts so far; without `includes_usage` none has, as in vLLM."""
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingBody:

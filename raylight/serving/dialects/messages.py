@@ -171,6 +171,7 @@ def _usage(turn: Turn) -> dict[str, int]:
     cached = turn.cached_tokens
     return {
         "input_tokens": max(0, turn.prompt_tokens - cached),
+        "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": turn.completion_tokens,
     }

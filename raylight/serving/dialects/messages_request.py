@@ -280,7 +280,9 @@ class MessagesRequest(CountTokensRequest):
             schema = {"name": "output", "schema": json_format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.stream:
-            chat |= {"stream": True, "stream_options": {"include_usage": True}}
+            # the first event of a message has the prompt's size, and so must the first chunk
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            chat |= {"stream": True, "stream_options": options}
         return chat
 
 

@@ -60,6 +60,7 @@ class TranslationMiddleware:
         self._app = app
         self._keep_alive_s = keep_alive_s
         self._count_dropped = count_dropped
+        self._is_remote = template is None
         self._normalizer = ChatNormalizer(template)
         self._dialects: dict[type[Dialect], Dialect] = {}
 
@@ -119,10 +120,12 @@ class TranslationMiddleware:
         Raises:
             RequestError: 400, it has none; the error names the fields as the agent does.
         """
-        names = translation.field_names
+        names, request = translation.field_names, translation.engine_request
+        if self._is_remote and "stream_options" in request:  # OpenAI rejects continuous_usage_stats
+            request = request | {"stream_options": {"include_usage": True}}
         try:
-            await check_large_schemas(translation.engine_request)
-            return self._normalizer.normalize(translation.engine_request, names.of)
+            await check_large_schemas(request)
+            return self._normalizer.normalize(request, names.of)
         except RequestError as error:
             raise names.rename(error) from None
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import anthropic
@@ -70,9 +71,13 @@ class Say:
         }
         return _head(number, "chat.completion") | {"choices": [choice], "usage": self.usage}
 
-    def chunks(self, number: int) -> Iterator[dict[str, Any]]:
+    def chunks(self, number: int, options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
         """Return the chunks of a stream: texts letter by letter, arguments in threes."""
-        yield _chunk(number, {"role": "assistant", "content": ""})
+        prompt_tokens = self.usage.get("prompt_tokens", 0)
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": 0, "total_tokens": prompt_tokens}
+        is_counted = options.get("include_usage") and options.get("continuous_usage_stats")
+        usage = {"usage": counts} if is_counted else {}
+        yield _chunk(number, {"role": "assistant", "content": ""}) | usage
         for letter in self.reasoning or "":
             yield _chunk(number, {self.named: letter})
         for letter in self.content or "":
@@ -133,7 +138,7 @@ class FakeChat:
                     "headers": [(b"content-type", b"text/event-stream")],
                 }
             )
-            for chunk in say.chunks(number):
+            for chunk in say.chunks(number, self.asked[-1].get("stream_options") or {}):
                 await send(
                     {
                         "type": "http.response.body",

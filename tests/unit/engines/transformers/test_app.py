@@ -96,6 +96,21 @@ async def test_a_stream_tells_the_same_without_half_characters(make_engine: Make
     assert all(c.usage is None for c in await ask_stream(engine))
 
 
+async def test_each_chunk_counts_the_tokens_so_far_if_asked_to(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    streams = [
+        await ask_stream(engine, stream_options=options),
+        [c async for c in await complete(engine, stream=True, stream_options=options)],
+    ]
+    for chunks in streams:
+        counts = [c.usage.completion_tokens for c in chunks]
+        assert counts == sorted(counts)
+        assert {c.usage.prompt_tokens for c in chunks} == {chunks[-1].usage.prompt_tokens}
+    alone = await ask_stream(engine, stream_options={"continuous_usage_stats": True})
+    assert all(c.usage is None for c in alone)
+
+
 async def test_streamed_and_whole_answers_agree(make_engine: MakeEngine) -> None:
     engine = make_engine()
     settings = {"n": 3, "seed": 4, "temperature": 1.5, "logprobs": True, "top_logprobs": 3, "max_tokens": 40}

@@ -7,7 +7,9 @@ from typing import Any
 
 import anthropic
 import pytest
-from dialect_helpers import WEATHER, Say, anthropic_client, call, listening, translated
+from dialect_helpers import WEATHER, FakeChat, Say, anthropic_client, call, listening, translated
+
+from raylight.serving.dialects.translate import TranslationMiddleware
 
 ASK = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
@@ -42,7 +44,12 @@ async def test_a_plain_question_and_answer() -> None:
         "content": [{"type": "text", "text": "hello"}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
-        "usage": {"input_tokens": 7, "cache_read_input_tokens": 4, "output_tokens": 7},
+        "usage": {
+            "input_tokens": 7,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 4,
+            "output_tokens": 7,
+        },
     }
 
 
@@ -246,6 +253,19 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     assert events[-2].delta.stop_reason == "tool_use"
     assert events[-2].usage.output_tokens == 7
     assert events[-2].usage.input_tokens == 7
+
+
+async def test_a_stream_starts_with_the_size_of_its_prompt() -> None:
+    fake = FakeChat(Say("ab"))
+    client = anthropic_client(TranslationMiddleware(fake, template=""))
+    async with client.messages.stream(**ASK) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_message()
+    assert fake.asked[0]["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+    starts = [event.message.usage for event in events if event.type == "message_start"]
+    assert [start.input_tokens for start in starts] == [11]
+    assert [start.cache_creation_input_tokens for start in starts] == [0]
+    assert final.usage.input_tokens + final.usage.cache_read_input_tokens == 11
 
 
 async def test_a_loop_of_tools_gives_back_what_the_engine_said() -> None:
