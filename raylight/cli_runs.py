@@ -180,6 +180,13 @@ def export_traces_command(
     left_out = f", {counts.left_out} of {counts.selected} left out" if counts.left_out else ""
     rows = f", {counts.rows_left_out} other rows without messages" if counts.rows_left_out else ""
     print(f"{counts.written} lines{left_out}{rows}", file=sys.stderr)
+    if counts.below_best:
+        print(
+            f"note: {counts.below_best} of {counts.selected} rollouts have a lower reward than the best of "
+            f"their group, and are written too; --min-reward {counts.best_reward:g} writes those with the "
+            "highest reward only, --best-of-group the best of each group",
+            file=sys.stderr,
+        )
 
 
 def grafana() -> None:

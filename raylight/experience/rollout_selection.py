@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class RolloutSelection:
     split: str = "train"
     min_reward: float | None = None
     best_of_group: bool = False
+
+    @property
+    def takes_all(self) -> bool:
+        """True if no rollout is left out for its reward."""
+        return self.min_reward is None and not self.best_of_group
 
     def choose(self, lines: Iterable[RolloutLine]) -> list[str]:
         """Return the ids of the selected rollouts, in their order."""
@@ -51,6 +57,20 @@ class RolloutSelection:
             for group, (reward, rollout_id) in best.items()
             if self._is_enough(reward) and reward > worst[group][0]
         ]
+
+    def below_best(self, lines: Iterable[RolloutLine]) -> tuple[int, float]:
+        """Return the number of selected rollouts with a lower reward than the best of their group, and the
+        highest reward of all; (0, -inf) without rollouts."""
+        best: dict[str, tuple[float, int]] = {}
+        count = 0
+        for line in filter(self._is_good, lines):
+            count += 1
+            group, reward = _group(line), _reward(line)
+            highest, ties = best.get(group, (reward, 0))
+            if reward >= highest:
+                best[group] = reward, ties + 1 if reward == highest else 1
+        rewards = [reward for reward, _ in best.values()]
+        return count - sum(ties for _, ties in best.values()), max(rewards, default=-math.inf)
 
     def _is_scored(self, line: RolloutLine) -> bool:
         in_split = self.split in ("all", line.mode)

@@ -156,6 +156,14 @@ class _ExampleReader:
                 f"{name}: {stored.file} has no {what} in the split {algorithm.split!r}{least}; lower "
                 "min_reward, choose another split, or give another run"
             )
+        if not self._is_paired and selection.takes_all:
+            below, highest = selection.below_best(stored.lines())
+            if below:
+                self.notes.append(
+                    f"{name}: {below} of {len(chosen)} rollouts have a lower reward than the best of their "
+                    f"group, and are learned too; min_reward={highest:g} learns those with the highest "
+                    "reward only, best_of_group=True the best of each group"
+                )
         config = read_config(stored.file.parent) or {}
         self._check_tokenizer(config, name)
         rules = RowRules.from_config(config)

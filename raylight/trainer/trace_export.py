@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,10 @@ class ExportCounts:
     """Rollouts or pairs without a chat call, or pairs of equal answers."""
     rows_left_out: int = 0
     """Rows without a chat call, of the other rollouts."""
+    below_best: int = 0
+    """Rollouts with a lower reward than the best of their group, if the selection has no limit for them."""
+    best_reward: float = -math.inf
+    """Highest reward of the selected rollouts, if `below_best` was counted."""
 
 
 def export_traces(run: str | Path, kind: str, selection: RolloutSelection, output: IO[bytes]) -> ExportCounts:
@@ -85,6 +90,8 @@ def _records(
         return
     chosen_ids = selection.choose(stored.lines())
     counts.selected = _checked(len(chosen_ids), stored, "rollout that succeeded")
+    if kind in ROW_FORMATS and selection.takes_all:
+        counts.below_best, counts.best_reward = selection.below_best(stored.lines())
     for finished in stored.read(chosen_ids):
         records = list(FORMATS[kind](finished, rules))
         if records and kind in ROW_FORMATS:

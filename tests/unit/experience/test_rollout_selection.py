@@ -46,6 +46,20 @@ def test_rollouts_are_chosen_by_reward_group_and_split(rules, chosen):
     assert RolloutSelection(**rules).choose(LINES) == chosen
 
 
+@pytest.mark.parametrize(
+    ("rules", "lines", "below"),
+    [
+        ({}, LINES, (1, 1.0)),
+        ({}, [*LINES, line("b2", 0.7, "b")], (3, 1.0)),
+        ({}, [*LINES, line("b2", 0.2, "b")], (2, 1.0)),
+        ({"split": "val"}, LINES, (0, 1.0)),
+        ({}, [], (0, float("-inf"))),
+    ],
+)
+def test_rollouts_below_the_best_of_their_group_are_counted(rules, lines, below):
+    assert RolloutSelection(**rules).below_best(lines) == below
+
+
 def test_a_pair_has_the_best_and_the_worst_of_a_group_whose_rewards_differ():
     assert RolloutSelection().pairs([*LINES, line("b2", 0.7, "b")]) == [("a1", "a0"), ("b2", "b0")]
     assert RolloutSelection(min_reward=0.8).pairs(LINES) == [("a1", "a0")]

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.serving.dialects.translate import TranslationMiddleware
 
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
@@ -71,7 +72,7 @@ class Say:
         }
         return _head(number, "chat.completion") | {"choices": [choice], "usage": self.usage}
 
-    def chunks(self, number: int, options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
+    def chunks(self, number: int, options: Mapping[str, Any] = NO_OPTIONS) -> Iterator[dict[str, Any]]:
         """Return the chunks of a stream: texts letter by letter, arguments in threes."""
         prompt_tokens = self.usage.get("prompt_tokens", 0)
         counts = {"prompt_tokens": prompt_tokens, "completion_tokens": 0, "total_tokens": prompt_tokens}

@@ -44,6 +44,20 @@ def test_lines_are_selected_by_reward_and_group(run):
     assert [(line["group_id"], line["reward"]) for line in best] == [("train-0", 0.25), ("train-1", 0.5)]
 
 
+def test_a_note_says_how_many_rollouts_are_below_their_groups_best(run):
+    def notes(*options: str) -> list[str]:
+        result = CliRunner().invoke(app, ["export-traces", str(run.folder), *options])
+        return result.stderr.splitlines()[1:]
+
+    assert notes() == [
+        "note: 1 of 3 rollouts have a lower reward than the best of their group, and are written too; "
+        "--min-reward 0.5 writes those with the highest reward only, --best-of-group the best of each group"
+    ]
+    assert notes("--format", "messages") == notes()
+    for options in (["--min-reward", "0"], ["--best-of-group"], ["--format", "jsonl"], ["--format", "dpo"]):
+        assert notes(*options) == []
+
+
 def test_token_rows_are_those_that_the_engine_recorded(run):
     first = export(run, "--format", "jsonl")[0]
     (row,) = first["rows"]
@@ -124,6 +138,20 @@ def test_agents_that_the_run_does_not_train_are_not_learned(tmp_path, kind):
 def test_a_note_says_that_the_runs_model_is_not_there(run):
     data = load_supervised_data(rl.SFT(model=STARTER_MODEL, data=run.folder), STARTER_MODEL, LearnerConfig())
     assert any("so its tokenizer is not compared" in note for note in data.notes)
+
+
+def test_a_note_says_how_many_learned_rollouts_are_below_their_groups_best(run):
+    def notes(**settings) -> list[str]:
+        algorithm = rl.SFT(model=STARTER_MODEL, data=run.folder, **settings)
+        return load_supervised_data(algorithm, STARTER_MODEL, LearnerConfig()).notes
+
+    expected = (
+        "data: 1 of 3 rollouts have a lower reward than the best of their group, and are learned too; "
+        "min_reward=0.5 learns those with the highest reward only, best_of_group=True the best of each group"
+    )
+    assert expected in notes()
+    assert not any("best of" in note for note in notes(min_reward=0.0))
+    assert not any("best of" in note for note in notes(best_of_group=True))
 
 
 def test_trl_reads_exported_pairs(tmp_path):
