@@ -8,7 +8,6 @@ is the dotted name of a setting, VALUE is read as YAML.
 from __future__ import annotations
 
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from raylight.cli_options import (
+    DATA,
+    ENGINE,
+    MODEL,
+    RUNNERS,
     Address,
     AgentName,
     Assignments,
@@ -102,12 +105,34 @@ def quickstart(
 
 @app.command()
 def train(
-    config: Annotated[
-        Path, typer.Argument(help="Run file (YAML), such as a run's config.yaml.", metavar="CONFIG")
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The agent, package.module:agent or path/to/file.py:agent; or a run file (YAML), such as a "
+            "run's config.yaml.",
+            metavar="AGENT|CONFIG",
+        ),
     ],
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[str | None, DATA] = None,
+    val: Annotated[
+        str | None, typer.Option(help="Tasks for evaluation, in the same forms as --data.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="GRPO by default; another public name, or a dotted name.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Training steps; by default one pass over the tasks.")
+    ] = None,
+    engine: Annotated[str | None, ENGINE] = None,
+    n_runners: Annotated[int | None, RUNNERS] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the task order and of sampling.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="The run directory; a new one under outputs/ by default.")
+    ] = None,
     assignments: Assignments = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the resolved file and exit, without Ray.")
+        bool, typer.Option("--print-config", help="Print the resolved run file and exit, without Ray.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in output_dir if it has a training state.")
@@ -118,10 +143,11 @@ def train(
     ui: Ui = False,
     address: Address = None,
 ) -> None:
-    """Train an agent with the settings of a file. The config.yaml of a run starts the same run again.
+    """Train an agent: `raylight train AGENT --model MODEL --data TASKS`, or with the settings of a file.
 
-    --set takes the dotted name of any setting of the file, such as algorithm.lr=1e-5 or
-    output_dir=outputs/again.
+    The config.yaml of a run starts the same run again. --set takes the dotted name of any setting of such a
+    file, such as algorithm.lr=1e-5 or learner.n=2. Options override a file's settings, and --set overrides
+    both.
     """
     import yaml
 
@@ -129,9 +155,21 @@ def train(
     from raylight.trainer.run_file import load_run_file
 
     import_from_here()
-    given = [f"address={json.dumps(address)}"] if address else []
-    run_file = load_run_file(config, [*(assignments or ()), *given])
-    trainer = rl.Trainer(**run_file.trainer_arguments() | ({"ui": True} if ui else {}))
+    options = {
+        "algorithm.name": algorithm,
+        "algorithm.model": model,
+        "algorithm.n_steps": steps,
+        "data.train": data,
+        "data.val": val,
+        "engine.kind": engine,
+        "runner.n": n_runners,
+        "seed": seed,
+        "output_dir": output_dir,
+        "ui": ui or None,
+        "address": address,
+    }
+    run_file = load_run_file(source, assignments or (), options)
+    trainer = rl.Trainer(**run_file.trainer_arguments())
     if print_config:
         print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
         return
@@ -185,7 +223,7 @@ def plan(
 def evaluate(
     agent: AgentName,
     model: ModelName,
-    data: Annotated[Path, typer.Option(help="Tasks: a .jsonl, .json or .parquet file.")],
+    data: Annotated[str, DATA],
     lora_adapter: Annotated[
         str | None, typer.Option(help="Folder of a LoRA adapter in peft's format, served with the model.")
     ] = None,
@@ -216,9 +254,10 @@ def evaluate(
     --set takes engine.NAME, runner.NAME, store.NAME and rollout.NAME.
     """
     import raylight as rl
-    from raylight.trainer.task_files import read_tasks
+    from raylight.trainer.run_file import read_data
 
-    tasks = read_tasks(data, limit)
+    import_from_here()
+    tasks = read_data(data, "--data", limit)
     settings: dict[str, Any] = {
         "engine": {} if engine == "auto" else {"kind": engine},
         "runner": {"n": n_runners},
@@ -228,7 +267,6 @@ def evaluate(
     apply_assignments(assignments, settings)
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     rollout = {"rollout": {"timeout_seconds": 600.0} | settings["rollout"]} if settings["rollout"] else {}
-    import_from_here()
     trainer = rl.Trainer(
         engine=settings["engine"],
         runner=settings["runner"],

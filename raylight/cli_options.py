@@ -17,17 +17,20 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-AgentName = Annotated[str, typer.Argument(help="Dotted name: package.module:agent.", metavar="AGENT")]
-ModelName = Annotated[
-    str, typer.Option(help="Model folder, name in the local cache, or the upstream's name.")
+TASKS = "a .jsonl, .json or .parquet file, or the dotted name of a list or of a function that returns one."
+ENGINE = typer.Option(
+    help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted name of "
+    "an engine class, package.module:Engine."
+)
+RUNNERS = typer.Option(min=1, help="Number of runner actors, which execute the agent.")
+MODEL = typer.Option(help="Model folder, name in the local cache, or the upstream's name.")
+DATA = typer.Option(help=f"Tasks: {TASKS}")
+
+AgentName = Annotated[
+    str, typer.Argument(help="package.module:agent, or path/to/file.py:agent.", metavar="AGENT")
 ]
-Engine = Annotated[
-    str,
-    typer.Option(
-        help="Inference engine: auto (by what is installed), transformers, vllm, upstream, or the dotted "
-        "name of an engine class, package.module:Engine."
-    ),
-]
+ModelName = Annotated[str, MODEL]
+Engine = Annotated[str, ENGINE]
 Replicas = Annotated[int, typer.Option(min=1, help="Number of engine replicas.")]
 ReplicaCpus = Annotated[float, typer.Option(min=0, help="CPUs of a replica.")]
 ReplicaGpus = Annotated[float, typer.Option(min=0, help="GPUs of a replica.")]
@@ -36,7 +39,7 @@ MaxModelLen = Annotated[
     int, typer.Option(min=8, help="Maximum length of prompt and response together, in tokens.")
 ]
 StartTimeout = Annotated[float, typer.Option(min=1, help="Deadline for starting, in seconds.")]
-Runners = Annotated[int, typer.Option(min=1, help="Number of runner actors, which execute the agent.")]
+Runners = Annotated[int, RUNNERS]
 Port = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="HTTP port of the model; by default 8000, or any free port."),
@@ -62,7 +65,7 @@ def import_from_here() -> None:
 
 def apply_assignments(assignments: list[str] | None, settings: dict[str, Any]) -> None:
     """Apply `--set` options to settings whose top-level keys are the sections that the command has."""
-    from raylight.trainer.run_file import apply_assignment
+    from raylight.trainer.assignments import apply_assignment
 
     for text in assignments or ():
         apply_assignment(settings, text, sections=list(settings))

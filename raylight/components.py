@@ -7,12 +7,17 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from raylight.errors import ConfigError
 
 T = TypeVar("T")
 
+CODE_FOLDERS: list[str] = []
+"""Folders of the components that were named by a file. Ray tells its workers only the script's folder and the
+current one, so a runner receives these with its agent."""
 IN_CODE = "given in code"
 """Stands in a description for a value that was given in code and has no dotted name."""
 
@@ -81,7 +86,7 @@ def import_dotted_name(dotted: str, name: str) -> Any:
     """Import the object with a dotted name, `"package.module:Class"` or `"package.module.Class"`.
 
     Args:
-        dotted: the dotted name.
+        dotted: the dotted name, or `"path/to/file.py:Class"`.
         name: name of the argument, for error messages.
 
     Raises:
@@ -90,10 +95,18 @@ def import_dotted_name(dotted: str, name: str) -> Any:
     module_name, _, path = dotted.partition(":") if ":" in dotted else dotted.rpartition(".")
     if not module_name or not path:
         raise ConfigError(f"{name}={dotted!r} is not a dotted name; write 'package.module:Class'")
+    file = Path(module_name).expanduser().absolute() if module_name.endswith(".py") else None
+    if file is not None:
+        module_name = _module_of_file(file, f"{name}={dotted!r}")
     try:
         item: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(f"{name}={dotted!r}: cannot import {module_name}: {error}") from error
+    if file is not None and not _is_from(item, file):
+        raise ConfigError(
+            f"{name}={dotted!r}: another module {module_name} is imported already, from "
+            f"{getattr(item, '__file__', None) or 'the interpreter'}; rename the file"
+        )
     for part in path.split("."):
         if not hasattr(item, part):
             raise ConfigError(
@@ -101,6 +114,35 @@ def import_dotted_name(dotted: str, name: str) -> Any:
             )
         item = getattr(item, part)
     return item
+
+
+def _module_of_file(file: Path, described: str) -> str:
+    """Return the name of a file's module, and make it importable here and in runners.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not file.is_file():
+        raise ConfigError(f"{described}: there is no file {file}; give the path of a Python file")
+    folder, parts = file.parent, [file.stem]
+    while (folder / "__init__.py").is_file():
+        folder, parts = folder.parent, [folder.name, *parts]
+    add_code_folders([str(folder)])
+    return ".".join(parts)
+
+
+def add_code_folders(folders: Iterable[str]) -> None:
+    """Make the modules in some folders importable."""
+    for folder in folders:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        if folder not in CODE_FOLDERS:
+            CODE_FOLDERS.append(folder)
+
+
+def _is_from(module: ModuleType, file: Path) -> bool:
+    origin = getattr(module, "__file__", None)
+    return origin is not None and Path(origin).samefile(file)
 
 
 def dotted_name(target: Any) -> str:

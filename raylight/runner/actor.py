@@ -14,6 +14,7 @@ from raylight.agent.clients import close_clients
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
+from raylight.components import CODE_FOLDERS, add_code_folders
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError
 from raylight.garbage import collect_less_often, freeze_startup_objects
@@ -51,7 +52,7 @@ class RunnerPayload:
             ConfigError: the payload cannot be pickled.
         """
         try:
-            pickled = ray.cloudpickle.dumps(self)
+            pickled = ray.cloudpickle.dumps((CODE_FOLDERS, ray.cloudpickle.dumps(self)))
         except (PickleError, TypeError, AttributeError) as error:
             raise ConfigError(
                 "the agent (or its tracer, or a hook) cannot be sent to the runners: "
@@ -59,6 +60,13 @@ class RunnerPayload:
                 "function, or define them in an importable module"
             ) from None
         return pickled if len(pickled) <= MAX_INLINE_BYTES else ray.put(pickled)
+
+    @staticmethod
+    def unpickle(pickled: bytes) -> RunnerPayload:
+        """Return a payload; the folders of its agent's file become importable first."""
+        folders, payload = ray.cloudpickle.loads(pickled)
+        add_code_folders(folders)
+        return ray.cloudpickle.loads(payload)
 
 
 class RunnerActor:
@@ -73,7 +81,7 @@ class RunnerActor:
         gateway_hosts: tuple[str, ...] = (),
     ) -> None:
         bypass_proxies(gateway_hosts)  # before the agent is imported, which may create its clients then
-        payload: RunnerPayload = ray.cloudpickle.loads(pickled)
+        payload = RunnerPayload.unpickle(pickled)
         self._metrics = MetricReporter(self._measure, payload.run, runner=name)
         self._capacity = config.max_concurrent
         self._runner = Runner(

@@ -277,7 +277,7 @@ def fixed_model(model: str, engine: EngineConfig) -> ServingSettings:
 
 def _check_has_run(resume: Resume, requested: RunSettings) -> None:
     if resume in (True, "auto") and requested.output_dir is None:
-        raise ConfigError("resume has no run to continue: give the Trainer its output_dir")
+        raise ConfigError("resume has no run to continue: give its output_dir (--output-dir)")
 
 
 def _resume_file(algorithm: Algorithm, resume: Resume, requested: RunSettings, folder: Path) -> Path | None:

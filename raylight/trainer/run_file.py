@@ -8,8 +8,9 @@ names the replacement. Secrets are never written: they become `SECRET`.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from raylight.bounds import Seed
 from raylight.components import IN_CODE, build_component, dotted_name, import_dotted_name
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
+from raylight.trainer.assignments import apply_assignment, set_nested
 from raylight.trainer.task_files import FileTasks, read_tasks
 
 SECRET = "**********"
@@ -108,7 +110,8 @@ class RunFile(Config):
             return None, None
         if self.data.train is None:
             raise ConfigError(
-                "data.train is missing; give a .jsonl file, or the dotted name of a list of tasks"
+                "data.train is missing: there are no tasks; give a .jsonl file, or the dotted name of a list "
+                "of tasks, as data.train in the file or as --data"
             )
         val = read_data(self.data.val, "data.val") if self.data.val else None
         return read_data(self.data.train, "data.train"), val
@@ -142,104 +145,82 @@ def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | SupervisedAlgori
             nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
             raise ConfigError(f"algorithm.name: there is no {name!r}; the nearest are: {', '.join(nearest)}")
         found = getattr(raylight, name)
+    if isinstance(found, type) and "model" not in settings:
+        parameter = inspect.signature(found).parameters.get("model")
+        if parameter is not None and parameter.default is parameter.empty:
+            raise ConfigError(
+                f"algorithm.model is missing: {name} trains a model; give its folder as algorithm.model in "
+                "the file or as --model"
+            )
     spec = found if isinstance(found, BaseAlgorithm) and not settings else {"type": found, **settings}
     return build_component(spec, BaseAlgorithm, "algorithm")  # type: ignore[return-value]
 
 
-def load_run_file(path: str | Path, assignments: Sequence[str] = ()) -> RunFile:
-    """Read a run file.
+def load_run_file(
+    source: str | Path, assignments: Sequence[str] = (), options: Mapping[str, Any] | None = None
+) -> RunFile:
+    """Read a run file, or make one for an agent.
 
     Args:
+        source: a YAML file; or an agent, `package.module:agent` or `path/to/file.py:agent`, which is trained
+            with GRPO unless the settings say otherwise.
         assignments: texts `NAME=VALUE` that override settings of the file.
+        options: further settings by their dotted names, which `assignments` override; None sets nothing.
 
     Raises:
         ConfigError: the file cannot be read, has an unknown key or a wrong value, or a value that was given
             in code.
     """
-    path = Path(path).expanduser()
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} has no settings; write at least agent, data and algorithm")
+    values = _agent_settings(str(source)) if _is_agent(source) else _read_settings(Path(source).expanduser())
+    for name, value in (options or {}).items():
+        if value is not None:
+            set_nested(values, name.split("."), value, name)
     for text in assignments:
         apply_assignment(values, text, sections=list(RunFile.model_fields))
     for name in values.keys() - {"run"}:
-        _check_expressible(values[name], name, str(path))
+        _check_expressible(values[name], name, str(source))
     engine = values.get("engine")
     if isinstance(engine, dict) and engine.get("api_key") == SECRET:
         if UPSTREAM_KEY not in os.environ:
             raise ConfigError(
-                f"{path}: engine.api_key is a secret, which is not written; set {UPSTREAM_KEY} to the key"
+                f"{source}: engine.api_key is a secret, which is not written; set {UPSTREAM_KEY} to the key"
             )
         values["engine"] = engine | {"api_key": os.environ[UPSTREAM_KEY]}
     return RunFile(**values)
 
 
-def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str]) -> None:
-    """Apply one `--set NAME=VALUE` to nested settings, in place.
+def _is_agent(source: str | Path) -> bool:
+    return ":" in str(source) and not Path(source).expanduser().exists()
 
-    Args:
-        text: `NAME` is a dotted name, `VALUE` is read as YAML: `0.9`, `1e-5`, `true`, `{a: 1}` or a word.
-        sections: allowed first parts of the name.
+
+def _agent_settings(agent: str) -> dict[str, Any]:
+    """Return the settings of a run that trains an agent; a file is named by its absolute path."""
+    module, _, name = agent.partition(":")
+    if module.endswith(".py"):
+        agent = f"{Path(module).expanduser().absolute()}:{name}"
+    return {"agent": agent, "algorithm": {"name": "GRPO"}}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file.
 
     Raises:
-        ConfigError: the text has no name or no `=`, its section is unknown, or a part of the name has no
-            settings.
+        ConfigError: it cannot be read, or has no settings.
     """
-    name, equals, value = text.partition("=")
-    path = [part.strip().lstrip("-").replace("-", "_") for part in name.split(".")]
-    if not equals or not all(path):
-        raise ConfigError(
-            f"--set {text}: not of the form NAME=VALUE; write for example --set {sections[0]}.n=2"
-        )
-    if path[0] not in sections:
-        nearest = difflib.get_close_matches(path[0], sections, n=3, cutoff=0.5) or sections
-        raise ConfigError(
-            f"--set {text}: there is no section {path[0]!r}; the nearest are: {', '.join(nearest)}"
-        )
-    target = settings
-    for depth, part in enumerate(path[:-1], 1):
-        if target.get(part) is None:
-            target[part] = {}
-        target = target[part]
-        if not isinstance(target, dict):
-            raise ConfigError(
-                f"--set {text}: {'.'.join(path[:depth])} is {target!r} and has no settings; leave the last "
-                "part of the name out"
-            )
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is a Python file; add the agent's name, as in {path}:agent")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        message = " ".join(str(error).split())
-        raise ConfigError(f"--set {text}: the value is not YAML: {message}; quote it") from None
-    if key := _key_without_space(parsed):
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
         raise ConfigError(
-            f"--set {text}: YAML reads {key!r} as a name without a value; write a space after the colon, and "
-            f"quote the whole: --set '{text.replace(key, key.replace(':', ': ', 1))}'"
-        )
-    target[path[-1]] = _as_number(parsed) if isinstance(parsed, str) else parsed
-
-
-def _key_without_space(value: Any) -> str | None:
-    """Return a key `name:value` of a mapping, which lacks the space after its colon; None without one."""
-    if isinstance(value, list):
-        return next(filter(None, map(_key_without_space, value)), None)
-    if not isinstance(value, dict):
-        return None
-    glued = (key for key, inner in value.items() if inner is None and isinstance(key, str) and ":" in key)
-    return next(glued, None) or _key_without_space(list(value.values()))
-
-
-def _as_number(text: str) -> Any:
-    """Return `1e-5` as a number, which YAML 1.1 reads as a string; other texts unchanged."""
-    try:
-        return float(text) if "e" in text.lower() and text[:1].isdigit() else text
-    except ValueError:
-        return text
+            f"{path} cannot be read: {error.strerror}; give the path of a YAML file, or an agent, as "
+            "package.module:agent or path/to/file.py:agent"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} has no settings; write at least agent, data and algorithm")
+    return values
 
 
 def _check_expressible(value: Any, name: str, path: str) -> None:
@@ -273,17 +254,22 @@ def _algorithm_names() -> list[str]:
     )
 
 
-def read_data(source: str | Path, name: str) -> FileTasks:
-    """Return the tasks of a file, or of a dotted name of a list or of a function without arguments."""
+def read_data(source: str | Path, name: str, limit: int | None = None) -> FileTasks:
+    """Return the tasks of a file, or of a dotted name of a list or of a function without arguments.
+
+    Args:
+        name: of the setting, for messages.
+        limit: maximum number of tasks, from the start; None takes all.
+    """
     if isinstance(source, Path) or ":" not in source or Path(source).expanduser().exists():
-        return read_tasks(source)
+        return read_tasks(source, limit)
     tasks = import_dotted_name(source, name)
     tasks = tasks() if callable(tasks) else tasks
     if not isinstance(tasks, list | tuple) or not tasks:
         raise ConfigError(
             f"{name}: {source} has no tasks; name a list of tasks, or a function that returns one"
         )
-    return FileTasks(list(tasks), source)
+    return FileTasks(list(tasks)[:limit], source if limit is None else None)
 
 
 def _read_resources(resources: dict[str, Any] | None) -> NamedResources:

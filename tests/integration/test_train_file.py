@@ -1,5 +1,6 @@
-"""`raylight train`: a run from a file, whose config.yaml starts the same run again."""
+"""`raylight train`: a run from a file or for an agent, whose config.yaml starts the same run again."""
 
+import inspect
 import json
 import subprocess
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 from ray_cluster import BIN, Cluster
+
+from raylight.quickstart import STARTER_MODEL
+from raylight.quickstart import agent as quickstart_agent
 
 RUN = """
 agent: raylight.quickstart.agent:adder
@@ -29,21 +33,18 @@ def train(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Complet
     )
 
 
-def start(cluster: Cluster, folder: Path) -> None:
-    """Run two steps from a file, into the folder `first`."""
-    from raylight.quickstart import STARTER_MODEL
-
-    (folder / "run.yaml").write_text(RUN.replace("MODEL", STARTER_MODEL))
+def write_tasks(folder: Path) -> None:
     tasks = "".join(f'{{"a": {a}, "b": {a + 1}}}\n' for a in range(10, 20))
     (folder / "train.jsonl").write_text(tasks)
-    done = train(cluster, folder, "run.yaml", "--set", "algorithm.n_steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_path: Path) -> None:
-    start(cluster, tmp_path)
+    write_tasks(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", STARTER_MODEL))
+    done = train(cluster, tmp_path, "run.yaml", "--set", "algorithm.n_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
     written = yaml.safe_load((tmp_path / "first" / "config.yaml").read_text())
     assert written["data"]["train"] == str(tmp_path / "train.jsonl")
     assert written["run"]["total_steps"] == 2
@@ -67,9 +68,19 @@ def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_from_a_file_resumes(cluster: Cluster, tmp_path: Path) -> None:
-    start(cluster, tmp_path)
-    resumed = train(cluster, tmp_path, "first/config.yaml", "--resume", "--set", "algorithm.n_steps=3")
+def test_the_config_of_an_agents_run_resumes_it(cluster: Cluster, tmp_path: Path) -> None:
+    write_tasks(tmp_path)
+    package = tmp_path / "some agents" / "adding"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "agent.py").write_text("from .adders import adder as solver\n")
+    (package / "adders.py").write_text(inspect.getsource(quickstart_agent))
+    options = ["--model", STARTER_MODEL, "--data", "train.jsonl", "--steps", "2", "--output-dir", "first"]
+    small = ["--n-runners", "1", "--set", "algorithm.tasks_per_step=2", "--set", "algorithm.group_size=4"]
+    done = train(cluster, tmp_path, "some agents/adding/agent.py:solver", *options, *small)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    resumed = train(cluster, tmp_path, "first/config.yaml", "--resume", "--steps", "3")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resuming after step 2" in resumed.stdout
     lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()

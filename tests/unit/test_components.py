@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raylight import components
 from raylight.base_config import Config
-from raylight.components import build_component
+from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError
 
 
@@ -125,6 +128,37 @@ def test_a_dict_is_not_changed() -> None:
 def test_what_cannot_be_built_is_named(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(spec)
+
+
+@pytest.fixture
+def isolated_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(components, "CODE_FOLDERS", [])
+
+
+@pytest.mark.usefixtures("isolated_imports")
+def test_a_file_names_a_module_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a folder" / "tools_here"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "sizes.py").write_text("SIZE = 4\n")
+    (package / "hammers.py").write_text("from .sizes import SIZE\n\n\nclass Box:\n    size = SIZE\n")
+    assert import_dotted_name(f"{package}/hammers.py:Box.size", "tool") == 4
+    assert sys.modules["tools_here.hammers"].Box.size == 4
+    folders = components.CODE_FOLDERS
+    assert folders == [str(tmp_path / "a folder")]
+    monkeypatch.chdir(package)
+    assert import_dotted_name("hammers.py:Box", "tool").size == 4
+    with pytest.raises(ConfigError, match=r"tool='nails.py:Nail': there is no file .*/tools_here/nails\.py"):
+        import_dotted_name("nails.py:Nail", "tool")
+
+
+@pytest.mark.usefixtures("isolated_imports")
+def test_a_file_with_the_name_of_an_imported_module_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("SIZE = 4\n")
+    with pytest.raises(ConfigError, match=r"another module json is imported already, from .*; rename the"):
+        import_dotted_name(f"{tmp_path}/json.py:SIZE", "tool")
 
 
 def test_a_dict_without_a_type_may_be_of_a_known_kind() -> None:

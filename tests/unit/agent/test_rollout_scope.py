@@ -16,7 +16,6 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.rollout_scope import TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import OutsideRolloutError
-from raylight.runner import pool
 from raylight.runner.actor import RunnerActor, RunnerPayload
 from raylight.runner.execute import execute
 from raylight.store.client import StoreClient
@@ -92,7 +91,7 @@ async def test_a_runner_actor_gives_the_trainers_settings_to_the_agent(
 
     monkeypatch.setenv("NO_PROXY", "intranet")
     monkeypatch.setenv("no_proxy", "intranet")
-    monkeypatch.setattr(pool.ray.cloudpickle, "loads", load)
+    monkeypatch.setattr(RunnerPayload, "unpickle", load)
     async with within():
         await RunnerActor("w", store, b"pickled", RunnerConfig(n=3, max_rollouts=1), ("head",)).serve()
     assert seen == [(3, 1, tracer, (hook,))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 import raylight as rl
 from raylight.cli import app
 from raylight.components import IN_CODE, dotted_name
-from raylight.errors import ConfigError
+from raylight.errors import ConfigError, DatasetError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
@@ -238,13 +240,76 @@ def test_the_dotted_name_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dotted_name(main.solver) == "__main__:solver"
 
 
-def test_print_config_prints_a_run_file_and_starts_nothing(
-    write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: Any) -> None:
         raise AssertionError("the run must not start")
 
     monkeypatch.setattr(rl.Trainer, "fit", started)
+
+
+@pytest.mark.usefixtures("starts_nothing")
+def test_an_agent_and_options_make_a_run_file(write: Any) -> None:
+    tasks = write('{"a": 1, "b": 2}\n', "tasks.jsonl")
+    options = {
+        "--model": STARTER_MODEL,
+        "--data": str(tasks),
+        "--val": "raylight.quickstart.additions:validation_tasks",
+        "--algorithm": "RLOO",
+        "--steps": "2",
+        "--engine": "transformers",
+        "--n-runners": "3",
+        "--seed": "4",
+        "--output-dir": "outputs/x",
+        "--set": "algorithm.lr=1e-4",
+        "--address": "local",
+    }
+    command = ["train", MINIMAL["agent"], *itertools.chain(*options.items()), "--ui", "--print-config"]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    content = yaml.safe_load(printed.stdout)
+    algorithm = {name: content["algorithm"][name] for name in ("name", "model", "n_steps", "lr")}
+    assert algorithm == {"name": "RLOO", "model": STARTER_MODEL, "n_steps": 2, "lr": 1e-4}
+    assert content["agent"] == MINIMAL["agent"]
+    assert content["data"] == {"train": str(tasks), "val": options["--val"]}
+    assert (content["engine"]["kind"], content["runner"]["n"], content["seed"]) == ("transformers", 3, 4)
+    assert (content["output_dir"], content["address"], content["ui"]) == ("outputs/x", "local", True)
+    assert load_run_file(write(content, "again.yaml")).resolved() == content
+
+
+@pytest.mark.usefixtures("starts_nothing")
+def test_options_override_a_file_and_assignments_both(write: Any) -> None:
+    options = ["--steps", "3", "--n-runners", "3", "--set", "runner.n=4", "--print-config"]
+    printed = CliRunner().invoke(app, ["train", str(write(MINIMAL | {"runner": {"n": 2}})), *options])
+    assert printed.exit_code == 0, printed.output
+    content = yaml.safe_load(printed.stdout)
+    assert (content["algorithm"]["n_steps"], content["runner"]["n"]) == (3, 4)
+
+
+def test_the_file_of_an_agent_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_run_file("agents/solver.py:solve").agent == f"{tmp_path}/agents/solver.py:solve"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a:b"], "algorithm.model is missing: GRPO trains a model; give its folder as .* or as --model"),
+        (["a:b", "--model", "m"], "data.train is missing: there are no tasks; .* or as --data"),
+        (["a:b", "--model", "m", "--data", "no.jsonl"], "there is no file .*/no.jsonl"),
+        (["a:b", "--model", "m", "--algorithm", "GRP"], "there is no 'GRP'; the nearest are: GRPO"),
+        (["no_file"], "no_file cannot be read: .*; give the path of a YAML file, or an agent, as package"),
+        (["agents.py"], "agents.py is a Python file; add the agent's name, as in agents.py:agent"),
+    ],
+)
+def test_what_a_command_lacks_is_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert isinstance(result.exception, ConfigError | DatasetError)
+    assert re.search(message, str(result.exception)), result.exception
+
+
+@pytest.mark.usefixtures("starts_nothing")
+def test_print_config_prints_a_run_file_and_starts_nothing(write: Any) -> None:
     printed = CliRunner().invoke(app, ["train", str(write(MINIMAL)), "--print-config", "--set", "seed=7"])
     assert printed.exit_code == 0, printed.output
     content = yaml.safe_load(printed.stdout)
