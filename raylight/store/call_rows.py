@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raylight.errors import StoreError
-from raylight.store.payloads import decode_payload, pack
+from raylight.store.payloads import damaged, decode_payload, pack
 from raylight.store.rows import Row
 from raylight.types import CallKey, FinishReason, Generation, HistoryNote, IntArray
 
@@ -74,11 +74,14 @@ def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:
     The rows must include the bases of the calls, and theirs. Prompts of one conversation share memory.
 
     Raises:
-        StoreError: a base is missing.
+        StoreError: a base is missing, or a call is damaged.
     """
-    calls = {(row[2], row[0]): _StoredCall(row) for row in rows}
-    _join_prompts(calls)
-    return {call_id: call.generation() for call_id, call in calls.items()}
+    try:
+        calls = {(row[2], row[0]): _StoredCall(row) for row in rows}
+        _join_prompts(calls)
+        return {call_id: call.generation() for call_id, call in calls.items()}
+    except (ValueError, TypeError, IndexError) as error:
+        raise damaged(error) from None
 
 
 class _StoredCall:

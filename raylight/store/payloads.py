@@ -69,9 +69,39 @@ def pack(value: Any) -> bytes:
 
 
 def decode_payload(data: bytes) -> Any:
-    """Decode a value that `encode_payload` encoded."""
-    return msgpack.unpackb(
-        data, ext_hook=_decode_extension, strict_map_key=False, unicode_errors="surrogatepass"
+    """Decode a value that `encode_payload` encoded.
+
+    Raises:
+        StoreError: the bytes are damaged.
+    """
+    try:
+        return msgpack.unpackb(
+            data, ext_hook=_decode_extension, strict_map_key=False, unicode_errors="surrogatepass"
+        )
+    except StoreError:  # of a value inside this one
+        raise
+    except Exception as error:  # msgpack's, and those of every type's own decoding
+        raise damaged(error) from None
+
+
+def decode_json(text: str) -> Any:
+    """Decode a value that the store keeps as JSON.
+
+    Raises:
+        StoreError: the text is damaged.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(error) from None
+
+
+def damaged(error: Exception) -> StoreError:
+    """Return the error for a stored value that raises `error` when it is read."""
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return StoreError(
+        f"the store's file is damaged: a stored value cannot be decoded ({reason:.200}); copy the file "
+        "again, or start a new run"
     )
 
 

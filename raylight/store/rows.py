@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raylight.errors import SpanError, StoreError
-from raylight.store.payloads import decode_payload, encode_payload, json_text
+from raylight.store.payloads import decode_json, decode_payload, encode_payload, json_text
 from raylight.traces.rewards import get_reward_value
 from raylight.types import (
     Attempt,
@@ -73,7 +73,7 @@ def new_id(prefix: str) -> str:
 @functools.lru_cache(maxsize=1024)
 def config_from_json(text: str) -> RolloutConfig:
     """Parse a rollout's config."""
-    return RolloutConfig(**json.loads(text))
+    return RolloutConfig(**decode_json(text))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -116,7 +116,7 @@ def state_from_row(row: Row) -> RolloutState:
 
 def step_groups_from_json(text: str) -> StepGroups:
     """Groups of a training step, from their JSON in the table."""
-    return StepGroups(*map(tuple, json.loads(text)))
+    return StepGroups(*map(tuple, decode_json(text)))
 
 
 def rollout_from_row(row: Row) -> Rollout:
@@ -164,7 +164,7 @@ def failure_json(failure: Failure) -> str:
 
 def failure_from_json(text: str | None) -> Failure | None:
     """Parse a failure; None for None."""
-    return Failure(**json.loads(text)) if text else None
+    return Failure(**decode_json(text)) if text else None
 
 
 def attempt_from_row(row: Row) -> Attempt:
@@ -298,7 +298,7 @@ class SharedTexts:
                     f"the store's file is damaged: it lacks the span {span_id[1]!r}, which another span "
                     "continues; use a copy of the file"
                 )
-            parsed = json.loads(row[-1])
+            parsed = decode_json(row[-1])
             self._parsed[span_id] = (parsed[0], parsed[1]) if row[BASE] else ({}, parsed)
         return self._parsed[span_id]
 
@@ -333,7 +333,7 @@ def worker_from_row(row: Row) -> Worker:
     return Worker(
         worker_id=worker_id,
         status=status,
-        heartbeat_stats=json.loads(stats) if stats else None,
+        heartbeat_stats=decode_json(stats) if stats else None,
         last_heartbeat_time=heartbeat,
         last_dequeue_time=dequeue,
         last_busy_time=busy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import pathlib
@@ -178,6 +179,35 @@ def test_a_value_that_contains_itself_is_refused() -> None:
     for value in (circle, {"a": (circle,)}):
         with pytest.raises(StoreError, match="nested too deeply, or contains itself"):
             encode_payload(value)
+
+
+DAMAGED = encode_payload({"task": [1, (2, 3)], "at": datetime(2026, 1, 2), "x": np.arange(4)})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        DAMAGED[:-1],
+        DAMAGED + b"\x00",
+        b"\xc7\x03\x63abc",  # an extension that does not exist
+        b"\xc7\x03\x04abc",  # a datetime without digits
+        b"\xc7\x03\x00abc",  # a tuple of three values without their frame
+        encode_payload(np.arange(4)).replace(b"<i8", b"<q9"),
+        encode_payload(rl.LLM(endpoint="http://x", model="m")).replace(b"LLM", b"LLN"),
+        None,
+    ],
+)
+def test_damaged_bytes_are_a_typed_error(data: Any) -> None:
+    with pytest.raises(StoreError, match=r"^the store's file is damaged: a stored value cannot be decoded"):
+        decode_payload(data)
+
+
+@given(st.integers(0, len(DAMAGED) - 1), st.integers(0, 255))
+def test_a_changed_byte_is_another_value_or_a_typed_error(place: int, byte: int) -> None:
+    with contextlib.suppress(StoreError):
+        decode_payload(DAMAGED[:place] + bytes([byte]) + DAMAGED[place + 1 :])
 
 
 def test_decoding_executes_nothing() -> None:

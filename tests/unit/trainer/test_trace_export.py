@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import sqlite3
 
 import pytest
 from recorded_run import HOSTILE, record_call, record_run
@@ -12,8 +15,9 @@ from typer.testing import CliRunner
 import raylight as rl
 from raylight.cli import app
 from raylight.config import LearnerConfig
-from raylight.errors import ConfigError, DatasetError
+from raylight.errors import ConfigError, DatasetError, StoreError
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
+from raylight.store.payloads import encode_payload
 from raylight.trainer.supervised_data import load_supervised_data
 
 
@@ -196,3 +200,24 @@ async def test_rows_without_messages_are_counted(tmp_path):
         result = CliRunner().invoke(app, ["export-traces", str(recorded.folder), *options])
         assert len(result.stdout.splitlines()) == lines
         assert result.stderr == f"{lines} lines{words}\n"
+
+
+@pytest.mark.parametrize(
+    ("column", "damage"),
+    [
+        ("rollouts.input", b"\xc1"),
+        ("rollouts.metadata", b"\x92\x01"),
+        ("rollouts.config", "{"),
+        ("spans.body", "[1"),
+        ("calls.generation", b"\xc1"),
+        ("calls.generation", encode_payload(["model", b"abc", b"", b"", 0])),
+    ],
+)
+def test_a_damaged_value_of_a_store_is_a_typed_error(run, tmp_path, column, damage):
+    copy = shutil.copytree(run.folder, tmp_path / "copy")
+    table, _, name = column.partition(".")
+    with contextlib.closing(sqlite3.connect(copy / "store.db")) as file, file:
+        assert file.execute(f"UPDATE {table} SET {name} = ?", (damage,)).rowcount
+    result = CliRunner().invoke(app, ["trace", str(copy), "--last", "9"])
+    assert isinstance(result.exception, StoreError), result.exception
+    assert "the store's file is damaged: a stored value cannot be decoded" in str(result.exception)
