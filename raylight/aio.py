@@ -1,13 +1,11 @@
-"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a pause, a time limit, a
-condition without a lock, and a wait for progress."""
+"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a pause, a condition
+without a lock, and a wait for progress."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import types
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -98,41 +96,6 @@ class BroadcastCondition:
             if not woken:  # timers may fire a clock resolution before `end`
                 return predicate()
         return True
-
-
-@types.coroutine
-def limit_waiting(coroutine: Coroutine[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
-    """Await a coroutine for at most `seconds` after its first wait; one that never waits needs no timer.
-
-    Raises:
-        TimeoutError: it takes longer.
-    """
-    try:
-        waits_for = coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    return (yield from _limit(coroutine, waits_for, seconds).__await__())
-
-
-async def _limit(coroutine: Coroutine[Any, Any, T], waits_for: Any, seconds: float) -> T:
-    async with asyncio.timeout(seconds):
-        return await _continue(coroutine, waits_for)
-
-
-@types.coroutine
-def _continue(coroutine: Coroutine[Any, Any, T], waits_for: Any) -> Generator[Any, Any, T]:
-    """Await the rest of a coroutine that waits for a future."""
-    while True:
-        try:
-            value = yield waits_for
-        except BaseException as error:  # a cancellation, or the end of the time
-            step = functools.partial(coroutine.throw, error)
-        else:
-            step = functools.partial(coroutine.send, value)
-        try:
-            waits_for = step()
-        except StopIteration as end:
-            return end.value
 
 
 async def wait_while_progressing(

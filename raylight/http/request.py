@@ -6,6 +6,7 @@ another one has read or decoded. Layers share the decoded fields, so that none m
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -16,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 from starlette.types import Scope as AsgiScope
 
-from raylight.aio import limit_waiting
 from raylight.http.errors import RequestError
 
 MAX_BODY = 16 * 2**20
@@ -167,7 +167,8 @@ async def until_disconnect(receive: Receive) -> None:
 
 async def _read(receive: Receive, max_bytes: int) -> bytes:
     try:
-        return await limit_waiting(_read_all(receive, max_bytes), READ_TIMEOUT_S)
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            return await _read_all(receive, max_bytes)
     except TimeoutError:
         raise RequestError(
             f"the body did not arrive within {READ_TIMEOUT_S:g} s; send the request again", 408

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from raylight.aio import BroadcastCondition, limit_waiting, task_group
+from raylight.aio import BroadcastCondition, task_group
 
 
 async def fail(error: BaseException) -> None:
@@ -151,46 +151,3 @@ async def test_a_task_group_keeps_no_task_that_has_ended() -> None:
         await task
         await asyncio.sleep(0)
         assert not group.unfinished  # type: ignore[attr-defined]
-
-
-async def test_a_coroutine_that_never_waits_needs_no_timer() -> None:
-    async def at_once() -> int:
-        return 1
-
-    async def fails() -> None:
-        raise ValueError("wrong")
-
-    scheduled = len(asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
-    assert await limit_waiting(at_once(), 60) == 1
-    with pytest.raises(ValueError, match="wrong"):
-        await limit_waiting(fails(), 60)
-    assert len(asyncio.get_running_loop()._scheduled) == scheduled  # type: ignore[attr-defined]
-
-
-async def test_a_coroutine_that_waits_has_a_time_limit() -> None:
-    seen: list[str] = []
-
-    async def waits(*events: asyncio.Event) -> str:
-        try:
-            for event in events:
-                await event.wait()
-        except asyncio.CancelledError:
-            seen.append("cancelled")
-            raise
-        return "done"
-
-    first, second = asyncio.Event(), asyncio.Event()
-    task = asyncio.create_task(limit_waiting(waits(first, second), 60))  # type: ignore[arg-type]
-    await asyncio.sleep(0)
-    first.set()
-    await asyncio.sleep(0)
-    second.set()
-    assert await task == "done"
-    with pytest.raises(TimeoutError):
-        await limit_waiting(waits(asyncio.Event()), 0.001)
-    task = asyncio.create_task(limit_waiting(waits(asyncio.Event()), 60))  # type: ignore[arg-type]
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert seen == ["cancelled", "cancelled"]
