@@ -36,7 +36,7 @@ from typing import Any
 
 import psutil
 from bare_capture import BareCapture, BareStore
-from flames import FLAME_S, Recorders
+from flames import FLAME_S, Recorders, flame_folder
 
 from raylight.engines.protocol import EngineLoad
 
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bound", action="store_true", help="measure the barest capture too")
-    parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
+    parser.add_argument("--flame", type=flame_folder, help="folder for flame graphs (needs py-spy)")
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--load", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sysconfig
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +16,24 @@ import psutil
 
 FLAME_S = 10
 """Seconds that py-spy records."""
+
+
+def flame_folder(text: str) -> Path:
+    """Return the value of `--flame`.
+
+    Raises:
+        ArgumentTypeError: py-spy is not installed.
+    """
+    if py_spy() is None:
+        raise argparse.ArgumentTypeError(
+            "py-spy is neither on PATH nor beside this Python; pip install py-spy, or leave --flame out"
+        )
+    return Path(text)
+
+
+def py_spy() -> str | None:
+    """Return the path of py-spy; None if it is neither on PATH nor in the environment of this Python."""
+    return shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
 
 
 class Recorders:
@@ -26,11 +47,13 @@ class Recorders:
     """
 
     def __init__(self, folder: Path, pids: Mapping[str, int]) -> None:
+        if (program := py_spy()) is None:
+            raise FileNotFoundError("flame graphs need py-spy; pip install py-spy")
         folder.mkdir(parents=True, exist_ok=True)
         options = ["--rate", "200", "--duration", str(FLAME_S), "--nonblocking", "--format", "flamegraph"]
         self._processes = {
             folder / f"{name}.svg": subprocess.Popen(
-                ["py-spy", "record", *options, "--pid", str(pid), "--output", str(folder / f"{name}.svg")],
+                [program, "record", *options, "--pid", str(pid), "--output", str(folder / f"{name}.svg")],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from flames import Recorders, children
+from flames import Recorders, children, flame_folder
 from simulated_load import kind_of
 
 HERE = Path(__file__).parent
@@ -109,7 +109,7 @@ def parser(doc: str, steps: int, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1], help="raylight's runs")
     parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with TRL")
-    parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
+    parser.add_argument("--flame", type=flame_folder, help="folder for flame graphs (needs py-spy)")
     parser.add_argument("--cpu", action="store_true", help="print the CPU time of each kind of process")
     return parser
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bare_rollouts import bare, one_store
-from flames import Recorders, children
+from flames import Recorders, children, flame_folder
 
 import raylight as rl
 
@@ -130,7 +130,7 @@ def main() -> None:
         "--peer-script", type=Path, help="script for agent-lightning, called as: SCRIPT COUNT RUNNERS cs|shm"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--flame", type=Path, help="folder for flame graphs (needs py-spy)")
+    parser.add_argument("--flame", type=flame_folder, help="folder for flame graphs (needs py-spy)")
     args = parser.parse_args()
     os.environ.setdefault("RAY_ADDRESS", "local")
     if args.flame:
