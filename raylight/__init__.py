@@ -25,13 +25,6 @@ _EXPORTS = {
         "reward",
     ),
     "agent.hooks": ("Hook", "LoggingHook"),
-    "agent.links": (
-        "extract_links_from_attributes",
-        "extract_tags_from_attributes",
-        "make_link_attributes",
-        "make_tag_attributes",
-        "query_linked_spans",
-    ),
     "agent.litagent": ("LitAgent",),
     "agent.operations": ("operation",),
     "agent.prompts": ("PromptTemplate",),

@@ -14,11 +14,6 @@ from raylight.agent.emit import get_object_value as get_object_value
 from raylight.agent.emit import reward as reward
 from raylight.agent.hooks import Hook as Hook
 from raylight.agent.hooks import LoggingHook as LoggingHook
-from raylight.agent.links import extract_links_from_attributes as extract_links_from_attributes
-from raylight.agent.links import extract_tags_from_attributes as extract_tags_from_attributes
-from raylight.agent.links import make_link_attributes as make_link_attributes
-from raylight.agent.links import make_tag_attributes as make_tag_attributes
-from raylight.agent.links import query_linked_spans as query_linked_spans
 from raylight.agent.litagent import LitAgent as LitAgent
 from raylight.agent.operations import operation as operation
 from raylight.agent.prompts import PromptTemplate as PromptTemplate

@@ -29,11 +29,6 @@ GRADE_SPAN_ID = b"raylight".hex()
 """Id of the span in which a group reward grades an attempt, at most once."""
 GRADE_ERROR = "raylight.grade.error"
 """Attribute of a grade without a reward: the reason why the group reward failed."""
-LINK_PREFIX = "agentlightning.link"
-"""Attributes `agentlightning.link.N.key_match` and `agentlightning.link.N.value_match`, which identify the
-spans that this span refers to."""
-TAG_PREFIX = "agentlightning.tag"
-"""Attributes `agentlightning.tag.N`: tags."""
 MESSAGE_BODY = "agentlightning.message.body"
 OBJECT_TYPE = "agentlightning.object.type"
 OBJECT_LITERAL = "agentlightning.object.literal"

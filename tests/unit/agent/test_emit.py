@@ -33,7 +33,6 @@ from raylight.agent.emit import (
     get_object_value,
     reward,
 )
-from raylight.agent.links import make_link_attributes
 from raylight.errors import EmitError, RewardError
 from raylight.traces.context import AttemptTrace, tracing
 from raylight.traces.rewards import find_final_reward, get_rewards_from_span
@@ -98,7 +97,7 @@ def test_a_reward_is_written_in_agent_lightnings_keys(trace: AttemptTrace) -> No
     core = emit_reward(
         {"style": 0.25, "main": 1},
         primary_key="main",
-        attributes=make_link_attributes({"gen_ai.response.id": "r-1"}),
+        attributes={"gen_ai.response.id": "r-1"},
     )
     assert core.name == "agentlightning.annotation"
     assert core.attributes == {
@@ -106,8 +105,7 @@ def test_a_reward_is_written_in_agent_lightnings_keys(trace: AttemptTrace) -> No
         "agentlightning.reward.0.value": 1.0,
         "agentlightning.reward.1.name": "style",
         "agentlightning.reward.1.value": 0.25,
-        "agentlightning.link.0.key_match": "gen_ai.response.id",
-        "agentlightning.link.0.value_match": "r-1",
+        "gen_ai.response.id": "r-1",
     }
     assert find_final_reward(trace.spans) == 1.0
 
