@@ -6,21 +6,24 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import ray._private.node as ray_node
-import ray._private.parameter as ray_parameter
 import ray._private.ray_constants as ray_constants
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private.parameter import RayParams
 from ray._private.services import get_node_ip_address
+from ray._raylet import get_port_filename, persist_port
 
 from raylight.errors import ClusterStartError, summarize_ray_error
 from raylight.files import write_atomic
@@ -42,6 +45,18 @@ defaults, 10 to 60 s, are too short for a busy machine."""
 RAYLET_WAIT_VARIABLE = "RAY_raylet_start_wait_time_s"
 BOARDS_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
 """Ray's variable for the folder of Grafana's boards."""
+AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
+"""Ray's names for the ports of its agents, for its parameters and for its files."""
+AGENT_PORT_RANGE = range(20_000, 30_000)
+"""Ports that neither the system nor Ray gives to others by itself."""
+AGENT_FAILURES = ("Timed out waiting for file", "because one Ray agent failed")
+"""Texts in the log of a raylet that ended because an agent was late, or ended without its port."""
+START_ATTEMPTS = 3
 END_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.05
@@ -52,7 +67,7 @@ def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options:
     """Start a Ray cluster that ends with this process, and connect to it.
 
     All its ports are bound to the loopback interface, unless RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, Ray's switch
-    for that, is set.
+    for that, is set. A start that failed because of one of Ray's agents is repeated.
 
     Args:
         timeout_s: seconds for each step of the start. A variable RAY_... of the user takes precedence.
@@ -62,26 +77,57 @@ def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options:
     Raises:
         ClusterStartError: Ray did not start, or not in time.
     """
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            _start(timeout_s, log_to_driver, options)
+            return
+        except AgentFailedError as error:
+            if attempt == START_ATTEMPTS:
+                raise ClusterStartError(f"{error} ({attempt} attempts)") from None
+            logger.warning("%s. Starting it again, attempt %d of %d", error, attempt + 1, START_ATTEMPTS)
+
+
+def _start(timeout_s: float, log_to_driver: bool, options: dict[str, Any]) -> None:
     before, began = _children(), time.monotonic()
+    nodes: list[_LocalNode] = []
     try:
-        with _start_settings(timeout_s, log_to_driver):
+        with _start_settings(timeout_s, log_to_driver, nodes):
             ray.init(address="local", include_dashboard=True, log_to_driver=log_to_driver, **options)
     except BaseException as error:
         with ignored_interrupts("Ray is being shut down"):
             end_processes(_children() - before)
             ray.shutdown()
+            end_processes({agent for node in nodes for agent in node.find_agents()})
         if not isinstance(error, Exception):
             raise
-        raise ClusterStartError(_describe(error, time.monotonic() - began, timeout_s)) from None
+        logs = nodes[0].logs if nodes else get_default_ray_temp_dir()
+        by_agent = isinstance(error, AgentFailedError) or is_agent_failure(_raylet_log(logs))
+        kind = AgentFailedError if by_agent else ClusterStartError
+        raise kind(_describe(error, time.monotonic() - began, timeout_s, logs)) from None
+
+
+class AgentFailedError(Exception):
+    """A start of Ray that failed because an agent of it was late, or did not get its port."""
+
+
+def is_agent_failure(raylet_log: str) -> bool:
+    """Return True if a raylet's log says that it ended because of one of Ray's agents."""
+    return any(text in raylet_log for text in AGENT_FAILURES)
+
+
+def _raylet_log(logs: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(logs, "raylet.out").read_text(errors="replace")
+    return ""
 
 
 @contextlib.contextmanager
-def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
-    """Set the times, the interface and the processes of Ray's start. Ray's processes inherit the first two as
+def _start_settings(timeout_s: float, log_to_driver: bool, created: list[_LocalNode]) -> Iterator[None]:
+    """Set the times, the interface and the node of Ray's start. Ray's processes inherit the first two as
     variables.
 
-    The dashboard's agent takes any free port: it would try for 3 s to take its default port, which another
-    cluster of this machine has. The log monitor only sends the output of actors to the driver.
+    Args:
+        created: receives the node.
     """
     constants: dict[str, Any] = {}
     if "RAY_DASHBOARD_STARTUP_TIMEOUT_S" not in os.environ:
@@ -92,21 +138,15 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
     variables[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for jobs, and programs that an agent starts
     added = {name: value for name, value in variables.items() if name not in os.environ}
     previous = {name: getattr(ray_constants, name) for name in constants}
-    module: Any = ray_parameter
-    parameters = module.RayParams
-    module.RayParams = functools.partial(
-        parameters, dashboard_agent_listen_port=0, include_log_monitor=log_to_driver
-    )
     nodes: Any = ray_node
     node = nodes.Node
-    nodes.Node = _LocalNode
+    nodes.Node = functools.partial(_LocalNode, created, log_to_driver)
     os.environ.update(added)
     for name, value in constants.items():
         setattr(ray_constants, name, value)
     try:
         yield
     finally:
-        module.RayParams = parameters
         nodes.Node = node
         for name, value in previous.items():
             setattr(ray_constants, name, value)
@@ -114,38 +154,97 @@ def _start_settings(timeout_s: float, log_to_driver: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+@dataclass(frozen=True)
+class _AgentPort:
+    """A port chosen for one of Ray's agents, which replaces the file once it has its port, or has none."""
+
+    number: int
+    file: Path
+    inode: int
+
+    def is_decided(self) -> bool:
+        return self.file.stat().st_ino != self.inode
+
+    def check(self) -> None:
+        """Raise an AgentFailedError if the agent does without its port."""
+        if int(self.file.read_text()) != self.number:
+            raise AgentFailedError(f"port {self.number}, chosen for one of its agents, was taken meanwhile")
+
+
 class _LocalNode(ray_node.Node):
-    """Ray's node, which waits for the dashboard only once the raylet starts too, and notices a raylet that
-    ends."""
+    """Ray's node, which starts the dashboard and the raylet at the same time, is as patient with Ray's agents
+    as with the rest, and notices a raylet that ends.
+
+    Args:
+        created: receives this node before it starts anything.
+        log_monitor: start Ray's log monitor, which only sends the output of actors to the driver.
+    """
 
     _dashboard: dict[str, Any] | None = None
+
+    def __init__(
+        self, created: list[_LocalNode], log_monitor: bool, ray_params: RayParams, **options: Any
+    ) -> None:
+        created.append(self)
+        ray_params.include_log_monitor = log_monitor
+        super().__init__(ray_params, **options)
+
+    @property
+    def logs(self) -> str:
+        """The folder of this session's logs; Ray's folder before there is one."""
+        return getattr(self, "_logs_dir", None) or get_default_ray_temp_dir()
 
     def start_api_server(self, **options: Any) -> None:
         self._dashboard = options
 
     def start_ray_processes(self) -> None:
+        ports = self._announce_agents()
         super().start_ray_processes()
         if self._dashboard is not None:
             with self._grafana_boards():
                 super().start_api_server(**self._dashboard)
-        self._wait_for_raylet()
+        self._wait_for(self._is_registered, "raylet")
+        self._wait_for(lambda: all(port.is_decided() for port in ports), "agents")
+        for port in ports:
+            port.check()
 
-    def _wait_for_raylet(self) -> None:
-        """Wait until the raylet is known to the cluster.
+    def _announce_agents(self) -> list[_AgentPort]:
+        """Choose the ports of Ray's agents, and write the files in which the raylet looks them up.
 
-        Ray's own wait, which then ends at once, does not see that the raylet has ended, nor Ctrl-C.
+        The raylet would wait for the files that the agents write, and abort after 15 s, which no setting
+        changes. It connects to the agents for as long as `START_TIMES` says.
+        """
+        ports = []
+        for name, port in zip(AGENT_PORTS, _free_ports(len(AGENT_PORTS)), strict=True):
+            setattr(self._ray_params, name, port)
+            persist_port(self._session_dir, self._node_id, name, port)
+            path = Path(self._session_dir, get_port_filename(self._node_id, name))
+            ports.append(_AgentPort(port, path, path.stat().st_ino))
+        return ports
+
+    def _is_registered(self) -> bool:
+        return self._node_id in {node.hex() for node in self.get_gcs_client().get_all_node_info()}
+
+    def find_agents(self) -> set[psutil.Process]:
+        """Return the processes of this session that its raylet started: they outlive it if they are late."""
+        session = f"--session-dir={getattr(self, '_session_dir', None)}"
+        processes = psutil.process_iter(["cmdline"])
+        return {process for process in processes if session in (process.info["cmdline"] or ())}
+
+    def _wait_for(self, is_up: Callable[[], bool], name: str) -> None:
+        """Wait for a part of the start. Ray's own wait sees neither Ctrl-C nor a raylet that has ended.
 
         Raises:
-            RuntimeError: the raylet has ended.
+            RuntimeError: the raylet has ended, or the time is over.
         """
         deadline = time.monotonic() + float(os.environ[RAYLET_WAIT_VARIABLE])
-        client, (raylet,) = self.get_gcs_client(), self.all_processes[ray_constants.PROCESS_TYPE_RAYLET]
-        while self._node_id not in {node.hex() for node in client.get_all_node_info()}:
+        (raylet,) = self.all_processes[ray_constants.PROCESS_TYPE_RAYLET]
+        while not is_up():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 raylet.process.wait(POLL_S)
                 raise RuntimeError("its raylet ended; raylet.out says why")
             if time.monotonic() > deadline:
-                return
+                raise RuntimeError(f"its {name} did not start in time")
 
     @contextlib.contextmanager
     def _grafana_boards(self) -> Iterator[None]:
@@ -212,17 +311,23 @@ def end_processes(processes: set[psutil.Process]) -> None:
     psutil.wait_procs(list(processes), END_TIMEOUT_S)
 
 
-def _describe(error: Exception, seconds: float, timeout_s: float) -> str:
+def _free_ports(count: int) -> list[int]:
+    """Return ports that are free now, outside the range from which the system chooses."""
+    free: set[int] = set()
+    while len(free) < count:
+        port = random.SystemRandom().choice(AGENT_PORT_RANGE)  # runs with one seed must not choose the same
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            free.add(port)
+    return list(free)
+
+
+def _describe(error: Exception, seconds: float, timeout_s: float, logs: str) -> str:
     busy = f"The load of the machine is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
     reason = summarize_ray_error(error)
     if seconds < timeout_s:
-        return f"Ray did not start: {reason}. {busy}; Ray's logs are in {_logs()}"
+        return f"Ray did not start: {reason}. {busy}; Ray's logs are in {logs}"
     return (
         f"Ray did not start within {timeout_s:g} s (start_timeout_s) a step, {seconds:.0f} s in all: "
         f"{reason}. {busy}. If it is only busy, raise start_timeout_s (of the runner, or of the engine for "
-        f"`raylight serve`); otherwise see Ray's logs in {_logs()}"
+        f"`raylight serve`); otherwise see Ray's logs in {logs}"
     )
-
-
-def _logs() -> str:
-    return os.path.join(get_default_ray_temp_dir(), "session_latest", "logs")

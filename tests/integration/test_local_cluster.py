@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,6 +21,7 @@ import ray._private.worker as ray_worker
 from ray_cluster import BIN, eventually
 
 from raylight.errors import ClusterStartError
+from raylight.trainer import local_cluster
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.local_cluster import start_local_cluster
 
@@ -80,3 +84,84 @@ def test_a_raylet_that_ends_while_it_starts_is_reported(no_processes_left: None)
         thread.join(60)
     assert not ray.is_initialized()
     assert time.monotonic() - began < 140
+
+
+LATE_AGENT = """
+import os, sys, time
+if any(part.endswith("dashboard/agent.py") for part in sys.orig_argv):
+    try:
+        os.remove({mark!r})
+    except FileNotFoundError:
+        pass
+    else:
+        time.sleep(20)
+"""
+"""A `sitecustomize` that delays Ray's next dashboard agent by more than the 15 s that a raylet waits."""
+
+
+@pytest.fixture
+def late_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "late"
+    mark.touch()
+    (tmp_path / "sitecustomize.py").write_text(LATE_AGENT.format(mark=str(mark)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+
+def restarts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [line for line in lines if "Starting it again" in line]
+
+
+@pytest.fixture
+def shut_down(no_processes_left: None) -> Iterator[None]:
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_late_agent_of_ray_delays_the_start_only(
+    late_agent: None, shut_down: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    began = time.monotonic()
+    start_local_cluster(280)
+    assert time.monotonic() - began > 20, "the agent was late"
+    assert restarts(caplog) == []
+    assert ray.get(ray.remote(lambda: 42).remote()) == 42
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_raylet_that_an_agent_s_delay_ended_is_started_again(
+    late_agent: None, shut_down: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local_cluster._LocalNode, "_announce_agents", lambda node: [])  # Ray's own wait
+    start_local_cluster(280)
+    (line,) = restarts(caplog)
+    assert "attempt 2 of 3" in line
+    log = Path(line.partition("Ray's logs are in ")[2].partition(". ")[0], "raylet.out").read_text()
+    assert "Timed out waiting for file" in log
+    assert ray.get(ray.remote(lambda: 42).remote()) == 42
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["metrics_agent_port", "dashboard_agent_listen_port"])
+def test_another_start_follows_if_the_port_of_an_agent_is_taken_meanwhile(
+    name: str, shut_down: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choose, chosen = local_cluster._free_ports, []
+    with socket.create_server(("", 0)) as taken:
+
+        def free_ports(count: int) -> list[int]:
+            ports = choose(count)
+            if not chosen:
+                ports[local_cluster.AGENT_PORTS.index(name)] = taken.getsockname()[1]
+            chosen.append(ports)
+            return ports
+
+        monkeypatch.setattr(local_cluster, "_free_ports", free_ports)
+        start_local_cluster(280)
+    assert len(chosen) == 2
+    assert len(restarts(caplog)) == 1
+    assert ray.get(ray.remote(lambda: 42).remote()) == 42

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
-import ray._private.parameter as ray_parameter
+import ray._private.node as ray_node
 import ray._private.ray_constants as ray_constants
+import ray._private.services as ray_services
 
 from raylight.errors import ClusterStartError
 from raylight.trainer import local_cluster
-from raylight.trainer.local_cluster import START_TIMES, loopback_address, start_local_cluster
+from raylight.trainer.local_cluster import (
+    AGENT_FAILURES,
+    START_ATTEMPTS,
+    START_TIMES,
+    is_agent_failure,
+    loopback_address,
+    start_local_cluster,
+)
+
+LATE_AGENT = (
+    "[2026-11-27 21:27:47,034 C 7211 7211] (raylet) node_manager.cc:3576:  An unexpected system state has "
+    "occurred. Check failed: statussetor3576.has_value() Timed out waiting for file "
+    "/tmp/ray/session_x/metrics_agent_port_28dead19"
+)
+ENDED_AGENT = (
+    "[2026-11-27 21:38:23,839 E 23427 23455] (raylet) agent_manager.cc:87: The raylet exited immediately "
+    "because one Ray agent failed, agent_name = dashboard_agent."
+)
+OTHER_END = "[2026-11-27 21:38:23,839 C 1 1] (raylet) store.cc:1: Check failed: No space left on device"
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +57,7 @@ def test_each_step_has_the_time_that_is_set_and_everything_listens_on_loopback(
         seen.update(options, environment=dict(os.environ))
         seen["dashboard"] = ray_constants.RAY_DASHBOARD_STARTUP_TIMEOUT_S
         seen["all interfaces"] = ray_constants.ENABLE_RAY_CLUSTER
-        parameters = ray_parameter.RayParams()
-        seen["processes"] = parameters.dashboard_agent_listen_port, parameters.include_log_monitor
+        seen["node"] = ray_node.Node
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setenv("RAY_agent_register_timeout_ms", "7")
@@ -46,8 +66,8 @@ def test_each_step_has_the_time_that_is_set_and_everything_listens_on_loopback(
     assert seen["address"] == "local"
     assert seen["log_to_driver"] is False
     assert (seen["dashboard"], seen["all interfaces"]) == (240.0, False)
-    assert seen["processes"] == (0, False)
-    assert isinstance(ray_parameter.RayParams, type), "restored"
+    assert seen["node"] is not ray_node.Node
+    assert isinstance(ray_node.Node, type), "restored"
     assert seen["environment"]["RAY_raylet_start_wait_time_s"] == "240"
     assert seen["environment"]["RAY_agent_register_timeout_ms"] == "7", "the user's value stays"
     assert seen["environment"]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "for the drivers of jobs"
@@ -138,3 +158,70 @@ def test_a_second_interrupt_does_not_end_the_clean_up_of_the_start(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         start_local_cluster(180.0)
     assert cleaned == ["Ray"]
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"), [(LATE_AGENT, True), (ENDED_AGENT, True), (OTHER_END, False), ("", False)]
+)
+def test_the_log_of_the_raylet_decides_about_another_start(log: str, expected: bool) -> None:
+    assert is_agent_failure(f"[.. I 1 1] (raylet) main.cc:1: starting\n{log}\n*** StackTrace ***") is expected
+
+
+def test_the_raylet_still_writes_the_texts_that_are_looked_for() -> None:
+    with (
+        open(ray_services.RAYLET_EXECUTABLE, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary,
+    ):
+        assert [text for text in AGENT_FAILURES if binary.find(text.encode()) < 0] == []
+
+
+def failing_start(tmp_path: Path, log: str, fails: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the first starts fail with a raylet that wrote this log; return the folders of all sessions."""
+    sessions: list[str] = []
+
+    def init(**options: Any) -> None:
+        node = object.__new__(local_cluster._LocalNode)
+        ray_node.Node.args[0].append(node)  # type: ignore[attr-defined]
+        logs = tmp_path / f"session_{len(sessions)}"
+        logs.mkdir()
+        node._logs_dir = str(logs)
+        sessions.append(str(logs))
+        (logs / "raylet.out").write_text(log)
+        if len(sessions) <= fails:
+            raise RuntimeError("its raylet ended; raylet.out says why")
+
+    monkeypatch.setattr(ray, "init", init)
+    return sessions
+
+
+def test_a_start_that_an_agent_of_ray_delayed_is_repeated_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sessions = failing_start(tmp_path, LATE_AGENT, START_ATTEMPTS - 1, monkeypatch)
+    start_local_cluster(180.0)
+    assert len(sessions) == 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.rpartition(". ")[2] for line in lines] == [
+        "Starting it again, attempt 2 of 3",
+        "Starting it again, attempt 3 of 3",
+    ]
+    assert all(f"logs are in {logs}" in line for logs, line in zip(sessions, lines, strict=False))
+
+
+@pytest.mark.parametrize(("log", "attempts"), [(ENDED_AGENT, START_ATTEMPTS), (OTHER_END, 1)])
+def test_the_error_of_the_last_start_names_the_logs_of_its_session(
+    log: str, attempts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = failing_start(tmp_path, log, 9, monkeypatch)
+    with pytest.raises(ClusterStartError) as caught:
+        start_local_cluster(180.0)
+    assert len(sessions) == attempts
+    assert f"Ray's logs are in {sessions[-1]}" in str(caught.value)
+
+
+def test_the_ports_of_agents_are_free_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        number = taken.getsockname()[1]
+        monkeypatch.setattr(local_cluster, "AGENT_PORT_RANGE", [number, *range(20_100, 20_150)])
+        ports = [port for _ in range(100) for port in [local_cluster._free_ports(4)]]
+    assert all(len(set(chosen)) == 4 and number not in chosen for chosen in ports)
