@@ -9,7 +9,7 @@ from ray import serve
 from raylight.config import EngineConfig, cpu_threads
 from raylight.errors import EngineStartError
 from raylight.log import kept_root_logger
-from raylight.serving.deploy.ingress import SERVE_FLAGS, alive_nodes
+from raylight.serving.deploy.ingress import alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
 from raylight.weight_transfer.transports import vllm_backend
 
@@ -22,13 +22,12 @@ MIN_SHUTDOWN_S = 2.0
 """Time in which a replica without requests flushes its records and leaves the coordinator."""
 
 
-def build_application(settings: ReplicaSettings, started_serve: bool) -> serve.Application:
+def build_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.Application:
     """Build the application that Serve is to run.
 
     Args:
-        started_serve: True if raylight started Serve, with its flags; the replicas then need the flags too.
+        env: the flags with which raylight started Serve; the replicas need them too.
     """
-    env = SERVE_FLAGS if started_serve else {}
     build = _vllm_application if settings.config.kind == "vllm" else _engine_application
     return build(settings, env)
 

@@ -225,7 +225,7 @@ class Deployment:
         self._check_address(host, port)
         settings = self._settings
         target = serve.RunTarget(
-            build_application(settings, ingress.is_raylights()),
+            build_application(settings, ingress.started_flags()),
             settings.app_name,
             settings.prefix,
             ingress.QUIET,

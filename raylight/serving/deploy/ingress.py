@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -19,7 +20,8 @@ SERVE_FLAGS = {
 """Serve's environment flags. HAProxy sends requests straight to the replica, which gives eight times the
 throughput of Serve's Python proxy. raylight's replicas never block the event loop, so they run without
 Serve's extra thread, which gives another third. Replicas of a run have nothing to drain. The flags must be in
-the environment before Serve is imported, and in the environments of its controller and replicas."""
+the environment before Serve is imported, and in the environments of its controller and replicas. On a head
+without HAProxy two of them change, see `ingress_host.OWN_PROXY`."""
 STICKY_ROUTING = """uri depth 4
     hash-type consistent sdbm avalanche
     hash-balance-factor 150"""
@@ -66,7 +68,8 @@ killed."""
 START_ATTEMPTS = 3
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
 STARTED_KEY = b"raylight:serve-controller"
-"""Key of the cluster's key-value store with the actor ID of the Serve controller that raylight started."""
+"""Key of the cluster's key-value store with the Serve that raylight started: its controller's actor ID and
+its flags."""
 
 
 def start_serve(
@@ -132,7 +135,9 @@ def _start(
         controller_options=ControllerOptions(runtime_env={"env_vars": variables}),
         proxy_location="HeadOnly",
     )
-    internal_kv._internal_kv_put(STARTED_KEY, started._actor_id.binary())
+    flags = {name: variables[name] for name in SERVE_FLAGS}
+    content = {"controller": started._actor_id.binary().hex(), "flags": flags}
+    internal_kv._internal_kv_put(STARTED_KEY, json.dumps(content).encode())
     deploy(host, plan.port)
     ray.get(proxies_ready, timeout=max(end - time.monotonic(), 0))
 
@@ -151,12 +156,15 @@ def stop_serve(machine: Host) -> None:
 
 def is_unused() -> bool:
     """Return True if raylight started the running Serve, and it has no application."""
-    return serve_http_options() is not None and is_raylights() and not serve.status().applications
+    return serve_http_options() is not None and bool(started_flags()) and not serve.status().applications
 
 
-def is_raylights() -> bool:
-    """Return True if a raylight run or `raylight serve` started the running Serve."""
-    return internal_kv._internal_kv_get(STARTED_KEY) == _controller_id()
+def started_flags() -> dict[str, str]:
+    """Return the flags with which a raylight run or `raylight serve` started the running Serve; empty if
+    another program started it."""
+    content = json.loads(internal_kv._internal_kv_get(STARTED_KEY) or b"{}")
+    is_raylights = content.get("controller") == _controller_id().hex()
+    return content["flags"] if is_raylights else {}
 
 
 def controller() -> Any:

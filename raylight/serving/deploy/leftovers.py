@@ -22,6 +22,7 @@ from typing import Literal
 
 import psutil
 
+from raylight.machine import SOCKET_PATH_LENGTH
 from raylight.sandboxes.folders import abandoned_folders, remove_abandoned
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ SESSION_MARK = "started-by-raylight"
 """File in the folder of a Ray session that raylight started."""
 NODE_ID = re.compile(r"[0-9a-f]{56}")
 KILL_TIMEOUT_S = 5.0
-SOCKET_PATH_LENGTH = 107
-"""Most bytes of the path of a Unix socket."""
 
 
 @dataclass(frozen=True)

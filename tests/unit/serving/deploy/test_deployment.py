@@ -83,7 +83,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     fakes = {
         "serve_http_options": lambda: cluster.address,
         "is_unused": lambda: cluster.raylights and not cluster.applications,
-        "is_raylights": lambda: cluster.raylights,
+        "started_flags": lambda: {},
         "start_serve": cluster.start_serve,
         "stop_serve": cluster.stop_serve,
         "head_node": lambda: {"NodeID": "head", "NodeManagerAddress": "10.0.0.7"},
@@ -93,7 +93,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     for name, fake in fakes.items():
         monkeypatch.setattr(module.ingress, name, fake)
     monkeypatch.setattr(module, "ingress_host", cluster.ingress_host)
-    monkeypatch.setattr(module, "build_application", lambda settings, raylights: None)
+    monkeypatch.setattr(module, "build_application", lambda settings, flags: None)
     monkeypatch.setattr(module.serve, "run_many", cluster.run_many)
     monkeypatch.setattr(module.serve, "delete", cluster.delete)
     monkeypatch.setattr(module.serve, "status", lambda: SimpleNamespace(applications=cluster.applications))

@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from raylight.errors import EngineStartError
 from raylight.serving.deploy import ingress
-from raylight.serving.deploy.ingress_host import IngressPlan
+from raylight.serving.deploy.ingress_host import OWN_PROXY, IngressPlan
 
 TAKEN = RayError("HAProxy crashed: cannot bind socket (Address already in use) for [127.0.0.1:8000]")
 
@@ -20,13 +20,13 @@ TAKEN = RayError("HAProxy crashed: cannot bind socket (Address already in use) f
 class Machine:
     """Machine of the ingress that offers 8000, 8001 and so on."""
 
-    def __init__(self, warning: str = "") -> None:
+    def __init__(self, warning: str = "", environment: dict[str, str] | None = None) -> None:
         self.planned: list[tuple[str, int | None]] = []
-        self.warning = warning
+        self.warning, self.environment = warning, environment or {"PLAN": "1"}
 
     def plan(self, host: str, port: int | None) -> IngressPlan:
         self.planned.append((host, port))
-        return IngressPlan(7999 + len(self.planned), {"PLAN": "1"}, self.warning)
+        return IngressPlan(7999 + len(self.planned), self.environment, self.warning)
 
     def remove_folder(self, node_id: str) -> None:
         raise NotImplementedError
@@ -79,7 +79,9 @@ def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     set_head(monkeypatch, "127.0.0.1")
     monkeypatch.setattr(ingress, "_controller_id", lambda: b"id")
-    monkeypatch.setattr(ingress.internal_kv, "_internal_kv_put", lambda key, value: None)
+    stored: dict[bytes, bytes] = {}
+    monkeypatch.setattr(ingress.internal_kv, "_internal_kv_put", stored.__setitem__)
+    monkeypatch.setattr(ingress.internal_kv, "_internal_kv_get", stored.get)
     monkeypatch.setattr(ingress.serve, "shutdown", lambda: None)
     return set_outcomes
 
@@ -120,6 +122,19 @@ def test_serve_starts_with_what_the_machine_planned(
         assert variables.items() >= wanted.items()
     assert serve.calls[0]["http_options"] == {"host": "127.0.0.1", "port": 8000}
     assert "no launcher" in caplog.text
+
+
+def test_the_flags_of_the_started_serve_are_those_of_its_replicas(
+    serve_raises: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = serve_raises(None)
+    assert ingress.started_flags() == {}, "another program's Serve"
+    serve.start(machine=Machine(environment=OWN_PROXY))
+    assert ingress.started_flags() == ingress.SERVE_FLAGS | OWN_PROXY
+    variables = serve.calls[0]["controller_options"].runtime_env["env_vars"]
+    assert variables.items() >= OWN_PROXY.items()
+    monkeypatch.setattr(ingress, "_controller_id", lambda: b"another")
+    assert ingress.started_flags() == {}
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(

@@ -7,12 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
+import ray.serve._private.haproxy as haproxy
 from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.errors import EngineStartError, PortInUseError
 from raylight.serving.deploy import ingress_host
 from raylight.serving.deploy.ingress_host import (
     DEFAULT_PORT,
+    OWN_PROXY,
     IngressHost,
     RemoteHost,
     choose_port,
@@ -53,6 +55,29 @@ def test_without_a_folder_there_is_a_warning_and_no_launcher(monkeypatch: pytest
     assert "starts without raylight's launcher (/tmp/raylight-1 belongs to user 2)" in plan.warning
     assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in plan.environment
     assert plan.environment[FALLBACK]
+
+
+def test_without_haproxy_serve_s_own_proxy_is_used_and_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_binary() -> str:
+        raise FileNotFoundError("HAProxy binary not found. Install the package")
+
+    monkeypatch.setattr(haproxy, "get_haproxy_binary", no_binary)
+    plan = IngressHost().plan("127.0.0.1", None)
+    assert plan.environment.items() >= OWN_PROXY.items()
+    assert "RAY_SERVE_HAPROXY_BINARY_PATH" not in plan.environment
+    assert plan.warning.startswith(
+        "the head node has no HAProxy (HAProxy binary not found), so Ray Serve's own"
+    )
+    assert "\n" not in plan.warning
+
+
+def test_whoever_sets_serve_s_switch_gets_no_haproxy_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+    plan = IngressHost().plan("127.0.0.1", None)
+    assert plan.environment.items() >= OWN_PROXY.items()
+    assert plan.warning == ""
 
 
 def test_drivers_take_their_ports_one_after_another() -> None:
