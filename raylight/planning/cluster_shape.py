@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import collections
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raylight.errors import ConfigError
+from raylight.machine import total_memory
 
 MIB, GIB = 2**20, 2**30
 
@@ -62,7 +62,7 @@ class ClusterShape:
 def this_machine() -> NodeShape:
     """Return the shape of this machine."""
     gpus, gpu_memory = _gpus()
-    return NodeShape(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus, gpu_memory)
+    return NodeShape(total_memory(), gpus, gpu_memory)
 
 
 def given_cluster(

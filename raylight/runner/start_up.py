@@ -19,6 +19,7 @@ from ray.exceptions import RayError
 from raylight.aio import cancel_all
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError, summarize_ray_error
+from raylight.machine import available_cpus
 from raylight.ray_resources import format_amounts
 
 logger = logging.getLogger(__name__)
@@ -145,9 +146,8 @@ class StartUp:
 
 def _describe(states: Mapping[str, StartState]) -> str:
     described = "; ".join(f"{name} {state}" for name, state in states.items())
-    return (
-        f"{described}. The load of the driver's machine is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
-    )
+    load = f"{os.getloadavg()[0]:.1f} on {available_cpus()} CPUs"
+    return f"{described}. The load of the driver's machine is {load}"
 
 
 def read_start_states(actors: Mapping[str, Any], bundle: Mapping[str, float]) -> dict[str, StartState]:

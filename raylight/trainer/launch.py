@@ -10,6 +10,7 @@ from typing import Any
 
 from raylight.disk import disk_errors
 from raylight.errors import RaylightError
+from raylight.machine import check_writable
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import Connection, ray_session
 from raylight.trainer.cluster_settings import settings_for_cluster
@@ -54,8 +55,13 @@ def launched(
         arguments: the Trainer's.
         describe: returns the content of config.yaml.
         loggers: as for `Trainer(loggers=...)`.
+
+    Raises:
+        ConfigError: the run's folder or the store's cannot be written.
     """
     started, settings = time.perf_counter(), fit.settings
+    check_writable(fit.folder, "output_dir")
+    check_writable(Path(settings.store_path).parent, "store.path")
     start_timeout_s = settings.runner.start_timeout_s
     with connected(arguments, fit.folder, start_timeout_s, fit.total_steps) as (connection, display):
         if settings.runner.external:

@@ -21,12 +21,14 @@ import ray
 import ray._private.node as ray_node
 import ray._private.ray_constants as ray_constants
 from ray._common.utils import get_default_ray_temp_dir
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.parameter import RayParams
 from ray._private.services import get_node_ip_address
-from ray._raylet import get_port_filename, persist_port
+from ray._raylet import AuthenticationTokenLoader, get_port_filename, persist_port
 
 from raylight.errors import ClusterStartError, summarize_ray_error
 from raylight.files import write_atomic
+from raylight.machine import available_cpus, check_start, write_problem
 from raylight.ray_metrics.board import BOARD_FILE, board
 from raylight.trainer.blocking import ignored_interrupts
 
@@ -75,8 +77,11 @@ def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options:
         options: further arguments of `ray.init`.
 
     Raises:
-        ClusterStartError: Ray did not start, or not in time.
+        ClusterStartError: Ray cannot start here, did not start, or not in time.
     """
+    check_start(get_default_ray_temp_dir())
+    ensure_token()
+    options = {"num_cpus": available_cpus()} | options
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             _start(timeout_s, log_to_driver, options)
@@ -104,6 +109,24 @@ def _start(timeout_s: float, log_to_driver: bool, options: dict[str, Any]) -> No
         by_agent = isinstance(error, AgentFailedError) or is_agent_failure(_raylet_log(logs))
         kind = AgentFailedError if by_agent else ClusterStartError
         raise kind(_describe(error, time.monotonic() - began, timeout_s, logs)) from None
+
+
+def ensure_token() -> None:
+    """Make a token for the cluster that this process starts if Ray cannot save one in the home folder.
+
+    Programs that this process starts inherit it.
+    """
+    loader = AuthenticationTokenLoader.instance()
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or loader.has_token(ignore_auth_mode=True):
+        return
+    if problem := write_problem(Path("~/.ray").expanduser()):
+        os.environ["RAY_AUTH_TOKEN"] = generate_new_authentication_token()
+        loader.reset_cache()
+        logger.warning(
+            "the home folder cannot be written (%s), so the token of this Ray cluster is not saved: other "
+            "programs, such as `ray status`, cannot join it. Set HOME to one that can, or RAY_AUTH_TOKEN",
+            problem,
+        )
 
 
 class AgentFailedError(Exception):
@@ -322,7 +345,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _describe(error: Exception, seconds: float, timeout_s: float, logs: str) -> str:
-    busy = f"The load of the machine is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
+    busy = f"The load of the machine is {os.getloadavg()[0]:.1f} on {available_cpus()} CPUs"
     reason = summarize_ray_error(error)
     if seconds < timeout_s:
         return f"Ray did not start: {reason}. {busy}; Ray's logs are in {logs}"

@@ -6,6 +6,7 @@ import importlib.metadata
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from raylight import __version__
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
@@ -27,8 +28,8 @@ from raylight.types import RolloutConfig
 
 MODEL_NAME = "policy"
 """The name under which a run serves its model."""
-PACKAGES = ("raylight", "ray", "torch", "transformers", "verl")
-"""Packages whose versions are part of a run's configuration."""
+PACKAGES = ("ray", "torch", "transformers", "verl")
+"""Required packages whose versions are part of a run's configuration."""
 
 
 @dataclass(frozen=True)
@@ -215,5 +216,5 @@ class ResolvedSettings:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
+    """Return the versions of raylight and of the packages that a run depends on."""
+    return {"raylight": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import ray
 import ray._private.node as ray_node
 import ray._private.ray_constants as ray_constants
 import ray._private.services as ray_services
+from ray._raylet import AuthenticationTokenLoader
 
 from raylight.errors import ClusterStartError
 from raylight.trainer import local_cluster
@@ -24,6 +26,7 @@ from raylight.trainer.local_cluster import (
     AGENT_FAILURES,
     START_ATTEMPTS,
     START_TIMES,
+    ensure_token,
     is_agent_failure,
     loopback_address,
     start_local_cluster,
@@ -44,6 +47,7 @@ OTHER_END = "[2026-11-27 21:38:23,839 C 1 1] (raylet) store.cc:1: Check failed: 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     for name in (*START_TIMES, "DASHBOARD_STARTUP_TIMEOUT_S", "ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.delenv(f"RAY_{name}", raising=False)
 
@@ -225,3 +229,41 @@ def test_the_ports_of_agents_are_free_and_differ(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(local_cluster, "AGENT_PORT_RANGE", [number, *range(20_100, 20_150)])
         ports = [port for _ in range(100) for port in [local_cluster._free_ports(4)]]
     assert all(len(set(chosen)) == 4 and number not in chosen for chosen in ports)
+
+
+@pytest.fixture
+def no_token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process for which Ray has no token yet."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@pytest.mark.usefixtures("no_token")
+@pytest.mark.parametrize("home", ["/dev/null", "/proc/nobody"])
+def test_without_a_home_folder_the_cluster_has_a_token_of_its_own(
+    home: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", home)
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    assert not loader.has_token(ignore_auth_mode=True)
+    ensure_token()
+    assert loader.has_token(ignore_auth_mode=True)
+    assert len(os.environ.pop("RAY_AUTH_TOKEN")) >= 32
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the home folder cannot be written (")
+
+
+@pytest.mark.usefixtures("no_token")
+@pytest.mark.parametrize("variables", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "1" * 64}])
+def test_ray_saves_its_token_itself_wherever_it_can(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path) if not variables else "/dev/null")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    AuthenticationTokenLoader.instance().reset_cache()
+    ensure_token()
+    assert os.environ.get("RAY_AUTH_TOKEN") == variables.get("RAY_AUTH_TOKEN")
