@@ -233,7 +233,9 @@ def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None)
     if machine.haproxy is None:
         problems.append(
             Problem(
-                "Ray Serve has no HAProxy", "pip install 'ray[serve]' on Linux, or put haproxy on the PATH"
+                "Ray Serve has no HAProxy, and its own proxy forwards requests more slowly",
+                "pip install 'ray[serve]' on Linux, or put haproxy on the PATH",
+                required=False,
             )
         )
     for name, have, enough, remedy in (

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from raylight.advisories import Advisor
 from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
@@ -20,6 +22,8 @@ from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_
 from raylight.trainer.run_records import read_config
 from raylight.trainer.stored_rollouts import STORE_FILES
 
+LOCKS = Path("/proc/locks")
+"""Linux's list of locked files."""
 MAX_RUNS = 500
 """Run directories that are looked for in a folder."""
 QUIET_S = 120.0
@@ -311,8 +315,11 @@ def _is_locked(file: Path) -> bool:
     store from starting."""
     try:
         inode = file.stat().st_ino
-        return any(
-            line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines()
-        )
-    except (OSError, IndexError):
+    except OSError:
         return False
+    try:
+        locks = LOCKS.read_text()
+    except OSError:  # not Linux: a process locks the file for as long as it has it open
+        opened = psutil.process_iter(["open_files"])
+        return any(str(file) == one.path for process in opened for one in process.info["open_files"] or ())
+    return any(line.split()[5].endswith(f":{inode}") for line in locks.splitlines())

@@ -61,10 +61,10 @@ def test_wrong_or_absent_version_is_missing_with_a_command(version, said):
     )
 
 
-def test_no_haproxy_is_required_to_be_mended():
+def test_no_haproxy_makes_runs_slower_only():
     (problem,) = find_problems(dataclasses.replace(MACHINE, haproxy=None), {}, None)
-    assert problem.required
-    assert "HAProxy" in problem.summary
+    assert not problem.required
+    assert "no HAProxy, and its own proxy" in problem.summary
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,8 @@ def left(monkeypatch) -> list[Leftover]:
 
 @pytest.fixture
 def bare_machine(monkeypatch, left) -> None:
-    """A machine without a cluster and without HAProxy."""
+    """A machine without a cluster, without HAProxy and without torch."""
+    monkeypatch.setattr(doctor_report, "gather_packages", lambda required: {"torch==2.13.0": None})
     monkeypatch.setattr(doctor_report, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
     monkeypatch.setattr(doctor_report, "gather_cluster", lambda address: None)
     monkeypatch.setattr(doctor_report, "load_xgrammar", lambda: None)
@@ -243,6 +244,15 @@ def test_required_problem_makes_the_exit_code_1(bare_machine):
     with pytest.raises(SystemExit) as end:
         doctor_report.examine()
     assert end.value.code == 1
+
+
+def test_a_source_tree_that_is_not_installed_is_a_remark(bare_machine, monkeypatch, capsys):
+    monkeypatch.setattr(doctor_report, "installed", lambda name: None)
+    monkeypatch.setattr(doctor_report, "gather_packages", lambda required: dict.fromkeys(required))
+    with pytest.raises(SystemExit) as end:
+        doctor_report.examine()
+    assert end.value.code == 0
+    assert "raylight runs from a source tree and is not installed" in capsys.readouterr().out
 
 
 def test_what_ended_runs_left_is_a_remark(bare_machine, left, capsys):

@@ -10,6 +10,7 @@ from recorded_run import SECRET, record_run, write_metrics
 
 from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
+from raylight.ui import run_folder
 from raylight.ui.run_folder import MetricTable, RunFolder, find_runs, name_runs
 
 
@@ -26,7 +27,9 @@ async def test_card_and_details(tmp_path: Path) -> None:
     assert SECRET not in json.dumps(details)
 
 
-async def test_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("locks", [run_folder.LOCKS, Path("/no/proc/locks")], ids=["Linux", "other systems"])
+async def test_status(locks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "LOCKS", locks)
     recorded = await record_run(tmp_path / "run")
     folder = RunFolder(recorded.folder, "run")
     for file in recorded.folder.iterdir():

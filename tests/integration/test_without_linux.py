@@ -1,0 +1,52 @@
+"""The main job without HAProxy, /proc and the calls that only Linux has, as on macOS."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray_cluster
+
+HIDDEN = Path(ray_cluster.__file__).parent / "without_linux"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_quickstart_completes_with_serve_s_own_proxy(tmp_path: Path, no_processes_left: None) -> None:
+    path = os.pathsep.join([str(HIDDEN), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "raylight.cli", "quickstart", "--steps", "1", "--output-dir", str(tmp_path)],
+        env={**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert output.count("has no HAProxy (Could not find an HAProxy binary)") == 1, output
+    assert "Traceback" not in output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["steps"], summary["rollouts_lost"]) == (1, 0)
+
+
+def test_the_hidden_calls_are_hidden_from_raylight_only() -> None:
+    script = (
+        "import os, psutil; from raylight.machine import available_cpus, write_problem\n"
+        "from pathlib import Path\n"
+        "assert not hasattr(os, 'pidfd_open') and not hasattr(os, 'sched_getaffinity')\n"
+        "from raylight.ui import run_folder\n"
+        "from raylight.sandboxes.marked_processes import _marked\n"
+        "assert _marked('x') == ([], True), 'no /proc'\n"
+        "assert psutil.Process().cmdline() and Path('/proc/self/stat').exists()\n"
+        "print(available_cpus())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HIDDEN), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, int(done.stdout or 0) >= 1) == (0, True), done.stderr
