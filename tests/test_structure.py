@@ -21,6 +21,7 @@ FLOORS = [
         "synonyms",
         "disk",
         "garbage",
+        "machine",
         "agent_threads",
         "printable",
         "no_proxy",

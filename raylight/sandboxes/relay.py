@@ -10,6 +10,7 @@ from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from raylight.errors import SandboxError
+from raylight.machine import SOCKET_PATH_LENGTH
 from raylight.no_proxy import is_loopback
 
 INSIDE_PORT = 41763
@@ -56,7 +57,14 @@ class UnixRelay:
 
     async def start(self) -> None:
         """Listen. Every user of the machine who can see the socket's folder can connect."""
-        self._server = await asyncio.start_unix_server(self._accept, self.path)
+        folder = os.open(os.path.dirname(self.path), os.O_RDONLY)
+        try:
+            path = self.path
+            if len(os.fsencode(path)) > SOCKET_PATH_LENGTH:  # in a long TMPDIR
+                path = f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+            self._server = await asyncio.start_unix_server(self._accept, path)
+        finally:
+            os.close(folder)
         os.chmod(self.path, 0o666)
 
     async def stop(self) -> None:
