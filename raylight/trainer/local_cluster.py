@@ -59,6 +59,8 @@ AGENT_PORT_RANGE = range(20_000, 30_000)
 AGENT_FAILURES = ("Timed out waiting for file", "because one Ray agent failed")
 """Texts in the log of a raylet that ended because an agent was late, or ended without its port."""
 START_ATTEMPTS = 3
+MIN_CPUS = 2
+"""Fewest CPUs of a local cluster, which Ray only counts: the parts of a run ask for more than one in all."""
 END_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.05
@@ -81,7 +83,7 @@ def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options:
     """
     check_start(get_default_ray_temp_dir())
     ensure_token()
-    options = {"num_cpus": available_cpus()} | options
+    options = {"num_cpus": max(available_cpus(), MIN_CPUS)} | options
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             _start(timeout_s, log_to_driver, options)

@@ -267,3 +267,16 @@ def test_ray_saves_its_token_itself_wherever_it_can(
     AuthenticationTokenLoader.instance().reset_cache()
     ensure_token()
     assert os.environ.get("RAY_AUTH_TOKEN") == variables.get("RAY_AUTH_TOKEN")
+
+
+@pytest.mark.parametrize(("available", "counted"), [(1, 2), (2, 2), (64, 64)])
+def test_a_cluster_has_cpus_for_all_parts_of_a_run(
+    available: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(local_cluster, "available_cpus", lambda: available)
+    monkeypatch.setattr(ray, "init", lambda **options: seen.update(options))
+    start_local_cluster(180.0)
+    assert seen["num_cpus"] == counted
+    start_local_cluster(180.0, num_cpus=1)
+    assert seen["num_cpus"] == 1
