@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from weight_loading import load_weights
 
-from raylight.aio import pause, task_group
+from raylight.aio import BroadcastCondition, pause, task_group
 from raylight.engines.capture_context import Sample
 
 TOKENS = 250
@@ -45,21 +45,27 @@ class Load:
 
     def __init__(self, engine: Any, send: Send, longest: int) -> None:
         self._engine, self._send, self._longest = engine, send, longest
-        self._over = False
+        self._over, self._progress = False, BroadcastCondition()
         self.ended = self.cancelled = 0
         self.most_waiting = 0
         self.spanning = 0
         """Number of requests with tokens of several versions."""
 
     async def update(self, versions: range, weights: dict[str, Any], agents: int, delay_s: float) -> None:
-        """Load all versions while agents send requests. Returns when all requests have ended."""
+        """Load all versions while agents send requests. Returns when all requests have ended.
+
+        At least as many requests have ended as versions were loaded, and one was cancelled, however fast the
+        machine is.
+        """
         luck = random.Random(len(versions))
         async with task_group() as tasks:
             for number in range(agents):
                 tasks.create_task(self._agent(number))
-            for version in versions:
+            for count, version in enumerate(versions, start=1):
                 await pause(delay_s * luck.random())
                 await load_version(self._engine, version, weights)
+                await self._progress.wait_for(lambda count=count: self.ended >= count)
+            await self._progress.wait_for(lambda: self.cancelled > 0)
             self._over = True
         state = self._engine.load()
         assert (state.running, state.waiting, state.paused) == (0, 0, False)
@@ -78,6 +84,7 @@ class Load:
                 self.cancelled += 1
             else:
                 self._check(sample, length, first)
+            self._progress.notify_all()
 
     def _check(self, sample: Sample, length: int, first: int) -> None:
         """Check that a request has all its tokens, each from the version that was current."""

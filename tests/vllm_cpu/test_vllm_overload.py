@@ -34,5 +34,5 @@ async def test_updates_under_overload_lose_no_request(small_bench: Any, model_pa
         await load.update(range(2, UPDATES + 2), weights, agents=4 * SLOTS, delay_s=0.05)
         assert bench.engine.version == UPDATES + 1
         assert load.most_waiting >= 2 * SLOTS
-        assert min(load.ended, load.spanning) > UPDATES
-        assert load.cancelled > 0
+        assert load.ended >= UPDATES
+        assert load.spanning >= UPDATES // 4
