@@ -94,7 +94,7 @@ class World:
         """Numbers of the confirmations that find an outage."""
         self.reward_of: Callable[[str], float | None] = lambda rollout_id: None
         """Returns the reward of a rollout; None draws it at random."""
-        self.steps, self.max_restarts, self.deadline_s = STEPS, 2, 30.0
+        self.steps, self.max_restarts, self.deadline_s = STEPS, 2, 120.0
         """Length of the run, allowed restarts of the learners, and the limit of the time of a life."""
         self.staleness = 0
         """Allowed age of a token at its update."""
@@ -144,7 +144,7 @@ class Ranks:
         world = self.world
         versions = {v for row in batch.rows for v in row.weight_versions.tolist()} - {-1}
         assert self.version - world.staleness <= min(versions) <= max(versions) <= self.version
-        await world.delay(200)
+        await world.delay(60)
         if world.faults.get(self.version, 0):
             world.faults[self.version] -= 1
             self.lost = True
@@ -225,7 +225,7 @@ class Publications:
         async with self.learners_busy:
             assert version == self.learners.version
             weights = self.learners.weights
-        await self.world.delay(400)  # beside updates, if there are delays
+        await self.world.delay(120)  # beside updates, if there are delays
         known = self.world.published.setdefault(version, weights)
         assert known == weights, "a version means the same weights for ever"
         if version > self.published:
@@ -354,7 +354,7 @@ class FakeRun(Run):
         worth = luck % 997 / 997 if fixed is None else fixed
         for turn in range(3 if self.world.delays else 1):
             await self._call(rollout, turn, luck % 50, model)
-            await self.world.delay(300)
+            await self.world.delay(100)
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, "")
         reward = Span(
             rollout_id=key.rollout_id,

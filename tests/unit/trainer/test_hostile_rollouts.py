@@ -41,7 +41,7 @@ class HostileRun(FakeRun):
         for turn in range(turns):
             cut = way == "abort" and turn == turns - 1
             await self._sample(rollout, turn, "aborted" if cut else "stop")
-            await world.delay(300)
+            await world.delay(100)
         try:
             await self._end(rollout, way)
         except InvalidTransitionError:
@@ -63,10 +63,10 @@ class HostileRun(FakeRun):
             late = await self._begin_late(rollout)
             failure = SILENT if way == "come back" else GONE
             await store.update_attempt(*attempt, status="unresponsive", failure=failure)
-            await self.world.delay(2000)
+            await self.world.delay(700)
             if way != "vanish":
                 await self._end_late(late)
-                await self.world.delay(2000)
+                await self.world.delay(700)
                 await store.finish_attempt(rollout, "succeeded", spans=[self._reward(rollout)])
         else:
             spans = [] if way == "no reward" else [self._reward(rollout)]
@@ -103,7 +103,7 @@ class HostileRun(FakeRun):
         return key
 
     async def _end_late(self, key: CallKey) -> None:
-        await self.world.delay(300)
+        await self.world.delay(100)
         await self.store.capture([], [(key, self._generation(key, 9), None)])
 
 
