@@ -5,7 +5,7 @@ _list:
 
 # install raylight with everything that tests and lint need, into the active environment
 setup:
-    pip install -c constraints.txt -e ".[test,lint]"
+    pip install -c constraints.txt -e ".[frameworks,lint]"
 
 # the README's test line: all tests except slow ones
 test *args:

@@ -45,12 +45,12 @@ Newest releases that can be installed beside raylight, on Linux with Python 3.11
 here, or whose release you cannot choose, can run in [an environment of its own](own_process.md).
 
 "Replaces" lists the packages of a default raylight install that get another version with the framework. The
-last column is about `raylight[test]`, raylight's own test environment, which has several frameworks at once.
+last column is about `raylight[frameworks]`, raylight's own test environment, which has several frameworks.
 
 Name the version of the framework, as in `crewai==1.15.30`, if you install both with one command or lock file:
 a resolver that decides on another package first may silently choose an old release of the framework.
 
-| framework | version | replaces | beside `raylight[test]` |
+| framework | version | replaces | beside `raylight[frameworks]` |
 |---|---|---|---|
 """
 
@@ -76,7 +76,12 @@ class Row:
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     core, extras = project["dependencies"], project["optional-dependencies"]
-    test = [line for line in extras["unit"] + extras["test"] if not line.startswith("raylight")]
+    test = [
+        line
+        for name in ("unit", "test", "frameworks")
+        for line in extras[name]
+        if not line.startswith("raylight")
+    ]
     default = resolve(core)
     rows = [row_of(framework, packages, core, test, default) for framework, packages in FRAMEWORKS.items()]
     PAGE.write_text(HEAD + "".join(f"{row}\n" for row in rows))

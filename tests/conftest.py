@@ -3,23 +3,35 @@
 `pytest -n 2` schedules whole files on two processes. All files that use the shared Ray cluster go to one
 process and all others to the other; the process that finishes first takes files that are left.
 `pytest -m slow --slow-part HASH` runs a twentieth of the slow tests; the commit hash selects the part. Tests
-with `slow(parts=N)`, which are slower still, are divided into N parts. A part that takes too long skips the
-tests that are left.
+with `slow(parts=N)`, which are slower still or much quicker, are divided into N parts. A part that takes too
+long skips the tests that are left.
+
+Tests with `framework(MODULE, ...)` need packages of the extra `frameworks`. They are slow tests, in four
+parts if not marked otherwise. Without the packages they are skipped; with RAYLIGHT_REQUIRE_FRAMEWORKS=1,
+pytest ends with an error instead.
+
+`--shuffle SEED` shuffles the files, and the tests of each file.
 """
 
 import functools
 import gc
 import hashlib
+import importlib.metadata
+import importlib.util
 import os
+import random
 import re
 import sys
 import time
+import tomllib
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from packaging.requirements import Requirement
 from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
 
 from raylight.garbage import collect_less_often
@@ -39,6 +51,10 @@ restore_interrupts()
 hypothesis.settings.register_profile("raylight", deadline=None)
 hypothesis.settings.load_profile("raylight")
 
+FRAMEWORK_PARTS = 4
+SHOWN_FILES = 25
+SHOWN_FROM_S = 60.0
+"""Seconds of all tests from which on the slowest files are listed."""
 SLOW_PARTS = 20
 SLOW_PART_S = 400.0
 """Seconds after which a part begins no further test."""
@@ -54,24 +70,62 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="HASH",
         help=f"run one of {SLOW_PARTS} parts of the slow tests, selected by this hexadecimal commit hash",
     )
+    parser.addoption(
+        "--shuffle", metavar="SEED", help="shuffle the files, and the tests of each file, with this seed"
+    )
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
+def pytest_configure() -> None:
+    if os.environ.get("RAYLIGHT_REQUIRE_FRAMEWORKS") == "1" and (missing := _missing_frameworks()):
+        raise pytest.UsageError(
+            f"RAYLIGHT_REQUIRE_FRAMEWORKS=1, but {', '.join(missing)} are not installed; "
+            'pip install -e ".[frameworks]"'
+        )
+
+
+def _missing_frameworks() -> list[str]:
+    """Return the packages of the extra `frameworks` that are not installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [Requirement(text).name for text in project["optional-dependencies"]["frameworks"]]
+    installed = {distribution.name.lower() for distribution in importlib.metadata.distributions()}
+    return [name for name in named if name not in installed]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = []
     if commit := config.getoption("--slow-part"):
-        return f"slow tests: one of {SLOW_PARTS} parts, by commit {commit}"
-    return None
+        lines.append(f"slow tests: one of {SLOW_PARTS} parts, by commit {commit}")
+    if seed := config.getoption("--shuffle"):
+        lines.append(f"in random order: --shuffle {seed}")
+    return lines
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("framework") and not item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.slow(parts=FRAMEWORK_PARTS))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # pytest's own hook comes afterwards, and puts tests together that share a parametrized fixture
+    if seed := config.getoption("--shuffle"):
+        _shuffle(items, seed)
     order = {"cluster": 0, "tests/integration": 1, "tests/unit": 3}
     items.sort(
         key=lambda item: next((n for start, n in order.items() if _scope(item.nodeid).startswith(start)), 2)
     )
     if commit := config.getoption("--slow-part"):
         kept = [item for item in items if _is_selected(item, int(commit, 16))]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         begin = int(commit, 16) // SLOW_PARTS % max(len(kept), 1)  # no test is always the last one
         items[:] = kept[begin:] + kept[:begin]
+
+
+def _shuffle(items: list[pytest.Item], seed: str) -> None:
+    luck = random.Random(seed)
+    places = {path: luck.random() for path in dict.fromkeys(item.path for item in items)}
+    items.sort(key=lambda item: (places[item.path], luck.random()))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -115,6 +169,25 @@ def _is_selected(item: pytest.Item, commit: int) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.config.getoption("--slow-part") and time.monotonic() > STARTED + SLOW_PART_S:
         pytest.skip(f"this part of the slow tests has taken {SLOW_PART_S:g} s")
+    for mark in item.iter_markers("framework"):
+        for module in mark.args:
+            if importlib.util.find_spec(module) is None:
+                pytest.skip(f'needs {module}: pip install -e ".[frameworks]"')
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the files whose tests took longest."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::", 1)[0]] += report.duration
+    if seconds.total() < SHOWN_FROM_S:
+        return
+    terminalreporter.section(f"slowest {SHOWN_FILES} files")
+    for path, taken in seconds.most_common(SHOWN_FILES):
+        terminalreporter.write_line(f"{taken:7.1f} s  {path}")
+    terminalreporter.write_line(f"{seconds.total():7.1f} s  all {len(seconds)} files")
 
 
 @pytest.hookimpl(wrapper=True)

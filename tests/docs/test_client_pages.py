@@ -106,6 +106,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRoll
 
 
 @pytest.mark.slow
+@pytest.mark.framework("litellm")
 async def test_agents_without_tools_are_trained(trained: Path) -> None:
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     (row,) = [row for row in rows if "learner/grad_norm" in row]
@@ -128,6 +129,7 @@ async def test_agents_without_tools_are_trained(trained: Path) -> None:
     assert sum(calls.values()) == row["train/trained"]
 
 
+@pytest.mark.framework("agents", "langgraph", "agent_framework")
 @pytest.mark.parametrize("page", [*WITH_TOOLS, *(f"{page}/responses" for page in RESPONSES)])
 def test_agents_with_tools_answer_correctly(scripted: dict[str, FinishedRollout], page: str) -> None:
     item = scripted[page]
@@ -141,6 +143,7 @@ def test_agents_with_tools_answer_correctly(scripted: dict[str, FinishedRollout]
     } == {dialect}
 
 
+@pytest.mark.framework("agents", "langgraph", "agent_framework")
 @pytest.mark.parametrize("page", ["agent_framework", "agent_framework/responses"])
 def test_agent_framework_traces_agents_tools_and_executors(
     scripted: dict[str, FinishedRollout], page: str
@@ -158,6 +161,7 @@ def test_agent_framework_traces_agents_tools_and_executors(
     assert tool["gen_ai.tool.call.result"] == str(sum(scripted[page].rollout.input[name] for name in "ab"))
 
 
+@pytest.mark.framework("litellm", "agents", "langgraph", "agent_framework")
 @pytest.mark.parametrize("page", [*TRAINED, *WITH_TOOLS, "own_process"])
 def test_a_page_names_compatible_versions(page: str) -> None:
     named = VERSION.findall((CLIENTS / f"{page}.md").read_text())

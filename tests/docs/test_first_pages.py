@@ -43,7 +43,9 @@ def test_extras_and_versions_are_those_of_the_project() -> None:
     pinned = {requirement for requirement in project["dependencies"] if "==" in requirement}
     for requirement in re.findall(r"torch==[\d.]+", install):
         assert requirement in pinned
-    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in install
+    assert project["requires-python"] == ">=3.11,<3.13"
+    for page in (install, (ROOT / "README.md").read_text(), (ROOT / "CONTRIBUTING.md").read_text()):
+        assert "Python 3.11 or 3.12" in page
     for file in re.findall(r"-r (\S+\.txt)", install):
         assert (ROOT / file).exists()
 

@@ -26,6 +26,7 @@ from raylight.traces.span_tree import SpanTree
 from raylight.trainer.task_files import read_tasks
 from raylight.types import FinishedRollout
 
+pytestmark = pytest.mark.framework("agent_framework", "langgraph", "agents")
 TASKS = [task for split in ("train", "val", "test") for task in read_tasks(DATA / f"{split}.jsonl")]
 TASKS_OF_ONE_STEP = [task for task in TASKS if task["source"] == "raylight/recipe"]
 """Tasks whose first calculation gives the answer."""

@@ -142,6 +142,12 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
 
 # agent loops of the client libraries, without Ray
 
+CLIENT_PARAMETERS = [
+    client if client == "openai" else pytest.param(client, marks=pytest.mark.framework(client))
+    for client in CLIENTS
+]
+"""The clients; each but "openai" has the name of the module that it needs."""
+
 
 async def run_agent(client: Any, script: Script, max_turns: int = 4) -> tuple[str, ScriptedModel]:
     with ScriptedModel(script) as model:
@@ -153,7 +159,7 @@ async def run_agent(client: Any, script: Script, max_turns: int = 4) -> tuple[st
         ), model
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", CLIENT_PARAMETERS)
 async def test_sampling_parameters_and_instructions_reach_the_model(client: str) -> None:
     answer_text, model = await run_agent(client, solving({QUESTION: "6*7"}))
     assert answer_text.endswith("### 42")
@@ -185,7 +191,7 @@ async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: 
     ] == [True, True]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", CLIENT_PARAMETERS)
 async def test_a_model_that_never_stops_calling_is_stopped(client: str) -> None:
     def endless(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
         return calling("1+1")(tools) if tools else {"content": "no tools left"}
@@ -203,7 +209,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", CLIENT_PARAMETERS)
 async def test_mistakes_of_the_model_do_not_raise(client: str) -> None:
     """The model receives the error or the rollout ends without an answer. The agent never raises."""
     for mistake in MISTAKES:

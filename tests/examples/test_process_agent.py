@@ -24,6 +24,7 @@ from examples.process_agent.design_tasks import load_tasks
 from examples.process_agent.designer import PROMPT
 from raylight.quickstart import STARTER_MODEL
 
+pytestmark = pytest.mark.framework("thermo")
 ROOT = Path(__file__).parents[2]
 TASKS = {task["text"]: task["id"] for split in ("train", "val", "test") for task in load_tasks(split)}  # type: ignore[arg-type]
 

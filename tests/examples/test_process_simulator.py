@@ -20,12 +20,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("thermo")
+
 from examples.process_agent.flowsheets.column import Split, gilliland, minimum_reflux
 from examples.process_agent.flowsheets.errors import NotConvergedError, SimulationError
 from examples.process_agent.flowsheets.local import SimulatorUnavailableError, simulator
 from examples.process_agent.flowsheets.model import Flowsheet, schema
 from examples.process_agent.flowsheets.properties import Properties
 
+pytestmark = pytest.mark.framework("thermo")
 LPG = {"propane": 0.3, "n-butane": 0.3, "n-pentane": 0.2, "n-hexane": 0.2}
 GAS_CONSTANT = 8.314462618
 

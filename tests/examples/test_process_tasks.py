@@ -22,6 +22,7 @@ from examples.process_agent.designer import MAX_CALLS, PROMPT, converse, design
 from examples.process_agent.flowsheet_tools import Toolbox
 from examples.process_agent.flowsheets.local import SimulatorUnavailableError, simulator
 
+pytestmark = pytest.mark.framework("thermo")
 TASKS = {task["id"]: task for split in ("train", "val", "test") for task in load_tasks(split)}  # type: ignore[arg-type]
 EASY = "train-easy-flash"
 

@@ -21,7 +21,7 @@ from raylight.quickstart.additions import additions
 from raylight.traces.trained_agents import agents_of_generations
 from raylight.types import FinishedRollout
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.framework("agent_framework")]
 
 TRAIN, _ = additions(0)
 

@@ -4,15 +4,17 @@ import json
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parent.parent.parent / "examples" / "quickstart.ipynb"
 
 
 @pytest.mark.slow
+@pytest.mark.framework("nbclient", "ipykernel")
 def test_the_notebook_runs(tmp_path: Path, no_processes_left: None, monkeypatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("RAYLIGHT_STEPS", "3")
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

@@ -256,7 +256,7 @@ def test_an_error_in_a_handler_of_another_services_error_is_the_agents(ingress: 
     assert classify(in_handler(KeyError("mine"), marked)) == "agent"
 
 
-@pytest.mark.slow  # litellm takes seconds to import
+@pytest.mark.framework("litellm")
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -267,7 +267,7 @@ def test_an_error_in_a_handler_of_another_services_error_is_the_agents(ingress: 
     ],
 )
 def test_litellm_keeps_the_answer(path: str, kind: str, ingress: str) -> None:
-    litellm = pytest.importorskip("litellm")
+    import litellm
 
     def call(url: str) -> None:
         litellm.completion(

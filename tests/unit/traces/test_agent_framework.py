@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import pytest
+
+pytest.importorskip("agent_framework")
 from agent_framework import Agent, AgentExecutor, Executor, WorkflowBuilder, WorkflowContext, handler
 from agent_framework.observability import OBSERVABILITY_SETTINGS, disable_instrumentation
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
@@ -30,6 +32,7 @@ from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.types import Span
 from unit.serving.gateway.test_gateway_stack import Stack
 
+pytestmark = pytest.mark.framework("agent_framework")
 ADD = call("call_1", '{"a": 1, "b": 2}', "add")
 CLIENTS = [OpenAIChatCompletionClient, OpenAIChatClient]
 

@@ -7,6 +7,8 @@ import time
 from typing import Any, TypedDict
 
 import pytest
+
+pytest.importorskip("langgraph")
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -20,6 +22,8 @@ from raylight.traces.langchain_handler import CHAIN_SPAN, MODEL_SPAN, TOOL_SPAN
 from raylight.traces.span_tree import SpanTree
 from raylight.traces.tracer import DummyTracer
 from raylight.types import Span
+
+pytestmark = pytest.mark.framework("langgraph")
 
 
 class State(TypedDict, total=False):

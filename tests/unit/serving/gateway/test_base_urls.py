@@ -81,11 +81,19 @@ CLIENTS = {
     "LiteLLM anthropic": litellm_of("anthropic"),
     "LangChain": langchain,
 }
+MODULES = {"LiteLLM openai": "litellm", "LiteLLM anthropic": "litellm", "LangChain": "langchain_openai"}
+"""Module that a client needs besides the SDKs."""
 
 
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param(name, marks=pytest.mark.framework(MODULES[name])) if name in MODULES else name
+        for name in CLIENTS
+    ],
+)
 def test_a_client_reaches_its_route(
     replica: Replica, address: str, client: str, base: str, root: str
 ) -> None:

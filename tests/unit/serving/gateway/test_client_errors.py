@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import anthropic
-import langchain_openai.chat_models.base as langchain
 import openai
 import pytest
 from dialect_helpers import Say, listening
@@ -209,7 +208,9 @@ def litellm_of(provider: str) -> Callable[[str, bool], None]:
 
 
 def langchain_model(base: str, stream: bool) -> None:
-    client = langchain.ChatOpenAI(base_url=base, api_key=KEY, model="policy", max_retries=0)  # type: ignore[arg-type]
+    from langchain_openai import ChatOpenAI
+
+    client = ChatOpenAI(base_url=base, api_key=KEY, model="policy", max_retries=0)  # type: ignore[arg-type]
     list(client.stream("hi")) if stream else client.invoke("hi")
 
 
@@ -240,11 +241,24 @@ ASK: dict[str, tuple[Callable[[str, bool], None], int]] = {
     "LangChain": (langchain_model, 4),
     "OpenAI Agents": (agents_sdk, 0),
 }
+MODULES = {
+    "LiteLLM openai": "litellm",
+    "LiteLLM anthropic": "litellm",
+    "LangChain": "langchain_openai",
+    "OpenAI Agents": "agents",
+}
+"""Module that a client of ASK needs besides the SDKs."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("client", ASK)
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param(name, marks=pytest.mark.framework(MODULES[name])) if name in MODULES else name
+        for name in ASK
+    ],
+)
 def test_a_client_raises_its_own_class(
     served: tuple[Replica, str], client: str, case: str, stream: bool
 ) -> None:
@@ -353,6 +367,7 @@ def test_anthropics_sdk_in_the_middle_of_a_stream(
     assert caught.value.body["error"]["type"] == expected  # type: ignore[index]
 
 
+@pytest.mark.framework("litellm")
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_litellm_in_the_middle_of_a_stream(served: tuple[Replica, str], provider: str) -> None:
     from litellm.exceptions import MidStreamFallbackError
