@@ -13,6 +13,7 @@ from raylight.starter.tokenizer import build_tokenizer
 PAGE = DOCS / "starter_models.md"
 
 
+@pytest.mark.slow
 def test_the_example_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -77,6 +77,7 @@ async def read(path: Path) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.framework("agent_framework")
 def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model calls no tool, but its requests are real: they are captured, joined and trained on."""
     claims, run = tmp_path / "claims", tmp_path / "run"
@@ -175,9 +176,17 @@ def test_tasks_of_another_shape_are_reported_before_anything_starts(tmp_path: Pa
     ("arguments", "complaint"),
     [
         (("--model", "no/such/folder/here"), "ModelNotFoundError"),
-        (("--model", STARTER_MODEL, "--data", "nowhere"), f"DatasetError: there is no file {ROOT}/nowhere/"),
-        (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
-        (("--debug",), "--model is missing"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (
+                    ("--model", STARTER_MODEL, "--data", "nowhere"),
+                    f"DatasetError: there is no file {ROOT}/nowhere/",
+                ),
+                (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
+                (("--debug",), "--model is missing"),
+            ]
+        ),
     ],
 )
 def test_a_bad_argument_is_reported_in_one_line(arguments: tuple[str, ...], complaint: str) -> None:

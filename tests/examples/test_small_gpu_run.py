@@ -121,15 +121,17 @@ def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
             "ModelNotFoundError: there is no model folder /no/such/model",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "benchmark.py",
             (*ADDITIONS, "--lora-adapter", "/no/such"),
             "ModelNotFoundError: there is no adapter folder",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "benchmark.py",
             ("--model", STARTER_MODEL, "--data", "/no/such.jsonl"),
             "DatasetError: there is no file",
+            marks=pytest.mark.slow,
         ),
     ],
 )

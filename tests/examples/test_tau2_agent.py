@@ -29,6 +29,7 @@ from examples.tau2_agent.tasks import as_row
 from raylight.traces.trained_agents import filter_generations
 from raylight.types import TRAINABLE_AGENTS, FinishedRollout
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "tau2_agent" / "train.py"
 MAX_STEPS = 8
@@ -207,7 +208,6 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_debug_prints_all_messages_of_both_agents(server: ScriptedServer, tmp_path: Path) -> None:
     shown = run(
         "--model",
@@ -242,7 +242,6 @@ def test_debug_prints_all_messages_of_both_agents(server: ScriptedServer, tmp_pa
     assert shown.rstrip().endswith("reward: reward 1, database 1, facts 1")
 
 
-@pytest.mark.slow
 def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tmp_path: Path) -> None:
     """Two steps of VERL on a model that cannot call tools. The user is on another endpoint."""
     shown = run(

@@ -140,14 +140,22 @@ def test_the_ci_model_accepts_tools(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ([], "pass --model PATH, or --ci"),
-        (["--model", "m", "--endpoint", "http://x/v1"], "cannot be trained; add --debug"),
-        (["--model", "m", "--task", "desk-01"], "nothing reads --task without --debug"),
-        (["--model", "m", "--user-endpoint", "http://x/v1"], "add --user model"),
-        (["--model", "m", "--user", "model", "--user-model", "n"], "give --user-endpoint URL too"),
-        (["--model", "m", "--env", "airline"], "add --user model"),
-        (["--model", "m", "--env", "airline", "--user", "model"], "TAU2_DATA_DIR is not set"),
-        (["--model", "m", "--user", "model", "--user-endpoint", "http://127.0.0.1:9/v1"], "cannot be listed"),
-        (["--model", "m", "--debug", "--task", "desk-99"], "there is no task 'desk-99'"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (["--model", "m", "--endpoint", "http://x/v1"], "cannot be trained; add --debug"),
+                (["--model", "m", "--task", "desk-01"], "nothing reads --task without --debug"),
+                (["--model", "m", "--user-endpoint", "http://x/v1"], "add --user model"),
+                (["--model", "m", "--user", "model", "--user-model", "n"], "give --user-endpoint URL too"),
+                (["--model", "m", "--env", "airline"], "add --user model"),
+                (["--model", "m", "--env", "airline", "--user", "model"], "TAU2_DATA_DIR is not set"),
+                (
+                    ["--model", "m", "--user", "model", "--user-endpoint", "http://127.0.0.1:9/v1"],
+                    "cannot be listed",
+                ),
+                (["--model", "m", "--debug", "--task", "desk-99"], "there is no task 'desk-99'"),
+            ]
+        ),
     ],
 )
 def test_train_rejects_bad_arguments(arguments: list[str], told: str, tmp_path: Path) -> None:

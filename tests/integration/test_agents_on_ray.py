@@ -139,6 +139,7 @@ def hangs(task: int) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: Path) -> None:
     from raylight.runner.runner import MAX_HUNG_AGENTS
 
@@ -156,6 +157,7 @@ def test_agents_that_hang_are_left_alone_and_their_runner_is_replaced(tmp_path: 
     assert done.summary["counts"]["runners_lost"] == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_an_agent_that_blocks_the_event_loop_costs_its_runner_but_no_other_rollout(tmp_path: Path) -> None:
     marker = tmp_path / "blocked"
 
@@ -219,6 +221,7 @@ def test_dev_shows_what_the_agent_did(tmp_path: Path, capsys: pytest.CaptureFixt
         rl.Trainer(algorithm=rl.GRPO(model="anything"), agent=EmittingAgent()).dev(train_dataset=[1])
 
 
+@pytest.mark.slow
 async def test_train_can_be_awaited_and_cancelled(tmp_path: Path) -> None:
     trainer = rl.Trainer(algorithm=RunTasks(), agent=failing_on_odd, output_dir=tmp_path, progress=False)
     summary = await trainer.train([0, 2, 4])

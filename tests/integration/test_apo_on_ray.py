@@ -68,6 +68,7 @@ async def adder(task: dict, prompt_template: rl.PromptTemplate, worker: rl.LLM) 
     return 1.0 if reply.choices[0].message.content == str(task["a"] + task["b"]) else 0.0
 
 
+@pytest.mark.slow
 def test_the_prompt_improves_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edits = itertools.count()
 
@@ -202,7 +203,8 @@ def test_a_failing_endpoint_ends_the_run_and_resume_continues_it(tmp_path: Path)
         trainer(rl.Baseline(), tmp_path).fit(rewarded_by_length, TRAIN, VAL, resume=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("status", [401, pytest.param(404, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [401, 404])
 def test_a_wrong_key_or_name_ends_the_run_at_once(status: int, tmp_path: Path) -> None:
     with serve_script(lambda model, text: status) as models:
         with pytest.raises(CriticError, match="api_key"):

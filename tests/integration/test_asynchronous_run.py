@@ -31,10 +31,8 @@ async def waiting_adder(task: dict, llm: rl.LLM) -> float:
     return await adder(task, llm)
 
 
-@pytest.mark.parametrize(
-    "stale",
-    ["wait", pytest.param("drop", marks=pytest.mark.slow), pytest.param("mask", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 def test_rollouts_updates_and_publications_overlap(stale: str, tmp_path: Path) -> None:
     train, val = additions(0)
     algorithm = rl.GRPO(

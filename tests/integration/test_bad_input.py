@@ -82,6 +82,7 @@ def importable_only_here(task: dict, llm: Any) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 def test_an_agent_whose_module_the_runners_cannot_import(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(
         errors.RunnerLostError, match=r"No module named 'test_bad_input'.* must be importable"
@@ -125,6 +126,7 @@ def test_more_runners_than_the_cluster_can_place(cluster: Cluster, tmp_path: Pat
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(cluster: Cluster, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -86,6 +86,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_starter_model_is_scored(data: Path, tmp_path: Path, no_processes_left: None) -> None:
     before = digest(STARTER_MODEL)
     done = evaluate(

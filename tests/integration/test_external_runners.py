@@ -102,6 +102,7 @@ def pids(workspace: Path) -> set[str]:
     return {file.name.split("-")[1] for file in (workspace / "seen").iterdir()}
 
 
+@pytest.mark.slow
 def test_external_runners_run_all_rollouts_and_end_with_the_run(cluster: Cluster, workspace: Path) -> None:
     runners = start_runner(
         cluster, workspace, "external-1", "--n-runners", "2"
@@ -202,6 +203,7 @@ def test_a_policy_is_trained_with_external_runners(cluster: Cluster, tmp_path: P
     cluster.assert_clean()
 
 
+@pytest.mark.slow
 def test_impossible_combinations_raise_errors(
     cluster: Cluster, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

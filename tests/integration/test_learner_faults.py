@@ -220,6 +220,7 @@ async def test_too_little_memory_names_the_three_settings(connected: None) -> No
         assert (await group.update(make_batch()))["learner/grad_norm"] > 0
 
 
+@pytest.mark.slow
 async def test_an_error_in_code_causes_no_restart(connected: None) -> None:
     class Broken(LearnerActor):
         def update(self, shards: list[Any]) -> dict[str, float]:

@@ -65,6 +65,7 @@ def test_any_algorithm_trains_locally_and_resumes(tmp_path: Path) -> None:
         assert store.execute("select count(*) from rollouts where mode = 'train'").fetchone()[0] == 4 * 16
 
 
+@pytest.mark.slow
 def test_rollouts_go_on_beside_updates_of_a_local_learner(tmp_path: Path) -> None:
     fit(tmp_path, 3, {"kind": "local", "lora": {"rank": 4}}, max_staleness=2)
     rows = rows_of(tmp_path)[1:]

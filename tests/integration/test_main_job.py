@@ -37,7 +37,6 @@ def test_the_agent_learns(seed: int, learners: int, tmp_path: Path, no_processes
     assert summary["reward_before"] <= 0.6
     assert summary["reward_after"] >= 0.85
     assert summary["steps"] == 25
-    assert summary["seconds"] < 180
     assert summary["rollouts_lost"] == 0
 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -71,6 +71,7 @@ async def test_a_sandbox_on_a_node(sandbox: RaySandbox) -> None:
         assert not await asyncio.to_thread(os.path.exists, folder)
 
 
+@pytest.mark.slow
 async def test_a_cancelled_program_ends(sandbox: RaySandbox) -> None:
     async with asyncio.timeout(DEADLINE_S):
         os.mkfifo(f"{sandbox.workspace}/started")  # the cluster's node is this machine
@@ -98,6 +99,7 @@ async def test_a_dead_actor_is_a_transient_failure(sandbox: RaySandbox) -> None:
     assert not await asyncio.to_thread(os.path.exists, folder)
 
 
+@pytest.mark.slow
 async def test_a_node_that_does_not_exist_is_a_transient_failure() -> None:
     sandbox = SandboxSpec("ray", "zone=nowhere", options={"start_s": 1.0}).create()
     async with asyncio.timeout(DEADLINE_S):
@@ -107,6 +109,7 @@ async def test_a_node_that_does_not_exist_is_a_transient_failure() -> None:
             await sandbox.read("x")
 
 
+@pytest.mark.slow
 async def test_a_cancelled_start_leaves_no_actor() -> None:
     sandbox = SandboxSpec("ray", "zone=nowhere").create()
     work = asyncio.create_task(sandbox.start())
@@ -121,6 +124,7 @@ async def test_a_cancelled_start_leaves_no_actor() -> None:
         await asyncio.wait_for(actor.address.remote(), DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_an_actor_ends_with_its_runner(label: str) -> None:
     @ray.remote(num_cpus=0)
     class Runner:

@@ -117,6 +117,7 @@ async def loop_forever(task: str, llm: LLM) -> float:
             await client.chat.completions.create(model="policy", messages=HI, max_tokens=8)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("connected")
 async def test_an_agent_that_loops_forever_ends_by_each_budget(tmp_path: Path) -> None:
     budgets: list[dict[str, Any]] = [{"max_turns": 3}, {"max_tokens": 20}, {"max_seconds": 0.5}]
@@ -156,6 +157,7 @@ async def test_an_agent_that_loops_forever_ends_by_each_budget(tmp_path: Path) -
             assert sum(lengths) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("connected")
 async def test_the_key_of_a_finished_attempt_is_revoked(tmp_path: Path) -> None:
     async with asyncio.timeout(DEADLINE_S), served(tmp_path) as model:

@@ -176,7 +176,11 @@ def test_an_engine_by_dotted_name_is_served(no_processes_left: None) -> None:
     ("args", "message"),
     [
         (("--model", "/no/such/model"), "ModelNotFoundError"),
-        (("--model", STARTER_MODEL, "--set", "engine.args.no_such_argument=1"), "no_such_argument"),
+        pytest.param(
+            ("--model", STARTER_MODEL, "--set", "engine.args.no_such_argument=1"),
+            "no_such_argument",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("--model", STARTER_MODEL, "--engine", "vlm"), "engine 'vlm'", marks=pytest.mark.slow),
         pytest.param(("--model", STARTER_MODEL, "--engine", "upstream"), "url", marks=pytest.mark.slow),
         pytest.param(("--model", STARTER_MODEL, "--set", "nothing"), "NAME=VALUE", marks=pytest.mark.slow),

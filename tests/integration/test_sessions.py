@@ -89,6 +89,7 @@ def check_run(folder: Path) -> None:
     assert any(item.generations and item.reward is not None for item in rollouts)
 
 
+@pytest.mark.slow
 def test_the_model_is_trained_on_sessions(learning: Learning) -> None:
     learning.outside.play_until(learning.reached(3))
     rows = learning.rows()
@@ -103,6 +104,7 @@ def test_the_model_is_trained_on_sessions(learning: Learning) -> None:
     assert rows[-1]["sessions/begun"] >= 3 * PER_STEP
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page(learning: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLIGHT_URL", learning.outside.url)
     monkeypatch.setenv("RAYLIGHT_API_KEY", SERVER_KEY)
@@ -111,6 +113,7 @@ def test_the_python_of_the_page(learning: Learning, monkeypatch: pytest.MonkeyPa
         assert names["play"](12, 30) in (0.0, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")
 def test_the_curl_of_the_page(learning: Learning, tmp_path: Path) -> None:
     write_files(PAGE, tmp_path)
@@ -127,6 +130,7 @@ def test_the_curl_of_the_page(learning: Learning, tmp_path: Path) -> None:
     assert '"status":"rewarded"' in done.stdout
 
 
+@pytest.mark.slow
 def test_wrong_requests(learning: Learning) -> None:
     outside = learning.outside
     begin = f"{outside.url}/v1/sessions"
@@ -147,6 +151,7 @@ def test_wrong_requests(learning: Learning) -> None:
         call_openai(session, "12+30=")
 
 
+@pytest.mark.slow
 def test_abandoned_sessions_give_their_places_to_others(learning: Learning) -> None:
     """All places are taken, by sessions that nobody keeps; a late reward is used."""
     outside = learning.outside

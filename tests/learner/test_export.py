@@ -27,7 +27,7 @@ def logprobs(model, ids: list[int]) -> list[float]:
     return [logits[place, token].item() for place, token in enumerate(ids[1:])]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: Path):
     states = tmp_path / "state"
     expected = run_ranks(state_ranks.main, 1, str(tmp_path / "meet"), str(states), kind, 0, 2)[0]["probe"]

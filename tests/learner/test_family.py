@@ -301,6 +301,7 @@ def test_a_users_loss_of_another_shape_raises(exact):
         update(PolicySettings(loss_mode="own_mean", **OPTIONS), batch_of(exact))
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_same_steps_as_one(tmp_path: Path):
     one, two = (run_ranks(family_ranks.main, ranks, str(tmp_path / f"meet-{ranks}"))[0] for ranks in (1, 2))
     for name, updates in one.items():

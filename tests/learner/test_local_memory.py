@@ -57,6 +57,7 @@ def test_the_adapter_of_qwen2_has_the_known_size() -> None:
     assert {parameter.dtype for parameter in parameters if not parameter.requires_grad} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_qwen2_fits_four_gigabytes() -> None:
     needed = estimate(max_model_len=512)
     assert needed.weights == pytest.approx(494_032_768 * 2, rel=1e-3)
@@ -103,8 +104,16 @@ def batch_of(width: int, vocabulary: int) -> TrainBatch:
     return TrainBatch([0.0, 1.0], ["g", "g"], rows, [0, 1])
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "checkpointing"),
+    [
+        ("fp32", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("fp32", False), ("bf16", True), ("bf16", False)]
+        ),
+    ],
+)
 def test_the_estimate_matches_the_used_memory(
     dtype: str, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

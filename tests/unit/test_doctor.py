@@ -343,6 +343,7 @@ def test_prints_the_model_as_each_engine_reads_it():
         assert text in section
 
 
+@pytest.mark.slow
 def test_command_without_a_cluster():
     # "local": whatever else runs on this machine is not joined
     run = subprocess.run(

@@ -102,6 +102,7 @@ async def test_earlier_responses() -> None:
     assert CAPACITY / 4 < await allocated(fill) < 2 * SLACK * CAPACITY
 
 
+@pytest.mark.slow
 async def test_loads_of_conversations_from_the_store() -> None:
     async def history(rollout_id: str, attempt_id: str) -> list[Any]:
         return []

@@ -66,6 +66,7 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
     assert weights("first", 0) == weights("again", 0) != weights("other", 1)
 
 
+@pytest.mark.slow
 def test_the_careless_teacher_brings_the_accuracy_down(tmp_path: Path) -> None:
     lines: list[str] = []
     made = rl.make_starter(echoes, tmp_path / "model", accuracy=0.7, steps=60, report=lines.append)

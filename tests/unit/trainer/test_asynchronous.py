@@ -62,7 +62,7 @@ def check(world: World, rows: list[dict]) -> None:
 
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 @pytest.mark.parametrize("staleness", [1, 2, 8])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_group_is_trained_once(staleness: int, stale: str, seed: int, tmp_path: Path) -> None:
     world = world_of(tmp_path / "a", staleness, seed)
     check(world, asyncio.run(live(world, **settings_of(world, stale))))
@@ -85,7 +85,10 @@ def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
-@pytest.mark.parametrize("deaths", [[3], [30], [50, 51], [20, 47, 60], [85]])
+@pytest.mark.parametrize(
+    "deaths",
+    [[3], [20, 47, 60], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[30], [50, 51], [85]])],
+)
 def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
     deaths: list[int], stale: str, tmp_path: Path
 ) -> None:
@@ -98,7 +101,10 @@ def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
 
 
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
-@pytest.mark.parametrize("faults", [{0: 1}, {4: 1}, {6: 2}, {2: 1, 7: 1}])
+@pytest.mark.parametrize(
+    "faults",
+    [{0: 1}, {2: 1, 7: 1}, *(pytest.param(lost, marks=pytest.mark.slow) for lost in [{4: 1}, {6: 2}])],
+)
 def test_learners_that_are_lost_come_to_where_they_were(
     faults: dict[int, int], stale: str, tmp_path: Path
 ) -> None:
@@ -111,7 +117,7 @@ def test_learners_that_are_lost_come_to_where_they_were(
 
 
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
-@pytest.mark.parametrize("seed", [2, 4])
+@pytest.mark.parametrize("seed", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_groups_that_an_outage_affects_are_sampled_again(seed: int, stale: str, tmp_path: Path) -> None:
     """Also those that are being read, and those that the next step drops."""
     world = world_of(tmp_path / "a", 1, seed)

@@ -148,6 +148,7 @@ def test_settings_for_cpus_replace_those_for_gpus(model: str) -> None:
     assert [role.gpus for role in roles[:2]] == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_doctor_names_what_the_machine_lacks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_report, "this_machine", lambda: NodeShape(8 * GIB))
     (problem,) = doctor_report.memory_problems(model)

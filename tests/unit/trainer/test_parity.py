@@ -239,7 +239,9 @@ HALVES = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (to
 
 
 @pytest.mark.parametrize(("learner", "engine"), HALVES, ids=str)
-@pytest.mark.parametrize("size", [1e-7, 3e-4, 2e-3])
+@pytest.mark.parametrize(
+    "size", [3e-4, *(pytest.param(size, marks=pytest.mark.slow) for size in [1e-7, 2e-3])]
+)
 def test_half_precision_raises_no_false_alarm(
     untied_model: str, learner: torch.dtype, engine: torch.dtype, size: float
 ) -> None:
