@@ -107,11 +107,18 @@ def read_shape(path: str) -> ModelShape:
 
 def adapter_parameters(path: str, lora: LoraConfig) -> int:
     """Return the number of trained parameters of a LoRA adapter."""
+    return _adapter_parameters(path, lora.model_dump_json())
+
+
+@functools.lru_cache(maxsize=8)  # a search for what fits asks again for each size of the cluster
+def _adapter_parameters(path: str, lora: str) -> int:
     import peft
 
     model = _build(read_config(path), torch.float32)
     with torch.device("meta"):
-        adapted = peft.get_peft_model(model, peft_config(lora, "CAUSAL_LM", model))
+        adapted = peft.get_peft_model(
+            model, peft_config(LoraConfig.model_validate_json(lora), "CAUSAL_LM", model)
+        )
     return sum(param.numel() for param in adapted.parameters() if param.requires_grad)
 
 
