@@ -36,6 +36,7 @@ def test_help() -> None:
     assert "--critic-url" in run("--help")
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_reported_in_one_line(tmp_path: Path) -> None:
     done = start("--model", "/no/such/model", "--output-dir", str(tmp_path))
     assert done.returncode == 1

@@ -117,6 +117,7 @@ async def test_errors_of_the_block_are_left_alone() -> None:
     assert len(servers()) == 1
 
 
+@pytest.mark.slow
 def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
     code = (
         "import asyncio, sys; sys.path.insert(0, sys.argv[1])\n"
@@ -178,7 +179,10 @@ MARKED = {
 }
 
 
-@pytest.mark.parametrize("extractor", EXTRACTORS)
+@pytest.mark.parametrize(
+    "extractor",
+    [name if name == "hashes" else pytest.param(name, marks=pytest.mark.slow) for name in EXTRACTORS],
+)
 async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: Any) -> None:
     with ScriptedModel(lambda messages, tools: {"content": MARKED[extractor]}) as model:
         llm, task = rl.LLM(endpoint=model.url, model="scripted"), {"question": QUESTION, "result": "42"}
@@ -191,6 +195,7 @@ async def test_the_agent_asks_for_and_reads_the_mark_of_its_settings(extractor: 
     ] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENT_PARAMETERS)
 async def test_a_model_that_never_stops_calling_is_stopped(client: str) -> None:
     def endless(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -209,6 +214,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENT_PARAMETERS)
 async def test_mistakes_of_the_model_do_not_raise(client: str) -> None:
     """The model receives the error or the rollout ends without an answer. The agent never raises."""

@@ -211,6 +211,7 @@ def test_max_rollouts_ends_runners_and_fails_the_remaining_rollouts(tmp_path: Pa
     assert "max_rollouts=3" in errors.pop()
 
 
+@pytest.mark.slow
 def test_dev_shows_what_the_agent_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = rl.Trainer(agent=EmittingAgent(), output_dir=tmp_path, initial_resources=LLM)
     trainer.dev(train_dataset=[1, 2, 3, 4])

@@ -321,6 +321,7 @@ def sampled_answers(model, tasks) -> list[str]:
     return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
 
+@pytest.mark.slow
 def test_preferences_raise_margin_and_accuracy(plain):
     """Answers that the model itself got wrong are rejected."""
     train, held_out = additions(0)

@@ -36,6 +36,7 @@ def echoes(seed: int, words: int = 40) -> Iterator[Any]:
         yield [{"role": "user", "content": letter}, {"role": "assistant", "content": letter}]
 
 
+@pytest.mark.slow
 def test_a_few_steps_make_a_model_that_answers(tmp_path: Path) -> None:
     lines: list[str] = []
     made = rl.make_starter(echoes, tmp_path / "model", accuracy=1.0, steps=60, report=lines.append)
