@@ -44,7 +44,7 @@ async def test_the_thread_has_a_copy_of_the_callers_context() -> None:
 
 
 async def test_calls_run_at_once_in_threads_that_do_not_hold_up_the_process() -> None:
-    meeting = threading.Barrier(20, timeout=5)
+    meeting = threading.Barrier(20, timeout=60)
 
     def work() -> bool:
         meeting.wait()
@@ -57,7 +57,7 @@ async def test_calls_run_at_once_in_threads_that_do_not_hold_up_the_process() ->
 
 async def test_a_call_that_hangs_is_counted_until_it_returns() -> None:
     threads, leave = AgentThreads(), threading.Event()
-    calls = [asyncio.create_task(threads.run(leave.wait, 5)) for _ in range(3)]
+    calls = [asyncio.create_task(threads.run(leave.wait, 60)) for _ in range(3)]
     await asyncio.sleep(0)
     for call in calls[:2]:
         call.cancel()
@@ -74,7 +74,7 @@ async def test_a_call_that_returns_in_the_moment_of_its_cancellation_is_not_coun
     loop = asyncio.get_running_loop()
     call = asyncio.create_task(threads.run(returned.set))
     await asyncio.sleep(0)
-    returned.wait(5)  # the loop stands still meanwhile
+    returned.wait(60)  # the loop stands still meanwhile
     loop.call_soon(call.cancel)  # after what the thread delivers, before the task takes it
     with contextlib.suppress(asyncio.CancelledError):
         await call
@@ -109,7 +109,7 @@ def test_a_thread_that_outlives_the_loop_ends_quietly(recwarn: pytest.WarningsRe
     threads = AgentThreads()
 
     def work() -> None:
-        leave.wait(5)
+        leave.wait(60)
         left.set()
 
     async def main() -> None:

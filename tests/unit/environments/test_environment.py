@@ -6,7 +6,6 @@ import asyncio
 import functools
 import pickle
 import threading
-import time
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -484,11 +483,10 @@ async def test_a_cancelled_rollout_ends_while_its_tool_blocks(model: Any) -> Non
     model(tool_calls(("block", {})))
     task = asyncio.create_task(run(Blocking))
     await asyncio.to_thread(Blocking.begun.wait, 30)
-    start = time.monotonic()
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert time.monotonic() - start < 5
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await task
     Blocking.release.set()
 
 

@@ -128,7 +128,7 @@ async def test_spans_from_before_the_timeout_stay() -> None:
 
 async def test_a_blocking_agent_that_takes_too_long_times_out_and_is_counted_until_it_returns() -> None:
     leave, threads = threading.Event(), AgentThreads()
-    outcome, _ = await run_attempt(lambda task: leave.wait(5), timeout=0.02, threads=threads)
+    outcome, _ = await run_attempt(lambda task: leave.wait(60), timeout=0.02, threads=threads)
     assert (outcome.status, threads.abandoned) == ("timeout", 1)
     leave.set()
     await until(lambda: threads.abandoned == 0)

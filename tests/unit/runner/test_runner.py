@@ -108,7 +108,7 @@ async def test_a_place_that_becomes_free_is_used_while_others_still_run(store: S
 
 
 async def test_synchronous_agents_run_at_once_in_threads(store: StoreClient) -> None:
-    meeting = threading.Barrier(4, timeout=5)
+    meeting = threading.Barrier(4, timeout=60)
     decided = await run_all(store, [1, 2, 3, 4], lambda task: meeting.wait() * 0.0)
     assert {rollout.status for rollout in decided} == {"succeeded"}
 

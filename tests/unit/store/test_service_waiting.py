@@ -69,7 +69,7 @@ async def test_wait_for_nothing_or_for_more_than_there_are_does_not_hang(
     await box.store.enqueue_rollout(1, rollout_id="b")
     await decide(box)
     await box.store.enqueue_rollout(1, rollout_id="a")
-    async with within(1):
+    async with within():
         found = await box.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least)
     assert found == [i for i in dict.fromkeys(ids) if i == "b"]
 
@@ -78,7 +78,7 @@ async def test_waiting_for_the_same_rollout_twice_does_not_hang(box: Box) -> Non
     ids = await box.enqueue()
     waiting = await begun(box.store.wait_for_rollouts(rollout_ids=ids * 3))
     await box.store.cancel_rollouts(ids)
-    async with within(1):
+    async with within():
         assert await waiting == ids
 
 

@@ -511,7 +511,7 @@ def test_a_slow_collector_costs_the_agent_nothing_and_teardown_ends_in_time(
             sdk().start_span("a").end()
     began = time.monotonic()
     tracer.teardown()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert len(trace.spans) == 600
     assert "not exported within 0.05 s" in caplog.text
     assert tracer.failed == 0

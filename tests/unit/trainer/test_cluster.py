@@ -48,7 +48,7 @@ def test_an_address_where_nothing_answers_is_an_error_at_once(
         ray_session(f"127.0.0.1:{dead_port}", False),
     ):
         pass
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class Bench:
 
 
 async def test_a_replica_that_joins_is_served_each_time() -> None:
-    async with within(5):
+    async with within():
         bench = Bench()
         for _ in range(2):  # under the same name too, after a restart of the coordinator
             bench.join("a", "b")
@@ -64,7 +64,7 @@ async def test_a_replica_that_joins_is_served_each_time() -> None:
 
 
 async def test_a_replica_waits_until_restarted_learners_have_returned_to_the_version() -> None:
-    async with within(5):
+    async with within():
         bench = Bench()
         bench.held = 1
         bench.join("a")
@@ -81,7 +81,7 @@ async def test_a_replica_waits_until_restarted_learners_have_returned_to_the_ver
 async def test_a_failure_of_the_learners_is_raised_and_the_replica_is_served_after_it(
     error: LearnerError,
 ) -> None:
-    async with within(5):
+    async with within():
         bench = Bench()
         bench.learners.failure = error
         bench.join("a")
@@ -97,7 +97,7 @@ async def test_a_failure_of_the_learners_is_raised_and_the_replica_is_served_aft
 
 
 async def test_a_replica_that_cannot_be_reached_waits_for_the_next_publication() -> None:
-    async with within(5):
+    async with within():
         bench = Bench()
         bench.learners.failure = WeightSyncError("several transfers broke")
         bench.join("a")
@@ -191,7 +191,7 @@ class Run:
 
 
 async def test_an_update_runs_while_the_version_before_is_sent() -> None:
-    async with within(5):
+    async with within():
         run = Run(beside_updates=True)
         await run.update()
         first = asyncio.create_task(run.publications.publish(1))
@@ -211,7 +211,7 @@ async def test_an_update_runs_while_the_version_before_is_sent() -> None:
 
 
 async def test_without_snapshots_an_update_waits_until_the_weights_are_sent() -> None:
-    async with within(5):
+    async with within():
         run = Run(beside_updates=False)
         await run.update()
         publishing = asyncio.create_task(run.publications.publish(1))
@@ -226,7 +226,7 @@ async def test_without_snapshots_an_update_waits_until_the_weights_are_sent() ->
 
 
 async def test_a_joined_replica_gets_the_published_version_while_the_learners_have_a_later_one() -> None:
-    async with within(5):
+    async with within():
         run = Run(beside_updates=True)
         run.learners.may_send.set()
         await run.update()
@@ -241,7 +241,7 @@ async def test_a_joined_replica_gets_the_published_version_while_the_learners_ha
 
 
 async def test_restarted_learners_have_no_snapshot_until_they_return_to_the_published_version() -> None:
-    async with within(5):
+    async with within():
         run = Run(beside_updates=True)
         run.learners.may_send.set()
         for version in (1, 2):
@@ -265,7 +265,7 @@ async def test_restarted_learners_have_no_snapshot_until_they_return_to_the_publ
 
 @pytest.mark.parametrize("beside", [True, False])
 async def test_a_cancelled_publication_leaves_no_replica_waiting(beside: bool) -> None:
-    async with within(5):
+    async with within():
         run = Run(beside)
         await run.update()
         publishing = asyncio.create_task(run.publications.publish(1))
@@ -278,7 +278,7 @@ async def test_a_cancelled_publication_leaves_no_replica_waiting(beside: bool) -
 
 
 async def test_learners_that_are_lost_while_they_send_end_the_publication() -> None:
-    async with within(5):
+    async with within():
         run = Run(beside_updates=True)
         run.learners.failure = LearnerLostError("a rank died")
         run.learners.may_send.set()

@@ -204,7 +204,7 @@ async def test_a_pass_that_fails_is_an_error_of_its_callers_and_the_engine_goes_
         raise IndexError("broken")
 
     hook = engine._decoder.module.register_forward_pre_hook(fail)
-    async with within(1):
+    async with within():
         with pytest.raises(RequestError, match="IndexError: broken") as caught:
             await engine.generate([1], GREEDY)
     assert caught.value.status == 500
@@ -354,7 +354,7 @@ async def test_closing_ends_those_who_wait_and_those_who_run(make_engine: MakeEn
 async def test_a_closed_engine_refuses_instead_of_hanging(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.close()
-    async with within(1):
+    async with within():
         with pytest.raises(RequestError):
             await engine.generate([1], GREEDY)
 
