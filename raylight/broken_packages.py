@@ -63,7 +63,7 @@ class BrokenPackage:
 
     @property
     def remedy(self) -> str:
-        """The command that repairs it."""
+        """Command that removes the package, or installs one that fits."""
         for one in _requirements("raylight"):
             if canonicalize_name(one.name) == self.name:
                 return f"pip install --force-reinstall '{one.name}{one.specifier}'"
