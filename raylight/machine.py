@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,9 @@ SESSION_SOCKET = f"/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/pla
 """Form of the longest path of a socket in Ray's folder."""
 DASHBOARD_SOCKET = "/pymp-12345678/listener-12345678"
 """Form of the sockets of `multiprocessing`, with which Ray's dashboard starts its processes."""
+SHM = "/dev/shm"
+MIN_SHM = 8 * 2**20
+"""Bytes of shared memory below which HAProxy dies at its start, by SIGBUS. Ray itself moves to the disk."""
 
 
 def available_cpus() -> int:
@@ -34,13 +38,14 @@ def total_memory() -> int:
 
 
 def check_start(ray_folder: str) -> None:
-    """Raise if a local cluster cannot start with this process's folder of temporary files.
+    """Raise if a local cluster cannot start with this process's temporary folders and shared memory.
 
     Args:
         ray_folder: the folder of Ray's sessions.
 
     Raises:
-        ClusterStartError: a folder is too long for the paths of sockets, or cannot be written.
+        ClusterStartError: a folder is too long for the paths of sockets or cannot be written, or /dev/shm is
+            full.
     """
     variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
     for name, folder, longest in (
@@ -56,6 +61,11 @@ def check_start(ray_folder: str) -> None:
                 f"Ray cannot start: the paths of its sockets in {folder} would have {length} bytes, and "
                 f"{SOCKET_PATH_LENGTH} are possible; set {name} to a shorter folder, such as {name}=/tmp"
             )
+    if os.path.isdir(SHM) and (free := shutil.disk_usage(SHM).free) < MIN_SHM:
+        raise ClusterStartError(
+            f"Ray cannot start: {SHM} has {free / 2**20:.1f} MiB free, and its processes need {MIN_SHM // 2**20} "
+            "MiB; remove files there that ended programs left, or make it larger (docker run --shm-size=4g)"
+        )
     if problem := write_problem(Path(ray_folder)):
         raise ClusterStartError(
             f"Ray cannot start: its folder {ray_folder} cannot be written: {problem}; set {variable} to a "

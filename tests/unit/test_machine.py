@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray._common.utils as ray_common
@@ -14,6 +16,7 @@ import ray._private.utils as ray_utils
 from raylight.errors import ClusterStartError, ConfigError
 from raylight.machine import (
     DASHBOARD_SOCKET,
+    MIN_SHM,
     SESSION_SOCKET,
     SOCKET_PATH_LENGTH,
     available_cpus,
@@ -99,6 +102,18 @@ def test_a_folder_that_cannot_be_written_is_refused(folder: str, reason: str) ->
         check_writable(Path(folder), "output_dir")
     with pytest.raises(ClusterStartError, match=f"{folder}.*cannot be written: {reason}; set .*TMPDIR"):
         check_start(folder)
+
+
+@pytest.mark.parametrize("free", [0, MIN_SHM - 1, MIN_SHM])
+def test_a_full_dev_shm_is_found_before_haproxy_dies(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    if free < MIN_SHM:
+        with pytest.raises(
+            ClusterStartError, match=r"/dev/shm has \d\.\d MiB free, .* need 8 MiB; remove files"
+        ):
+            check_start("/tmp/ray")
+    else:
+        check_start("/tmp/ray")
 
 
 def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
