@@ -28,7 +28,7 @@ def train(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Complet
         env=cluster.env(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         cwd=folder,
     )
 
@@ -39,7 +39,7 @@ def write_tasks(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1900)
 def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN.replace("MODEL", STARTER_MODEL))
@@ -67,7 +67,7 @@ def test_the_config_of_a_run_starts_the_same_run_again(cluster: Cluster, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1900)
 def test_the_config_of_an_agents_run_resumes_it(cluster: Cluster, tmp_path: Path) -> None:
     write_tasks(tmp_path)
     package = tmp_path / "some agents" / "adding"
