@@ -50,11 +50,7 @@ def check_start(ray_folder: str) -> None:
     variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
     for name, folder, longest in (
         (variable, ray_folder, SESSION_SOCKET),
-        (
-            "TMPDIR",
-            tempfile.gettempdir(),
-            DASHBOARD_SOCKET,
-        ),  # the dashboard's, which RAY_TMPDIR does not move
+        ("TMPDIR", tempfile.gettempdir(), DASHBOARD_SOCKET),  # RAY_TMPDIR does not move it
     ):
         if (length := len(os.fsencode(folder + longest))) > SOCKET_PATH_LENGTH:
             raise ClusterStartError(
@@ -63,7 +59,7 @@ def check_start(ray_folder: str) -> None:
             )
     if os.path.isdir(SHM) and (free := shutil.disk_usage(SHM).free) < MIN_SHM:
         raise ClusterStartError(
-            f"Ray cannot start: {SHM} has {free / 2**20:.1f} MiB free, and its processes need {MIN_SHM // 2**20} "
+            f"Ray cannot start: {SHM} has {free / 2**20:.1f} MiB free, and HAProxy needs {MIN_SHM // 2**20} "
             "MiB; remove files there that ended programs left, or make it larger (docker run --shm-size=4g)"
         )
     if problem := write_problem(Path(ray_folder)):

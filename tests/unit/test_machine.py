@@ -109,7 +109,7 @@ def test_a_full_dev_shm_is_found_before_haproxy_dies(free: int, monkeypatch: pyt
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     if free < MIN_SHM:
         with pytest.raises(
-            ClusterStartError, match=r"/dev/shm has \d\.\d MiB free, .* need 8 MiB; remove files"
+            ClusterStartError, match=r"/dev/shm has \d\.\d MiB free, .* needs 8 MiB; remove files"
         ):
             check_start("/tmp/ray")
     else:
