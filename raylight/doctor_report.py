@@ -67,7 +67,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     packages = gather_packages(required or [])
     problems = find_problems(machine, packages, cluster) + ([] if is_installed else [NOT_INSTALLED])
     problems += map(package_problem, import_packages())
-    packages = {"raylight": __version__} | packages
+    packages = {"raylight": __version__, **packages}
     xgrammar_error = load_xgrammar() if installed("xgrammar") else None
     if xgrammar_error:
         problems.append(xgrammar_problem(xgrammar_error))
