@@ -159,7 +159,6 @@ def try_beside(packages: list[str], folder: Path) -> Result:
 def run(command: list[str], folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder. One that takes too long fails with its output so far."""
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-    env |= {"RAY_worker_niceness": "0"}  # by default Ray's workers wait for every other process
     log = folder / "output"
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=subprocess.STDOUT)

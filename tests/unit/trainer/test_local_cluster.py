@@ -48,7 +48,12 @@ OTHER_END = "[2026-11-27 21:38:23,839 C 1 1] (raylet) store.cc:1: Check failed: 
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    for name in (*START_TIMES, "DASHBOARD_STARTUP_TIMEOUT_S", "ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+    for name in (
+        *START_TIMES,
+        "DASHBOARD_STARTUP_TIMEOUT_S",
+        "ENABLE_WINDOWS_OR_OSX_CLUSTER",
+        "worker_niceness",
+    ):
         monkeypatch.delenv(f"RAY_{name}", raising=False)
 
 
@@ -75,6 +80,7 @@ def test_each_step_has_the_time_that_is_set_and_everything_listens_on_loopback(
     assert seen["environment"]["RAY_raylet_start_wait_time_s"] == "240"
     assert seen["environment"]["RAY_agent_register_timeout_ms"] == "7", "the user's value stays"
     assert seen["environment"]["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "for the drivers of jobs"
+    assert seen["environment"]["RAY_worker_niceness"] == "0"
     assert (dict(os.environ), vars(ray_constants)) == before
 
 
