@@ -10,6 +10,8 @@ import raylight as rl
 from examples.process_agent.algorithms import Candidate, DesignBaseline, PromptOptimiser, refusal, unfenced
 from raylight.store.service import StoreService
 
+pytestmark = pytest.mark.framework("thermo")
+
 
 @pytest.mark.parametrize(
     ("text", "why"),

@@ -46,7 +46,6 @@ def test_an_error_about_a_type_is_a_type_error_too() -> None:
         lambda: rl.emit_message(3),  # type: ignore[arg-type]
         lambda: rl.emit_exception("bad"),  # type: ignore[arg-type]
         lambda: rl.operation(3),  # type: ignore[call-overload]
-        lambda: rl.make_tag_attributes([1]),  # type: ignore[list-item]
     ):
         with pytest.raises(RaylightError) as caught:
             wrong()

@@ -220,6 +220,7 @@ def test_the_live_display_survives_an_error_within() -> None:
         fail()
 
 
+@pytest.mark.framework("IPython")
 def test_the_output_of_a_notebook_is_replaced_and_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: list[dict[str, str]] = []
 

@@ -87,7 +87,7 @@ def test_wrong_settings(
             ["--learn", "--lease", "5", "--set", "algorithm.rollout.unresponsive_seconds=9"],
             "--lease sets algorithm.rollout.unresponsive_seconds, which is given too",
         ),
-        (["--learn", "--resume"], "give the Trainer its output_dir"),
+        (["--learn", "--resume"], "give its output_dir"),
         (["--set", "algorithm.lr=1"], "there is no section 'algorithm'"),
     ],
 )
