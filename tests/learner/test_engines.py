@@ -77,13 +77,13 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(adapted, plain):
     assert weights.keys() == plain.state_dict().keys()
     merged.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     expected = adapted.logprobs(PROBE)
-    assert expected == pytest.approx(plain_probe(merged), abs=1e-5)
+    assert expected == pytest.approx(plain_probe(merged), rel=1e-5, abs=1e-5)
     assert max(abs(a - b) for a, b in zip(expected, plain_probe(plain), strict=True)) > 1e-3
 
 
 def test_the_policy_without_adapter_is_the_initial_model_and_stays_trainable(adapted, plain, batch):
     with adapted.engine.disable_adapter():
-        assert adapted.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+        assert adapted.logprobs(PROBE) == pytest.approx(plain_probe(plain), rel=1e-5, abs=1e-5)
     params = adapted.engine.module.parameters()
     assert sum(param.numel() for param in params if param.requires_grad) == ADAPTER_PARAMETERS
 
@@ -97,10 +97,10 @@ def test_a_saved_policy_is_a_merged_model_and_an_adapter(adapted, tmp_path: Path
     save_model(adapted.engine, str(folder))
     expected = adapted.logprobs(PROBE)
     merged = AutoModelForCausalLM.from_pretrained(folder)
-    assert plain_probe(merged) == pytest.approx(expected, abs=1e-5)
+    assert plain_probe(merged) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     assert plain_probe(PeftModel.from_pretrained(base, folder / "adapter")) == pytest.approx(
-        expected, abs=1e-5
+        expected, rel=1e-5, abs=1e-5
     )
     config, arrays = adapted.export_adapter()
     assert json.loads(json.dumps(config))["r"] == 4
@@ -122,17 +122,17 @@ def test_an_earlier_version_of_the_adapter_is_saved_after_updates(batch, tmp_pat
     assert max(abs(a - b) for a, b in zip(expected, now, strict=True)) > 1e-3
     save_model(policy.engine, str(tmp_path / "saved"), earlier)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert plain_probe(merged) == pytest.approx(expected, abs=1e-5)
+    assert plain_probe(merged) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     base = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     adapted = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter")
-    assert plain_probe(adapted) == pytest.approx(expected, abs=1e-5)
+    assert plain_probe(adapted) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert policy.logprobs(PROBE) == now
 
 
 def test_dropout_is_active_in_training_only(batch, plain):
     dropping = {"lora": {"rank": 4, "alpha": 8, "dropout": 0.5}}
     policy, same = make_policy(dropping), make_policy(LORA)
-    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), rel=1e-5, abs=1e-5)
     metrics = policy.update(batch)
     assert metrics["mismatch/logprob_abs_max"] < 1e-4
     assert metrics["learner/grad_norm"] != pytest.approx(same.update(batch)["learner/grad_norm"], rel=1e-2)
@@ -264,7 +264,7 @@ def test_critic_warm_up_keeps_the_policy_and_still_measures_the_mismatch(bypass_
     assert metrics["mismatch/logprob_abs_max"] < 1e-4
     assert metrics["critic/grad_norm"] > 0
     assert "learner/grad_norm" not in metrics
-    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), rel=1e-5, abs=1e-5)
 
 
 def test_the_policys_schedule_starts_after_critic_warm_up():

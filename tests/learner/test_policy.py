@@ -167,7 +167,7 @@ def test_two_ranks_have_the_metrics_of_one(tmp_path: Path):
 
 def test_logprobs_equal_a_plain_model_and_change_nothing(plain, exact):
     policy = make_policy()
-    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), abs=1e-5)
+    assert policy.logprobs(PROBE) == pytest.approx(plain_probe(plain), rel=1e-5, abs=1e-5)
     assert len(policy.logprobs(PROBE)) == len(PROBE) - 1
     assert policy.update(make_batch(exact)) == pytest.approx(
         make_policy().update(make_batch(exact)), rel=1e-4
@@ -175,7 +175,7 @@ def test_logprobs_equal_a_plain_model_and_change_nothing(plain, exact):
     moved = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     moved.load_state_dict({name: torch.from_numpy(array) for name, array in policy.export().items()})
     after = policy.logprobs(PROBE)
-    assert after == pytest.approx(plain_probe(moved), abs=1e-5)
+    assert after == pytest.approx(plain_probe(moved), rel=1e-5, abs=1e-5)
     assert max(abs(a - b) for a, b in zip(after, plain_probe(plain), strict=True)) > 1e-3
 
 

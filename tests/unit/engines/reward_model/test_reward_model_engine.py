@@ -189,5 +189,5 @@ def test_what_cannot_be_rendered_is_an_error(template: str, content: Any, messag
 def test_lower_precision_is_computed(model: str, expected: list[float]) -> None:
     scorer = ConversationScorer(DirectEngine(Classifier(model, "bfloat16", "cpu", 4096)))
     (scored,) = asyncio.run(scorer.score([RewardModelInput(CONVERSATIONS[0])], truncate=False))
-    assert scored.score == pytest.approx(expected[0], abs=0.1)
+    assert scored.score == pytest.approx(expected[0], rel=0.2)
     assert scored.score != pytest.approx(expected[0], abs=1e-6)
