@@ -1,4 +1,4 @@
-"""Installed packages that cannot be imported, as a torchvision for another release of torch.
+"""Installed packages that cannot be imported, such as a torchvision for another release of torch.
 
 transformers and verl import many packages if they are there. When one of them fails, transformers only says
 that it "could not import" the model's class.
@@ -43,8 +43,10 @@ for module in sys.argv[1:]:
     except Exception as error:
         reasons[module] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 print()
-print(json.dumps(reasons))
+print("raylight:", json.dumps(reasons))
 """
+RESULT = "raylight: "
+"""Beginning of the result among what the packages print."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class BrokenPackage:
             install = f"it again: pip install --upgrade --force-reinstall --no-deps {self.name}"
         if any(canonicalize_name(one.name) == self.name for name in NEEDED for one in _requirements(name)):
             return f"install {install}"
-        return f"pip uninstall {self.name}, which raylight does not need, or install {install}"
+        if self.name in IMPORTED:
+            return f"pip uninstall {self.name}, which raylight does not need, or install {install}"
+        return "install what it lacks, or repair it"
 
     def error(self) -> BrokenPackageError:
         """Return the error of a run that needs what imports the package."""
@@ -122,7 +126,7 @@ def import_packages(names: Iterable[str] = tuple(IMPORTED)) -> list[BrokenPackag
     command = [sys.executable, "-c", IMPORT_ALL, *(IMPORTED[name] for name in versions)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
-        reasons = json.loads(done.stdout.splitlines()[-1])
+        reasons = json.loads(done.stdout.rpartition(RESULT)[2].splitlines()[0])
     elif len(versions) > 1:
         return [broken for name in versions for broken in import_packages([name])]
     else:

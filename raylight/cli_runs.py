@@ -183,7 +183,7 @@ def export_traces_command(
     if counts.below_best:
         print(
             f"note: {counts.below_best} of {counts.selected} rollouts have a lower reward than the best of "
-            f"their group, and are written too; --min-reward {counts.best_reward:g} writes those with the "
+            f"their group, and are written too; --min-reward {counts.best_reward!r} writes those with the "
             "highest reward only, --best-of-group the best of each group",
             file=sys.stderr,
         )

@@ -327,7 +327,7 @@ def _few_connections(connections: int) -> Problem:
 
 def package_problem(package: BrokenPackage) -> Problem:
     """Return the problem of a package that cannot be imported."""
-    return Problem(f"{package.summary}, so that no model can be loaded", package.remedy)
+    return Problem(f"{package.summary}, which may keep models from loading", package.remedy)
 
 
 def xgrammar_problem(error: str) -> Problem:

@@ -57,7 +57,8 @@ def check_start(ray_folder: str) -> None:
                 f"Ray cannot start: the paths of its sockets in {folder} would have {length} bytes, and "
                 f"{SOCKET_PATH_LENGTH} are possible; set {name} to a shorter folder, such as {name}=/tmp"
             )
-    if os.path.isdir(SHM) and (free := shutil.disk_usage(SHM).free) < MIN_SHM:
+    has_haproxy = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "0"
+    if has_haproxy and os.path.isdir(SHM) and (free := shutil.disk_usage(SHM).free) < MIN_SHM:
         raise ClusterStartError(
             f"Ray cannot start: {SHM} has {free / 2**20:.1f} MiB free, and HAProxy needs {MIN_SHM // 2**20} "
             "MiB; remove files there that ended programs left, or make it larger (docker run --shm-size=4g)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -149,7 +150,7 @@ class LLM(Resource):
         Raises:
             ConfigError: no event loop is running, or the library is not installed.
         """
-        return async_client(provider, self.endpoint, self.api_key, self._is_direct)
+        return async_client(provider, self.endpoint, self.api_key, self.direct_host is not None)
 
     @overload
     def sync_client(self, provider: Literal["openai"] = "openai") -> OpenAI: ...
@@ -164,12 +165,13 @@ class LLM(Resource):
         Raises:
             ConfigError: the library is not installed.
         """
-        return sync_client(provider, self.endpoint, self.api_key, self._is_direct)
+        return sync_client(provider, self.endpoint, self.api_key, self.direct_host is not None)
 
     @property
-    def _is_direct(self) -> bool:
-        """True if no proxy leads to the model: raylight serves it, or it is on this machine."""
-        return self.traces_key is not None or is_loopback(self.endpoint)
+    def direct_host(self) -> str | None:
+        """Host of the model if no proxy leads to it, because raylight serves it or it is on this machine."""
+        direct = self.traces_key is not None or is_loopback(self.endpoint)
+        return urlsplit(self.endpoint).hostname if direct else None
 
     def for_attempt(
         self,

@@ -8,7 +8,6 @@ import os
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic_core import PydanticSerializationError, to_json
 
@@ -212,11 +211,10 @@ class CommandAgent(LitAgent[Any]):
             variables |= self._preset.variables(facts)
             stdin = self._preset.input_for(command, facts)
         variables |= {**self._env, **asked.env}
-        model_host = urlsplit(llm.endpoint).hostname
         return HarnessProgram(
             sandbox=sandbox,
             command=[facts.fill(part) for part in parts],
-            env=variables | no_proxy_variables([model_host], {**os.environ, **variables}),
+            env=variables | no_proxy_variables([llm.direct_host], {**os.environ, **variables}),
             cwd=work,
             stdin=stdin,
             hidden=tuple(key for key in (llm.api_key, llm.traces_key) if key and key != "unused"),

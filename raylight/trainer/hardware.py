@@ -27,8 +27,8 @@ SHARES = (0.6, 0.4)
 one too, so the kind with more processes gets the larger one."""
 KEPT_BYTES = 16
 """Bytes that a learner keeps of a trained parameter: its float32 weight, gradient and two moments."""
-FROZEN_BYTES = 2
-"""Bytes that it keeps of a parameter of a frozen model: the reference, or the base of an adapter."""
+FROZEN_BYTES = {"bf16": 2, "fp32": 4}
+"""Bytes that it keeps of a parameter of a frozen model, the reference or the base of an adapter, by dtype."""
 RESERVE = 4 * 2**30
 """Device memory for the contexts of both processes, and for the buffers of a publication."""
 MAX_CONTEXT = 16_384
@@ -99,7 +99,7 @@ def settings_for_hardware(
         workload(
             Path(serving.model_path),
             None if training is None else training.algorithm.policy_settings(),
-            training is not None and training.learner.lora is not None,
+            None if training is None else training.learner,
         ),
     )
     engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
@@ -264,20 +264,20 @@ def has_flash_attention() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def workload(folder: Path, policy: PolicySettings | None, lora: bool) -> Workload:
+def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig | None) -> Workload:
     """Return the workload of a run.
 
     Args:
         folder: the model's.
-        policy: None for a run without learners.
-        lora: the learners train an adapter.
+        policy, learner: None for a run without learners.
     """
     parameters, kept = count_parameters(folder), None
-    if policy is not None and parameters is not None:
-        trained = FROZEN_BYTES if lora else KEPT_BYTES
+    if policy is not None and learner is not None and parameters is not None:
+        dtype = learner.dtype if "dtype" in learner.model_fields_set else "bf16"  # the default on a GPU
+        frozen, adapted = FROZEN_BYTES[dtype], learner.lora is not None
         models = 1 if policy.critic is None else 2
-        reference = FROZEN_BYTES if policy.needs_reference and not lora else 0
-        kept = (models * trained + reference) * parameters
+        reference = frozen if policy.needs_reference and not adapted else 0
+        kept = (models * (frozen if adapted else KEPT_BYTES) + reference) * parameters
     return Workload(longest_sequence(folder), kept, policy is not None and policy.max_staleness > 0)
 
 
@@ -290,8 +290,9 @@ def count_parameters(folder: Path) -> int | None:
     for file in folder.glob("*.safetensors"):
         try:
             with safe_open(file, "numpy") as tensors:
-                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  # it has no iterator
-        except SafetensorError:
+                names = tensors.keys()
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        except (OSError, SafetensorError):
             return None
     return total or None
 

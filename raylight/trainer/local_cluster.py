@@ -47,16 +47,19 @@ defaults, 10 to 60 s, are too short for a busy machine."""
 RAYLET_WAIT_VARIABLE = "RAY_raylet_start_wait_time_s"
 BOARDS_VARIABLE = "RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR"
 """Ray's variable for the folder of Grafana's boards."""
-AGENT_PORTS = (
+RAY_AGENT_PORTS = (
     "metrics_agent_port",
     "metrics_export_port",
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
 """Ray's names for the ports of its agents, for its parameters and for its files."""
-AGENT_PORT_RANGE = range(20_000, 30_000)
+RAY_AGENT_PORT_RANGE = range(20_000, 30_000)
 """Ports that neither the system nor Ray gives to others by itself."""
-AGENT_FAILURES = ("Timed out waiting for file", "because one Ray agent failed")
+PORT_TRIES = 1000
+NO_PORT = -1
+"""Written by an agent in place of a port that it does not have."""
+RAY_AGENT_FAILURES = ("Timed out waiting for file", "because one Ray agent failed")
 """Texts in the log of a raylet that ended because an agent was late, or ended without its port."""
 START_ATTEMPTS = 3
 MIN_CPUS = 2
@@ -88,7 +91,7 @@ def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options:
         try:
             _start(timeout_s, log_to_driver, options)
             return
-        except AgentFailedError as error:
+        except RayAgentError as error:
             if attempt == START_ATTEMPTS:
                 raise ClusterStartError(f"{error} ({attempt} attempts)") from None
             logger.warning("%s. Starting it again, attempt %d of %d", error, attempt + 1, START_ATTEMPTS)
@@ -108,8 +111,8 @@ def _start(timeout_s: float, log_to_driver: bool, options: dict[str, Any]) -> No
         if not isinstance(error, Exception):
             raise
         logs = nodes[0].logs if nodes else get_default_ray_temp_dir()
-        by_agent = isinstance(error, AgentFailedError) or is_agent_failure(_raylet_log(logs))
-        kind = AgentFailedError if by_agent else ClusterStartError
+        by_agent = isinstance(error, RayAgentError) or is_ray_agent_failure(_raylet_log(logs))
+        kind = RayAgentError if by_agent else ClusterStartError
         raise kind(_describe(error, time.monotonic() - began, timeout_s, logs)) from None
 
 
@@ -131,13 +134,13 @@ def ensure_token() -> None:
         )
 
 
-class AgentFailedError(Exception):
+class RayAgentError(Exception):
     """A start of Ray that failed because an agent of it was late, or did not get its port."""
 
 
-def is_agent_failure(raylet_log: str) -> bool:
+def is_ray_agent_failure(raylet_log: str) -> bool:
     """Return True if a raylet's log says that it ended because of one of Ray's agents."""
-    return any(text in raylet_log for text in AGENT_FAILURES)
+    return any(text in raylet_log for text in RAY_AGENT_FAILURES)
 
 
 def _raylet_log(logs: str) -> str:
@@ -182,9 +185,10 @@ def _start_settings(timeout_s: float, log_to_driver: bool, created: list[_LocalN
 
 
 @dataclass(frozen=True)
-class _AgentPort:
+class _RayAgentPort:
     """A port chosen for one of Ray's agents, which replaces the file once it has its port, or has none."""
 
+    name: str
     number: int
     file: Path
     inode: int
@@ -193,9 +197,15 @@ class _AgentPort:
         return self.file.stat().st_ino != self.inode
 
     def check(self) -> None:
-        """Raise an AgentFailedError if the agent does without its port."""
-        if int(self.file.read_text()) != self.number:
-            raise AgentFailedError(f"port {self.number}, chosen for one of its agents, was taken meanwhile")
+        """Raise an RayAgentError if the agent does without its port."""
+        found = int(self.file.read_text())
+        if found == NO_PORT and self.name == "metrics_export_port":
+            return  # Ray's metrics are switched off
+        if found != self.number:
+            raise RayAgentError(
+                f"port {self.number}, chosen for one of its agents ({self.name}), was taken meanwhile, or "
+                "the agent's server did not start (dashboard_agent.log)"
+            )
 
 
 class _LocalNode(ray_node.Node):
@@ -235,18 +245,18 @@ class _LocalNode(ray_node.Node):
         for port in ports:
             port.check()
 
-    def _announce_agents(self) -> list[_AgentPort]:
+    def _announce_agents(self) -> list[_RayAgentPort]:
         """Choose the ports of Ray's agents, and write the files in which the raylet looks them up.
 
         The raylet would wait for the files that the agents write, and abort after 15 s, which no setting
         changes. It connects to the agents for as long as `START_TIMES` says.
         """
         ports = []
-        for name, port in zip(AGENT_PORTS, _free_ports(len(AGENT_PORTS)), strict=True):
+        for name, port in zip(RAY_AGENT_PORTS, _free_ports(len(RAY_AGENT_PORTS)), strict=True):
             setattr(self._ray_params, name, port)
             persist_port(self._session_dir, self._node_id, name, port)
             path = Path(self._session_dir, get_port_filename(self._node_id, name))
-            ports.append(_AgentPort(port, path, path.stat().st_ino))
+            ports.append(_RayAgentPort(name, port, path, path.stat().st_ino))
         return ports
 
     def _is_registered(self) -> bool:
@@ -341,15 +351,25 @@ def end_processes(processes: set[psutil.Process]) -> None:
 def _free_ports(count: int) -> list[int]:
     """Return ports that are free now, outside the range from which the system chooses."""
     free: set[int] = set()
-    while len(free) < count:
-        port = random.SystemRandom().choice(AGENT_PORT_RANGE)  # runs with one seed must not choose the same
-        with contextlib.suppress(OSError), socket.create_server(("", port)):
-            free.add(port)
-    return list(free)
+    failure: OSError | None = None
+    for _ in range(PORT_TRIES):
+        port = random.SystemRandom().choice(
+            RAY_AGENT_PORT_RANGE
+        )  # runs with one seed must not choose the same
+        try:
+            with socket.socket() as probe:
+                probe.bind(("", port))
+        except OSError as error:
+            failure = error
+            continue
+        free.add(port)
+        if len(free) == count:
+            return list(free)
+    raise ClusterStartError(f"Ray cannot start: {PORT_TRIES} ports were tried for its agents ({failure})")
 
 
 def _describe(error: Exception, seconds: float, timeout_s: float, logs: str) -> str:
-    busy = f"The load of the machine is {os.getloadavg()[0]:.1f} on {available_cpus()} CPUs"
+    busy = f"The load of the machine is {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
     reason = summarize_ray_error(error)
     if seconds < timeout_s:
         return f"Ray did not start: {reason}. {busy}; Ray's logs are in {logs}"

@@ -69,7 +69,7 @@ def plan_settings(
     kind = _planned_engine(engine, cluster)
     teacher = plan_teacher(algorithm, model_path)
     policy = algorithm.policy_settings()
-    work = workload(Path(model_path), policy, learner.lora is not None)
+    work = workload(Path(model_path), policy, learner)
     reward_models = [on_hardware(one).serving for one in plan_reward_models(group_reward)]
     models = [*reward_models, *(() if teacher is None else (teacher,))]
     gpus = cluster.gpus - sum(asked_gpus(model.engine) for model in models)

@@ -161,7 +161,7 @@ class _ExampleReader:
             if below:
                 self.notes.append(
                     f"{name}: {below} of {len(chosen)} rollouts have a lower reward than the best of their "
-                    f"group, and are learned too; min_reward={highest:g} learns those with the highest "
+                    f"group, and are learned too; min_reward={highest!r} learns those with the highest "
                     "reward only, best_of_group=True the best of each group"
                 )
         config = read_config(stored.file.parent) or {}

@@ -1,22 +1,22 @@
 """The option that selects packages, and the table of the results at the end of the tests."""
 
 import pytest
-from crowd import HEADER, selected_packages
+from crowd import HEADER, selected_package
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--crowd-part",
         metavar="HASH",
-        help="take two of the packages, selected by this hexadecimal commit hash",
+        help="take one of the packages, selected by this hexadecimal commit hash",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not (commit := config.getoption("--crowd-part")):
         return
-    names = {f"test_a_run_beside[{name}]" for name in selected_packages(commit, 2)}
-    kept = [item for item in items if item.get_closest_marker("slow") is None or item.name in names]
+    name = f"test_a_run_beside[{selected_package(commit)}]"
+    kept = [item for item in items if item.get_closest_marker("slow") is None or item.name == name]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 

@@ -71,10 +71,9 @@ class Result:
         return f"| {names} | {self.outcome} | {self.seconds:.0f} | {other} |"
 
 
-def selected_packages(commit: str, count: int) -> list[str]:
-    """Return as many packages in turn as a commit's hash selects."""
-    begin = int(commit, 16) * count
-    return [PACKAGES[(begin + i) % len(PACKAGES)] for i in range(count)]
+def selected_package(commit: str) -> str:
+    """Return the package that a commit's hash selects."""
+    return PACKAGES[int(commit, 16) % len(PACKAGES)]
 
 
 def requirements() -> list[str]:

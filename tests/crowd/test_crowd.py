@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crowd import PACKAGES, RAN, UNRESOLVED, Result, requirements, selected_packages, try_beside
+from crowd import PACKAGES, RAN, UNRESOLVED, Result, requirements, selected_package, try_beside
 
 pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed: pip install uv")
 
@@ -38,16 +38,16 @@ def test_a_run_beside_all(outcome_beside: Callable[..., Result]) -> None:
     assert result.outcome == RAN, result.output
 
 
+@pytest.mark.slow
 def test_a_package_that_excludes_a_requirement_does_not_resolve(tmp_path: Path) -> None:
     result = try_beside(["transformers==5.10.3"], tmp_path)
     assert (result.outcome, result.versions) == (UNRESOLVED, {})
+    assert "transformers" in result.output, "not a failure of uv itself"
     assert not (tmp_path / "env").exists()
 
 
-def test_each_part_is_two_packages_and_all_come_in_turn() -> None:
-    parts = [selected_packages(f"{number:x}", 2) for number in range(len(PACKAGES))]
-    assert {len(set(part)) for part in parts} == {2}
-    assert {name for part in parts for name in part} == set(PACKAGES)
+def test_all_packages_come_in_turn() -> None:
+    assert {selected_package(f"{number:x}") for number in range(len(PACKAGES))} == set(PACKAGES)
 
 
 def test_the_pins_of_raylight_take_part_in_the_resolution() -> None:

@@ -156,7 +156,7 @@ def test_another_start_follows_if_the_port_of_an_agent_is_taken_meanwhile(
         def free_ports(count: int) -> list[int]:
             ports = choose(count)
             if not chosen:
-                ports[local_cluster.AGENT_PORTS.index(name)] = taken.getsockname()[1]
+                ports[local_cluster.RAY_AGENT_PORTS.index(name)] = taken.getsockname()[1]
             chosen.append(ports)
             return ports
 

@@ -67,7 +67,7 @@ START_LOST = ("Address already in use", "HAProxy crashed during startup")
 killed."""
 START_ATTEMPTS = 3
 QUIET = LoggingConfig(enable_access_log=False, log_level="WARNING")
-STARTED_KEY = b"raylight:serve-controller"
+STARTED_KEY = b"raylight:started-serve"
 """Key of the cluster's key-value store with the Serve that raylight started: its controller's actor ID and
 its flags."""
 

@@ -197,15 +197,17 @@ def test_engines_that_sample_during_updates_stay_awake() -> None:
 
 
 def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
-    assert workload(tmp_path, None, lora=False) == Workload()
+    assert workload(tmp_path, None, None) == Workload()
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
     save_file({"a": torch.zeros(10, 10), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
-    plain = rl.GRPO(model="m").policy_settings()
-    assert workload(tmp_path, plain, lora=False) == Workload(77, 16 * 107)
-    assert workload(tmp_path, plain, lora=True) == Workload(77, 2 * 107)
+    plain, lora = rl.GRPO(model="m").policy_settings(), {"rank": 8}
+    assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107)
+    assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107)
+    fp32 = LearnerConfig(lora=lora, dtype="fp32")
+    assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107)
     with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
-    assert workload(tmp_path, with_reference, lora=False) == Workload(77, 18 * 107, overlaps=True)
-    assert workload(tmp_path, rl.PPO(model="m").policy_settings(), lora=False).kept_bytes == 32 * 107
+    assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, overlaps=True)
+    assert workload(tmp_path, rl.PPO(model="m").policy_settings(), LearnerConfig()).kept_bytes == 32 * 107
 
 
 def test_too_few_gpus_are_refused_with_the_settings() -> None:

@@ -23,11 +23,11 @@ from ray._raylet import AuthenticationTokenLoader
 from raylight.errors import ClusterStartError
 from raylight.trainer import local_cluster
 from raylight.trainer.local_cluster import (
-    AGENT_FAILURES,
+    RAY_AGENT_FAILURES,
     START_ATTEMPTS,
     START_TIMES,
     ensure_token,
-    is_agent_failure,
+    is_ray_agent_failure,
     loopback_address,
     start_local_cluster,
 )
@@ -174,7 +174,10 @@ def test_a_second_interrupt_does_not_end_the_clean_up_of_the_start(monkeypatch: 
     ("log", "expected"), [(LATE_AGENT, True), (ENDED_AGENT, True), (OTHER_END, False), ("", False)]
 )
 def test_the_log_of_the_raylet_decides_about_another_start(log: str, expected: bool) -> None:
-    assert is_agent_failure(f"[.. I 1 1] (raylet) main.cc:1: starting\n{log}\n*** StackTrace ***") is expected
+    assert (
+        is_ray_agent_failure(f"[.. I 1 1] (raylet) main.cc:1: starting\n{log}\n*** StackTrace ***")
+        is expected
+    )
 
 
 def test_the_raylet_still_writes_the_texts_that_are_looked_for() -> None:
@@ -182,7 +185,7 @@ def test_the_raylet_still_writes_the_texts_that_are_looked_for() -> None:
         open(ray_services.RAYLET_EXECUTABLE, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary,
     ):
-        assert [text for text in AGENT_FAILURES if binary.find(text.encode()) < 0] == []
+        assert [text for text in RAY_AGENT_FAILURES if binary.find(text.encode()) < 0] == []
 
 
 def failing_start(tmp_path: Path, log: str, fails: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -232,7 +235,7 @@ def test_the_error_of_the_last_start_names_the_logs_of_its_session(
 def test_the_ports_of_agents_are_free_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         number = taken.getsockname()[1]
-        monkeypatch.setattr(local_cluster, "AGENT_PORT_RANGE", [number, *range(20_100, 20_150)])
+        monkeypatch.setattr(local_cluster, "RAY_AGENT_PORT_RANGE", [number, *range(20_100, 20_150)])
         ports = [port for _ in range(100) for port in [local_cluster._free_ports(4)]]
     assert all(len(set(chosen)) == 4 and number not in chosen for chosen in ports)
 

@@ -38,5 +38,4 @@ async def test_updates_under_overload_lose_no_request(
         await load.update(range(2, updates + 2), weights, agents=4 * SLOTS, delay_s=0.02)
     assert engine.version == updates + 1
     assert load.most_waiting >= 2 * SLOTS
-    assert load.ended >= updates
     assert load.spanning >= updates // 4
