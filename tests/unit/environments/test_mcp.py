@@ -32,7 +32,12 @@ def tools(how: str = "", **options: Any) -> MCPTools:
 
 
 def servers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if str(SERVER) in child.cmdline()]
+    children = psutil.Process().children()
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE and str(SERVER) in child.cmdline()
+    ]
 
 
 @pytest.fixture(autouse=True)
