@@ -24,7 +24,11 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.parameter import RayParams
 from ray._private.services import get_node_ip_address
-from ray._raylet import AuthenticationTokenLoader, get_port_filename, persist_port
+from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module
+    AuthenticationTokenLoader,
+    get_port_filename,
+    persist_port,
+)
 
 from raylight.errors import ClusterStartError, summarize_ray_error
 from raylight.files import write_atomic
@@ -223,7 +227,7 @@ class _LocalNode(ray_node.Node):
         self, created: list[_LocalNode], log_monitor: bool, ray_params: RayParams, **options: Any
     ) -> None:
         created.append(self)
-        ray_params.include_log_monitor = log_monitor
+        ray_params.include_log_monitor = log_monitor  # type: ignore[assignment]  # Ray gives its type as str
         super().__init__(ray_params, **options)
 
     @property
