@@ -58,8 +58,9 @@ _ADD_CALL = (
 _CLOSE_CALL = f"UPDATE calls SET base = ?, shared = ?, generation = ? {_OPEN_WITH_BASES}"
 _DELETE_OPEN_CALL = f"DELETE FROM calls {_OPEN_WITH_BASES}"
 _COUNT_TOKENS = (
-    "INSERT INTO sampled SELECT ?1, ?2, iif(decided, 0, ?3), iif(decided, ?3, 0) FROM (SELECT status IN "
-    f"({', '.join(map(repr, sorted(FINISHED)))}) AS decided FROM rollouts WHERE rollout_id = ?1) WHERE true "
+    "INSERT INTO sampled SELECT :rollout, :attempt, iif(decided, 0, :tokens), iif(decided, :tokens, 0) FROM "
+    f"(SELECT status IN ({', '.join(map(repr, sorted(FINISHED)))}) AS decided FROM rollouts WHERE "
+    "rollout_id = :rollout) WHERE true "
     "ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens, late = late + excluded.late"
 )
 
@@ -299,7 +300,8 @@ class Records:
             attempt = message.attempts[attempt_id]
             self._attempts.record_activity(attempt._replace(next_sequence_id=message.next_spans[attempt_id]))
         for (rollout_id, attempt_id), tokens in message.tokens.items():
-            self._journal.execute(_COUNT_TOKENS, (rollout_id, attempt_id, tokens))
+            counted = {"rollout": rollout_id, "attempt": attempt_id, "tokens": tokens}
+            self._journal.execute(_COUNT_TOKENS, counted)
 
     def lose_recorder(self, recorder: str) -> None:
         """Stop waiting for the records of a recorder that is gone."""

@@ -255,9 +255,9 @@ class RolloutIndex:
         with self._transaction():
             for lineage, step, groups in steps[max(self._steps_known - 1, 0) :]:
                 self._db.execute(
-                    "UPDATE rollouts SET step = ?1 WHERE lineage = ?2 AND number IN (SELECT value FROM "
-                    "json_each(?3)) AND step IS NOT ?1",
-                    (step, lineage, json.dumps(groups.all)),
+                    "UPDATE rollouts SET step = :step WHERE lineage = :lineage AND number IN (SELECT value "
+                    "FROM json_each(:numbers)) AND step IS NOT :step",
+                    {"step": step, "lineage": lineage, "numbers": json.dumps(groups.all)},
                 )
         self._steps_known = len(steps) if self._lines_complete else 0
 
