@@ -181,7 +181,7 @@ async def test_few_rollouts_wait_at_a_time() -> None:
         await baseline.run(list(range(9)))
     assert len(seen) == 9
     assert sum(added) == 9
-    assert 1 <= most <= 2
+    assert most <= 2
     assert max(added) == 2
 
 
