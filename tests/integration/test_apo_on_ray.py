@@ -140,6 +140,7 @@ async def rewarded_by_length(task: dict, prompt_template: rl.PromptTemplate) -> 
     return float(len(text.split()))
 
 
+@pytest.mark.slow
 def test_rollouts_that_hang_or_fail_have_no_reward(tmp_path: Path) -> None:
     edits = iter(["ponder {a} {b} for long, really long", "fail at {a} {b} with so very many words here"] * 2)
     with serve_script(lambda model, text: next(edits) if model == "editor" else "longer!") as models:

@@ -47,6 +47,7 @@ async def training_rollouts(path: Path) -> list[FinishedRollout]:
     return await store.collect([rollout.rollout_id for rollout in rollouts if rollout.mode == "train"])
 
 
+@pytest.mark.slow
 def test_any_algorithm_trains_locally_and_resumes(tmp_path: Path) -> None:
     learner = {"kind": "local", "lora": {"rank": 4}}
     fit(tmp_path, 2, learner, kl_reward_coef=1e-3)

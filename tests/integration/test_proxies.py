@@ -17,6 +17,7 @@ import raylight as rl
 from raylight.no_proxy import is_loopback
 
 
+@pytest.mark.slow
 def test_clients_of_agents_use_the_proxy_for_other_hosts_only(
     shared_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

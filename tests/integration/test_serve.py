@@ -21,6 +21,10 @@ HELPERS = ROOT / "tests" / "unit" / "helpers"
 HI = [{"role": "user", "content": "12+30="}]
 
 
+# tests/features shows the dialects in the test line
+pytestmark = pytest.mark.slow(parts=4)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     shared = {CLUSTER_VARIABLE: "serve"}
