@@ -63,6 +63,11 @@ class Pages:
         for key in keys:
             ActionChains(self.driver).send_keys(key).perform()
 
+    def point_at(self, css: str) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        ActionChains(self.driver).move_to_element(self.wait_for(css)).perform()
+
     @property
     def text(self) -> str:
         return self.run_script("return document.querySelector('main').innerText")
