@@ -64,7 +64,8 @@ class LearnerActor:
 
     def _measure(self) -> list[Measurement]:
         name, host = "raylight_learner_memory_peak_bytes", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        measured = [Measurement(name, host * KIBIBYTE, {"memory": "host"})]
+        unit = 1 if sys.platform == "darwin" else KIBIBYTE
+        measured = [Measurement(name, host * unit, {"memory": "host"})]
         if self._update_s is not None:
             measured.append(Measurement("raylight_learner_update_seconds", self._update_s))
             if self._config.num_gpus:

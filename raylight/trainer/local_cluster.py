@@ -33,6 +33,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module
 from raylight.errors import ClusterStartError, summarize_ray_error
 from raylight.files import write_atomic
 from raylight.machine import available_cpus, check_start, write_problem
+from raylight.no_proxy import is_loopback
 from raylight.ray_metrics.board import BOARD_FILE, board
 from raylight.trainer.blocking import ignored_interrupts
 
@@ -71,7 +72,6 @@ MIN_CPUS = 2
 END_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
 POLL_S = 0.05
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def start_local_cluster(timeout_s: float, log_to_driver: bool = True, **options: Any) -> None:
@@ -201,7 +201,7 @@ class _RayAgentPort:
         return self.file.stat().st_ino != self.inode
 
     def check(self) -> None:
-        """Raise an RayAgentError if the agent does without its port."""
+        """Raise a RayAgentError if the agent does without its port."""
         found = int(self.file.read_text())
         if found == NO_PORT and self.name == "metrics_export_port":
             return  # Ray's metrics are switched off
@@ -317,8 +317,8 @@ def loopback_address(address: str | None) -> Iterator[None]:
 
     Ray replaces loopback in an address by the address of this machine, where such a cluster does not listen.
     """
-    host, _, port = (address or "").rpartition(":")
-    if host not in LOOPBACK or is_reachable(f"{get_node_ip_address()}:{port}"):
+    port = (address or "").rpartition(":")[2]
+    if not is_loopback(f"//{address}") or is_reachable(f"{get_node_ip_address()}:{port}"):
         yield
         return
     enabled = ray_constants.ENABLE_RAY_CLUSTER

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, get_args
 
+from raylight.aio import BroadcastCondition
 from raylight.errors import StoreError
 from raylight.store.client import StoreClient
 from raylight.tasks.task_set import Draw
@@ -57,6 +58,8 @@ class PolicyRollouts:
         """Id of the resources of validation rollouts; None: those of training."""
         self.in_evaluation = 0
         """Number of validation rollouts that are queued and not decided."""
+        self.room_changed = BroadcastCondition()
+        """Notified when more or fewer rollouts may be in progress, and when some are decided."""
         self.limit: int | None = None
         """Number of rollouts that may be in progress; None: as many as the runners execute."""
 
@@ -146,7 +149,7 @@ class PolicyRollouts:
         ids = [request.rollout_id for request in requests if request.rollout_id]
 
         def show(done: int, total: int) -> None:
-            self.in_evaluation = total - done
+            self._note_evaluation(total - done)
             progress(done, total)
 
         repeats_lost = not 0 < step <= self._start.completed_step
@@ -155,10 +158,10 @@ class PolicyRollouts:
                 await self.enqueue(requests, repeats_lost)
             else:
                 await self._enqueue_share(requests, repeats_lost, ids)
-            self.in_evaluation = len(ids)
+            self._note_evaluation(len(ids))
             await wait_for_sound(self._run, ids, show)
         finally:
-            self.in_evaluation = 0
+            self._note_evaluation(0)
         return await self.grade(await self.collect(ids))
 
     async def _enqueue_share(
@@ -170,10 +173,15 @@ class PolicyRollouts:
             share = max((self.limit or self._run.runners.most_rollouts()) // 2, 1)
             end = max(min(done + share, len(requests)), queued)
             await self.enqueue(requests[queued:end], repeats_lost)
-            queued, self.in_evaluation = end, end - done
+            queued = end
+            self._note_evaluation(queued - done)
             at_least = min(done + max(share // 4, 1), queued)
             decided = self._store.wait_for_rollouts(rollout_ids=ids[:queued], at_least=at_least)
             done = len(await decided)
+
+    def _note_evaluation(self, rollouts: int) -> None:
+        self.in_evaluation = rollouts
+        self.room_changed.notify_all()
 
     async def enqueue(self, requests: list[EnqueueRolloutRequest], repeats_lost: bool = True) -> None:
         """Queue rollouts; those that the store has and that were cancelled run again.

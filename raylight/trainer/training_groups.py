@@ -115,7 +115,7 @@ class TrainingGroups:
         self._group_size = len(rollouts.group_ids(0))
         self.ended = 0
         """Number of rollouts that were decided since the start of this process."""
-        self._room_changed, self._finished_changed = BroadcastCondition(), BroadcastCondition()
+        self._room_changed, self._finished_changed = rollouts.room_changed, BroadcastCondition()
 
     async def load(self) -> None:
         """Continue from the starting point, with the steps that the store has recorded since."""

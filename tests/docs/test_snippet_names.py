@@ -33,7 +33,8 @@ def arguments(called: Any) -> set[str] | None:
     """Return the keyword arguments that a callable accepts; None if it accepts any."""
     if inspect.isclass(called) and issubclass(called, BaseModel):
         aliases = {field.alias for field in called.model_fields.values() if field.alias}
-        return {*called.model_fields} | aliases | ({"name"} if called is rl.LLM else set())
+        own = {*inspect.signature(called.__init__).parameters} - {"self"}
+        return {*called.model_fields} | aliases | own | ({"name"} if called is rl.LLM else set())
     parameters = inspect.signature(called).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 

@@ -295,8 +295,9 @@ def vllm_args(args: dict[str, Any], read: ConfigReader) -> dict[str, Any]:
 
 
 def sleeps(value: bool, read: ConfigReader) -> bool:
-    """Return True if engines free their memory while learners compute, which only vLLM can."""
-    return bool(value) and read(f"{ROLLOUT}.name") == "vllm"
+    """Return True if engines free their memory while learners compute, which only vLLM can, and only if no
+    rollout runs meanwhile."""
+    return bool(value) and read(f"{ROLLOUT}.name") == "vllm" and read("trainer.v1.trainer_mode") == "sync"
 
 
 def seed(value: int | None, read: ConfigReader) -> int | None:

@@ -361,6 +361,14 @@ def test_the_transformers_engine_by_its_name() -> None:
     assert not settings["engine.sleep_while_learning"]
 
 
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_engines_stay_awake_while_rollouts_overlap_updates(mode: str) -> None:
+    settings = settings_of(BASE | {"trainer.v1.trainer_mode": mode})
+    assert settings["algorithm.max_staleness"] > 0
+    assert not settings["engine.sleep_while_learning"]
+    assert "engine.args.enable_sleep_mode" not in settings
+
+
 @pytest.mark.parametrize(
     "config", [BASE, MATH, OmegaConf.create(MATH)], ids=["dotted", "nested", "omegaconf"]
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from training_world import (
     settings_of,
     weights_of,
 )
+from unit_helpers import within
 
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -207,28 +208,33 @@ def test_rollouts_of_an_evaluation_are_in_progress_too(
 
 def test_a_group_begins_when_a_rollout_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits neither for the other rollouts of a group, nor for the next look at the engines' loads."""
-    groups: list[TrainingGroups] = []
-    load, requests, start = TrainingGroups.load, PolicyRollouts.group_requests, FakeRun._open
-    in_progress: list[int] = []
-
-    async def note(self: TrainingGroups) -> None:
-        groups.append(self)
-        await load(self)
+    requests, start, run_agent = PolicyRollouts.group_requests, FakeRun._open, FakeRun._run_agent
+    begun: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     def request(self: PolicyRollouts, group: int, task: Any) -> list[EnqueueRolloutRequest]:
-        in_progress.append(groups[-1].in_progress)
+        begun[group].set()
         return requests(self, group, task)
+
+    async def run(self: FakeRun, rollout: Any) -> None:
+        """Hold the first rollout of each group until the next group has begun."""
+        group, number = rollout.rollout_id.split("-")[-2:]
+        if rollout.mode == "train" and number == "0" and int(group) < STEPS * TASKS - 1:
+            await begun[int(group) + 1].wait()
+        await run_agent(self, rollout)
 
     async def start_two(self: FakeRun) -> None:
         await start(self)
         self.runners.most_rollouts = lambda: GROUP
 
+    async def live_on() -> list[dict]:
+        async with within(240):
+            return await live(world_of(tmp_path / "a", 2, seed=0), max_staleness=2)
+
     monkeypatch.setattr(load_watch, "POLL_S", 1000.0)
-    monkeypatch.setattr(TrainingGroups, "load", note)
     monkeypatch.setattr(PolicyRollouts, "group_requests", request)
+    monkeypatch.setattr(FakeRun, "_run_agent", run)
     monkeypatch.setattr(FakeRun, "_open", start_two)
-    asyncio.run(live(world_of(tmp_path / "a", 2, seed=0), max_staleness=2))
-    assert sum(count > 0 for count in in_progress) > len(in_progress) / 4
+    assert len(asyncio.run(live_on())) == STEPS + 1
 
 
 def test_nothing_is_left_in_the_queue_of_a_run_that_ended(

@@ -37,7 +37,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
         f"{T}.v1.trainer_mode",
         "separate_async",
         {"algorithm.max_staleness": 7, "algorithm.stale": "drop"},
-        {},
+        {f"{ROLLOUT}.free_cache_engine": False},
     ),
     (f"{T}.v1.sampler.max_off_policy_threshold", 3, {"algorithm.max_staleness": 2}, ASYNC),
     (f"{T}.v1.sampler.max_off_policy_strategy", "wait", {"algorithm.stale": "wait"}, ASYNC),
