@@ -26,11 +26,13 @@ import torch
 from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
 from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
+from raylight.learner.varlen_attention import supports_varlen
 from raylight.learner.weight_source import WeightSource
 
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
-HEADER = "| architecture | `model_type` | names checked | trained in tests | in vLLM | same log-probs |"
+COLUMNS = ("names checked", "trained in tests", "in vLLM", "same log-probs", "packed rows")
+HEADER = f"| architecture | `model_type` | {' | '.join(COLUMNS)} |"
 UPDATE = Path(__file__).parents[1] / "tests" / "vllm_cpu" / "weight_update.py"
 UPDATE_TIMEOUT_S = 240
 MAX_DIFFERENCE = 1e-3
@@ -39,6 +41,7 @@ TRAINED = {"qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3_next", 
 """Model types that the tests train."""
 SIZES = {
     "vocab_size": 320,
+    "vocab_size_per_layer_input": 320,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -76,13 +79,33 @@ SIZES = {
 """Small values of settings, where an architecture has them."""
 UNSUPPORTED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
 """Parts of vLLM's registry with classes that it does not have."""
-PARTS = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}}
+TEXT = (
+    "vocab_size",
+    "vocab_size_per_layer_input",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
+PARTS = {"text_config": {name: SIZES[name] for name in TEXT}, "vision_config": {"num_hidden_layers": 2}}
+LATENT = {"head_dim": 16, "num_key_value_heads": 4}
+"""Attention with latent keys and values, which has as many heads of them as of queries."""
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
     "glm4_moe": {"head_dim": 32},
     "gemma3": PARTS,
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": None},
     "gemma4": PARTS,
     "gemma4_unified": PARTS,
+    "longcat_flash": LATENT,
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 32},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
@@ -208,13 +231,13 @@ def read_rows() -> dict[str, list[str]]:
 
 def table(rows: dict[str, list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows.values()]
-    return "\n".join([HEADER, "|---" * 6 + "|", *lines]) + "\n"
+    return "\n".join([HEADER, "|---" * 7 + "|", *lines]) + "\n"
 
 
 def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[str]]) -> list[str]:
     config = tiny_config(model_type, name)
     names = check_names(config)
-    found = known[model_type][4:] if model_type in known else ["", ""]
+    found = known[model_type][4:6] if model_type in known else ["", ""]
     if with_vllm:
         found = ["", ""]
         for column, check in enumerate((load_in_vllm, compare_in_vllm)):
@@ -223,7 +246,13 @@ def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[
                 print(model_type, check.__name__, result[:600], file=sys.stderr, flush=True)
                 break
             found[column] = result
-    return [f"`{name}`", f"`{model_type}`", names, "yes" if model_type in TRAINED else "", *found]
+    trained = "yes" if model_type in TRAINED else ""
+    return [f"`{name}`", f"`{model_type}`", names, trained, *found, packed_rows(config, names)]
+
+
+def packed_rows(config: Any, names: str) -> str:
+    """Return "yes" if rows of a model that can be trained are packed without a mask."""
+    return "yes" if names == "yes" and supports_varlen(config, causal_lm_class(config)) else ""
 
 
 def _result(check: Callable[[Any], str], config: Any) -> str:

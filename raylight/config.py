@@ -297,7 +297,7 @@ class LearnerConfig(Config):
     metrics count dropped and truncated rows."""
     packed: bool = False
     """Concatenate the rows of a micro-batch instead of padding them to the longest. If not set: True on a GPU
-    with flash attention."""
+    in bf16, if all layers of the model keep rows apart without a mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them. If not set: True on a GPU."""
     param_offload: bool = False
@@ -315,10 +315,10 @@ class LearnerConfig(Config):
     rank then holds the gradient of the whole model in float32."""
     ulysses: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509). More
-    than one needs `packed`, GPUs and flash attention."""
+    than one needs `packed`."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation. auto: flash_attention_2 on a GPU in bf16 if flash-attn is installed, else
-    sdpa."""
+    """Attention implementation. auto: for packed rows torch's attention of rows of any lengths, which needs
+    no mask, if the model allows it; else sdpa."""
 
     @model_validator(mode="after")
     def _check_read(self) -> Self:
@@ -335,12 +335,10 @@ class LearnerConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ulysses > 1 and not (
-            self.packed and self.num_gpus and self.attention in ("auto", "flash_attention_2")
-        ):
+        if self.ulysses > 1 and not (self.packed and self.attention == "auto"):
             raise ValueError(
-                f"ulysses={self.ulysses} gives silently wrong results without packed rows, a GPU and "
-                "flash_attention_2; set packed=True, num_gpus=1 and attention='flash_attention_2'"
+                f"ulysses={self.ulysses} gives silently wrong results without packed rows, or with an "
+                "attention implementation of your own; set packed=True, and leave out attention"
             )
         if self.num_gpus > 1 or (self.n > 1 and 0 < self.num_gpus <= 0.5):
             raise ValueError(

@@ -20,9 +20,10 @@ from packaging.requirements import Requirement
 from raylight import __version__
 from raylight.broken_packages import BrokenPackage
 from raylight.machine import available_cpus, total_memory
+from raylight.no_proxy import LOOPBACK
 from raylight.serving.deploy.haproxy_launcher import connection_limit
 from raylight.trainer.cluster import running_cluster
-from raylight.trainer.local_cluster import LOOPBACK, is_reachable, loopback_address
+from raylight.trainer.local_cluster import is_reachable, loopback_address
 
 GIB = 2**30
 HEAD_RESOURCE = "node:__internal_head__"

@@ -19,6 +19,7 @@ from raylight.learner.fsdp import RaylightEngine, ValueEngine
 from raylight.learner.local_engine import LocalEngine
 from raylight.learner.model_check import causal_lm_class, check_model
 from raylight.learner.rows import make_probe_row
+from raylight.learner.varlen_attention import VARLEN, supports_varlen
 
 logger = logging.getLogger(__name__)
 
@@ -127,23 +128,29 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     """Return the attention implementation, eager if the architecture supports no faster one.
 
     Raises:
-        ConfigError: flash attention is configured, or required by `ulysses`, but not available, or not for
-            float32.
+        ConfigError: an implementation is configured, or required by `ulysses`, that is not available, or not
+            for float32 or this model.
     """
     from transformers.utils import is_flash_attn_2_available
 
-    flash = on_gpu and is_flash_attn_2_available() and config.dtype == "bf16"
-    if not flash and (config.attention == "flash_attention_2" or config.ulysses > 1):
-        setting = f"ulysses={config.ulysses}" if config.ulysses > 1 else "attention='flash_attention_2'"
+    on_16_bits = on_gpu and config.dtype == "bf16"
+    if config.attention == "flash_attention_2" and not (on_16_bits and is_flash_attn_2_available()):
         raise ConfigError(
-            f"learner.{setting} needs a GPU and the package flash-attn on every learner, and dtype='bf16' "
-            f"({config.dtype!r} now); remove the setting, or provide them"
+            "learner.attention='flash_attention_2' needs a GPU and the package flash-attn on every learner, "
+            f"and dtype='bf16' ({config.dtype!r} now); remove the setting, or provide them"
         )
     if config.attention != "auto":
         return config.attention
-    architecture = causal_lm_class(AutoConfig.from_pretrained(model_path))
-    if flash and architecture._supports_flash_attn and not architecture._compatible_flash_implementations:
-        return "flash_attention_2"
+    hf_config = AutoConfig.from_pretrained(model_path)
+    architecture = causal_lm_class(hf_config)
+    if config.packed and supports_varlen(hf_config, architecture) and (on_16_bits or not on_gpu):
+        return VARLEN
+    if config.ulysses > 1:
+        raise ConfigError(
+            f"learner.ulysses={config.ulysses} needs a model whose attention has neither sinks, soft caps "
+            f"nor dropout, and dtype='bf16' on a GPU ({architecture.__name__} in {config.dtype!r} now); "
+            "remove the setting"
+        )
     return "sdpa" if architecture._supports_sdpa else "eager"
 
 
@@ -169,5 +176,5 @@ def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: st
         if not float((alone - packed).abs().mean()) <= tolerance:
             raise ConfigError(
                 f"with attention {choose_attention(config, torch.cuda.is_available(), model_path)!r} this "
-                "model mixes packed rows; set learner.packed=False, or use flash_attention_2"
+                "model mixes packed rows; set learner.packed=False"
             )

@@ -22,6 +22,7 @@ from raylight.learner.micro_batch import MicroBatch, place
 from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.learner.rows import Minibatch, TrainRow, mask_all
+from raylight.learner.varlen_attention import VARLEN, row_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,6 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         settings, hf_config = self.model_config, self.model_config.hf_config
         if self.use_ulysses_sp:
             check_heads(hf_config.get_text_config(), self.ulysses_sequence_parallel_size)
-            verl.enable_ulysses()
         place_weights = verl.get_init_weight_context_manager(
             use_meta_tensor=not hf_config.tie_word_embeddings, mesh=self.device_mesh
         )
@@ -229,11 +229,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             output = self.module(**inputs, sampled=targets, use_cache=False)
         else:
             own = self._slice_for_rank(targets)
+            mine = own.positions[0].to(self.device)
             output = {
-                name: self._gather_and_unpad_packed(
-                    values.new_zeros(own.positions[0].shape).masked_scatter(own.positions[0], values),
-                    pad_size,
-                )[targets.positions[0]]
+                name: self._gather_and_unpad_packed(place(values, mine), pad_size)[targets.positions[0]]
                 for name, values in self.module(**inputs, sampled=own, use_cache=False).items()
             }
         return {name: place(values, batch.mask) for name, values in output.items()}
@@ -243,13 +241,17 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         if not batch.packed:
             return batch.padded_inputs(), 0
         inputs, arguments = self.prepare_model_inputs(batch.packed_inputs())
-        return inputs, arguments["pad_size"]
+        padding = arguments["pad_size"]
+        if self.model_config.hf_config._attn_implementation == VARLEN:
+            lengths = [row.tokens for row in batch.rows]
+            inputs |= row_bounds(lengths + [padding] * (padding > 0), self.device)
+        return inputs, padding
 
     def _slice_for_rank(self, sampled: TargetTokens) -> TargetTokens:
         """Return the sampled tokens in this rank's slice of the sequence."""
         order = sampled.positions.long().cumsum(-1) * sampled.positions  # from 1; 0 for all other tokens
         own = verl.ulysses_pad_and_slice_inputs(order, None, self.ulysses_sequence_parallel_size)[0]
-        chosen = own[own > 0] - 1
+        chosen = (own[own > 0] - 1).to(sampled.targets.device)
         return replace(
             sampled,
             positions=own > 0,
@@ -269,7 +271,7 @@ class ValueEngine(RaylightEngine):
         values = self.module(**inputs, use_cache=False).logits.squeeze(-1)
         if batch.packed:
             values = self._gather_and_unpad_packed(values[0], pad_size)[None]
-        return {"values": place(values[batch.predicting(batch.within)], batch.within)}
+        return {"values": place(values[batch.values_positions()], batch.within)}
 
     def _add_head(self, module: Any) -> None:
         """Keep the model's own head, which computes one value per token."""

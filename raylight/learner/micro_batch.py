@@ -49,21 +49,34 @@ class MicroBatch:
     @functools.cached_property
     def mask(self) -> torch.Tensor:
         """True for sampled tokens."""
-        return pad_sequence([row.mask == 1 for row in self.rows], batch_first=True).to(self.device)
+        return self._mask.to(self.device)
 
     @functools.cached_property
     def within(self) -> torch.Tensor:
         """True for tokens of responses."""
-        lengths = torch.tensor([len(row.response) for row in self.rows], device=self.device)
-        return torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]
+        return self._within.to(self.device)
 
-    def predicting(self, mask: torch.Tensor) -> torch.Tensor:
+    # what the model reads is found in host memory, so that no pass waits for the device
+    @functools.cached_property
+    def _mask(self) -> torch.Tensor:
+        return pad_sequence([row.mask == 1 for row in self.rows], batch_first=True)
+
+    @functools.cached_property
+    def _within(self) -> torch.Tensor:
+        return pad_sequence([torch.ones_like(row.mask, dtype=torch.bool) for row in self.rows], True)
+
+    def values_positions(self) -> torch.Tensor:
+        """Return True for the tokens before those of responses, in the shape of the model's input, in host
+        memory."""
+        return self._predicting(self._within)
+
+    def _predicting(self, mask: torch.Tensor) -> torch.Tensor:
         """Return True for the tokens before those of a mask, in the shape of the model's input."""
         row, column = mask.nonzero(as_tuple=True)
-        prompts = torch.tensor([len(row.prompt) for row in self.rows], device=self.device)
+        prompts = torch.tensor([len(row.prompt) for row in self.rows])
         lengths = [row.tokens for row in self.rows]
         if self.packed:
-            starts = torch.tensor(self._offsets[:-1], device=self.device)
+            starts = torch.tensor(self._offsets[:-1])
             found = mask.new_zeros(1, sum(lengths))
             found[0, (starts + prompts)[row] + column - 1] = True
         else:
@@ -73,13 +86,15 @@ class MicroBatch:
 
     def targets(self) -> TargetTokens:
         """Return the sampled tokens, of which the model computes log-probs."""
+        chosen = self._mask
         temperatures = None
         if any(row.temperature != 1 for row in self.rows):
-            by_row = torch.tensor([row.temperature for row in self.rows], device=self.device)
-            temperatures = by_row[:, None].expand(self.mask.shape)[self.mask]
+            by_row = torch.tensor([row.temperature for row in self.rows])
+            temperatures = by_row[:, None].expand(chosen.shape)[chosen].to(self.device)
+        response = pad_sequence([row.response for row in self.rows], batch_first=True)
         return TargetTokens(
-            positions=self.predicting(self.mask),
-            targets=self.matrix("response")[self.mask],
+            positions=self._predicting(chosen),
+            targets=response[chosen].to(self.device),
             temperatures=temperatures,
             entropy=self.entropy,
             entropy_grad=self.entropy_grad,

@@ -19,7 +19,7 @@ class TargetTokens:
     """The sampled tokens of a micro-batch, of which a model computes log-probs."""
 
     positions: torch.Tensor
-    """True where the model predicts one, in the shape of its input ids."""
+    """True where the model predicts one, in the shape of its input ids, in host memory."""
     targets: torch.Tensor
     """Ids of the tokens, row after row, shape (sampled tokens,)."""
     temperatures: torch.Tensor | None
@@ -73,7 +73,8 @@ class LogprobHead:
             return self._own_forward(*args, **inputs)
         given = {name: value for name, value in inputs.items() if value is not None}
         hidden = getattr(self._model, self._base_name)(**given)[0]
-        logprobs, entropies, squares = self._head(hidden[sampled.positions], sampled)
+        chosen = sampled.positions.flatten().nonzero()[:, 0].to(hidden.device)
+        logprobs, entropies, squares = self._head(hidden.flatten(0, 1)[chosen], sampled)
         found = {"log_probs": logprobs, "entropy": entropies, "sum_pi_squared": squares}
         return {name: values for name, values in found.items() if values is not None}
 

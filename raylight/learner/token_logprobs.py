@@ -129,7 +129,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             )
             totals = [_add(total, more) for total, more in zip(totals, grads, strict=True)]
             del inputs, logits, grad_logits, block, grads
-        return None, None, None, None, None, None, None, grad_hidden, *totals
+        summed = [
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(totals, ctx.parameters, strict=True)
+        ]
+        return None, None, None, None, None, None, None, grad_hidden, *summed
 
 
 @torch.no_grad()
@@ -197,6 +201,7 @@ def _grad_logits(
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of gradients, in float32 from the second on: a sum of many in 16 bits loses digits."""
     if total is None or more is None:
         return more if total is None else total
-    return total.add_(more)
+    return total.float().add_(more)

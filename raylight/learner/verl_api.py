@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 
 import torch
-from transformers.integrations import flash_attention
 
 from raylight.log import kept_root_logger
 
@@ -20,7 +19,6 @@ with warnings.catch_warnings(), kept_root_logger():
         from raylight.learner import verl_cpu
 
         verl_cpu.install_platform()
-    from verl.models.transformers.monkey_patch import _ulysses_flash_attention_forward
     from verl.trainer.config import AlgoConfig, CheckpointConfig
     from verl.trainer.ppo.core_algos import (
         ADV_ESTIMATOR_REGISTRY,
@@ -41,7 +39,12 @@ with warnings.catch_warnings(), kept_root_logger():
     from verl.utils.model import get_hf_auto_model_class
     from verl.utils.py_functional import append_to_dict
     from verl.utils.torch_functional import masked_mean, masked_whiten
-    from verl.utils.ulysses import ulysses_pad_and_slice_inputs
+    from verl.utils.ulysses import (
+        gather_heads_scatter_seq,
+        gather_seq_scatter_heads,
+        get_ulysses_sequence_parallel_world_size,
+        ulysses_pad_and_slice_inputs,
+    )
     from verl.workers.config import (
         ActorConfig,
         FSDPEngineConfig,
@@ -69,23 +72,17 @@ __all__ = [
     "append_to_dict",
     "compute_rollout_rejection_mask",
     "compute_value_loss",
-    "enable_ulysses",
+    "gather_heads_scatter_seq",
+    "gather_seq_scatter_heads",
     "get_adv_estimator_fn",
     "get_device_id",
     "get_hf_auto_model_class",
     "get_init_weight_context_manager",
     "get_policy_loss_fn",
+    "get_ulysses_sequence_parallel_world_size",
     "kl_penalty",
     "masked_mean",
     "masked_whiten",
     "register_policy_loss",
     "ulysses_pad_and_slice_inputs",
 ]
-
-
-def enable_ulysses() -> None:
-    """Exchange heads and tokens between the ranks of a sequence, in this process, around flash attention.
-
-    verl's own `apply_monkey_patch` does the same, and imports a class that TRL 1 has removed if TRL is there.
-    """
-    flash_attention._flash_attention_forward = _ulysses_flash_attention_forward

@@ -235,15 +235,12 @@ class LoraTrainer:
 
     def _logprobs(self, rows: Sequence[Datum]) -> torch.Tensor:
         """Return the log-probs of all targets, row after row, float32."""
-        lengths = torch.tensor([len(row.tokens) for row in rows], device=self._device)
-        ids = pad_sequence([torch.tensor(row.tokens) for row in rows], batch_first=True)
-        positions = torch.arange(ids.shape[1], device=self._device)
-        within = positions < lengths[:, None]
+        tokens = [torch.tensor(row.tokens) for row in rows]
+        ids = pad_sequence(tokens, batch_first=True)  # on the right, where no token attends
+        within = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in tokens], batch_first=True)
         targets = torch.from_numpy(np.concatenate([row.inputs[TARGETS] for row in rows]))
         output = self._peft(
             input_ids=ids.to(self._device),
-            attention_mask=within.int(),
-            position_ids=positions.where(within, 0),
             use_cache=False,
             sampled=TargetTokens(within, targets.to(self._device), None, entropy=False, entropy_grad=False),
         )

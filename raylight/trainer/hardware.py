@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import math
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
+from raylight.experience.packing import can_pack
 from raylight.experience.settings import PolicySettings
 from raylight.planning.cluster_shape import this_machine
 from raylight.trainer.engine_nodes import ask_nodes
@@ -42,8 +42,6 @@ class Hardware:
 
     gpus: float
     """GPUs on nodes whose torch can use them."""
-    flash_attention: bool = False
-    """True if flash-attn is installed on every node with GPUs."""
     gpu_memory: int = 0
     """Bytes of the smallest GPU; 0 if unknown."""
 
@@ -58,6 +56,8 @@ class Workload:
     """Bytes that the learners keep between updates, all ranks together; None if unknown."""
     overlaps: bool = False
     """True if engines sample while the learners update."""
+    packs: bool = False
+    """True if rows of the model can be packed."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def settings_for_hardware(
     """
     serving, training, supervised = settings.serving, settings.training, settings.supervised
     if supervised is not None:
-        learner = learner_alone(_cluster_hardware(), supervised.learner)
+        packs = can_pack(_language_config(Path(supervised.model_path)))
+        learner = learner_alone(_cluster_hardware(), supervised.learner, packs)
         return replace(settings, supervised=replace(supervised, learner=learner)), ()
     if serving is None or serving.engine.kind == "upstream":
         return settings, ()
@@ -123,25 +124,25 @@ def choose(
     """
     engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
     if learner is not None:
-        learner = _learner_on_gpu(hardware, learner)
+        learner = _learner_on_gpu(learner, work.packs)
     if engine.num_gpus:
         engine = engine_on_gpu(engine, learner, work.context)
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
-def learner_alone(hardware: Hardware, learner: LearnerConfig) -> LearnerConfig:
+def learner_alone(hardware: Hardware, learner: LearnerConfig, packs: bool) -> LearnerConfig:
     """Return the settings of learners in a run without engines: each has a GPU if there are enough."""
     if hardware.gpus >= learner.n:
         learner = _with_defaults(learner, num_gpus=1)
-    return _learner_on_gpu(hardware, learner)
+    return _learner_on_gpu(learner, packs)
 
 
-def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig) -> LearnerConfig:
+def _learner_on_gpu(learner: LearnerConfig, packs: bool) -> LearnerConfig:
     if not learner.num_gpus:
         return learner
     learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True)
-    flash = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
-    return _with_defaults(learner, packed=hardware.flash_attention and flash)
+    kernel = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
+    return _with_defaults(learner, packed=packs and kernel)
 
 
 def _assign_gpus(
@@ -249,19 +250,13 @@ def _cluster_hardware() -> Hardware:
     if not nodes or not all(ask_nodes(addresses, torch_uses_gpus).values()):
         return Hardware(0.0)
     gpus = sum(node["Resources"]["GPU"] for node in nodes)
-    flash_attention = all(ask_nodes(addresses, has_flash_attention).values())
     memory = min(node.gpu_memory for node in ask_nodes(addresses, this_machine).values())
-    return Hardware(gpus, flash_attention, memory)
+    return Hardware(gpus, memory)
 
 
 def torch_uses_gpus() -> bool:
     """True if the installed torch is not a build for CPUs only."""
     return not importlib.metadata.version("torch").endswith("+cpu")
-
-
-def has_flash_attention() -> bool:
-    """True if the package flash-attn is installed."""
-    return importlib.util.find_spec("flash_attn") is not None
 
 
 def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig | None) -> Workload:
@@ -278,7 +273,8 @@ def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig
         models = 1 if policy.critic is None else 2
         reference = frozen if policy.needs_reference and not adapted else 0
         kept = (models * (frozen if adapted else KEPT_BYTES) + reference) * parameters
-    return Workload(longest_sequence(folder), kept, policy is not None and policy.max_staleness > 0)
+    overlaps, packs = policy is not None and policy.max_staleness > 0, can_pack(_language_config(folder))
+    return Workload(longest_sequence(folder), kept, overlaps, packs)
 
 
 def count_parameters(folder: Path) -> int | None:
@@ -297,11 +293,15 @@ def count_parameters(folder: Path) -> int | None:
     return total or None
 
 
+def _language_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a model's language part; an empty one for the model of an engine of the
+    user's own, which may have no file."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return config | config.get("text_config", {})
+
+
 def longest_sequence(folder: Path) -> int | None:
     """Return the tokens of the longest sequence of a model; None if its configuration does not say."""
-    file = folder / "config.json"
-    if not file.is_file():  # the model of an engine of the user's own
-        return None
-    config = json.loads(file.read_text())
-    longest = (config | config.get("text_config", {})).get("max_position_embeddings")
+    longest = _language_config(folder).get("max_position_embeddings")
     return longest if isinstance(longest, int) and longest > 0 else None

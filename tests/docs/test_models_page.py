@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from docs_snippets import DOCS
+
+from raylight.learner.model_check import causal_lm_class
+from raylight.learner.varlen_attention import VARLEN, row_bounds
 
 
 def load_generator() -> ModuleType:
@@ -34,6 +40,10 @@ COMMON = {
     "gpt2",
     "llama4",
 }
+PACKED_EACH_TIME = {"llama", "qwen3", "gemma3_text", "deepseek_v3", "mixtral"}
+"""Model types with attention of a kind each: plain, with norms, with windows, latent, and with experts."""
+UNSTABLE = {"hrm_text"}
+"""Model types whose own implementations of attention in transformers differ by 100 times as much."""
 
 
 @pytest.mark.parametrize(
@@ -44,11 +54,58 @@ COMMON = {
     ],
 )
 def test_the_names_of_an_architecture_are_checked(model_type: str) -> None:
-    name, _, names, trained, *_ = ROWS[model_type]
+    name, _, names, trained, _, _, packed = ROWS[model_type]
     if "timm" in names and importlib.util.find_spec("timm") is not None:
         pytest.skip("timm is installed here")
-    assert GENERATOR.check_names(GENERATOR.tiny_config(model_type, name)) == names
+    config = GENERATOR.tiny_config(model_type, name)
+    assert GENERATOR.check_names(config) == names
     assert (trained == "yes") == (model_type in GENERATOR.TRAINED)
+    assert GENERATOR.packed_rows(config, names) == packed
+
+
+def gradients(model: Any, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients of a weighted sum of a model's outputs."""
+    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(2))
+    (outputs * weights).sum().backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name if name in PACKED_EACH_TIME else pytest.param(name, marks=pytest.mark.slow)
+        for name, row in ROWS.items()
+        if row[6] == "yes" and name not in UNSTABLE
+    ],
+)
+def test_packed_rows_are_computed_as_each_alone(model_type: str) -> None:
+    """Also where a row is longer than the window of a layer."""
+    config = GENERATOR.tiny_config(model_type, ROWS[model_type][0])
+    text, architecture = config.get_text_config(), causal_lm_class(config)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = 5
+    text.initializer_range = 0.1
+    models = []
+    for attention in ("eager", VARLEN):
+        torch.manual_seed(0)
+        own = copy.deepcopy(config)
+        models.append(architecture._from_config(own, dtype=torch.float32, attn_implementation=attention))
+    plain, packing = (model.eval() for model in models)
+    rows = [torch.randint(3, 320, (length,)) for length in (13, 9, 17)]
+    alone = torch.cat([plain(row[None], use_cache=False).logits[0] for row in rows])
+    packed = packing(
+        input_ids=torch.cat(rows)[None],
+        position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None],
+        use_cache=False,
+        **row_bounds([len(row) for row in rows], torch.device("cpu")),
+    ).logits[0]
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
+    expected, found = gradients(plain, alone), gradients(packing, packed)
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.norm()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = float((found[name] - gradient).norm())
+        assert difference <= 3e-5 * float(gradient.norm()) + 1e-6 * largest, name
 
 
 def test_the_table_has_most_architectures() -> None:

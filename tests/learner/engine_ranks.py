@@ -39,6 +39,9 @@ def all_updates() -> dict[str, dict[str, float]]:
     with torch.no_grad():
         batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
     found = {name: update(config, batch) for name, config in VARIANTS.items()}
+    for name, config in (("ulysses", {}), ("ulysses-split", {"max_tokens_per_micro_batch": 9})):
+        shared = {"packed": True, "ulysses": dist.get_world_size()}
+        found[name] = update(shared | config, batch)
     found["scaled"] = update({}, batch, loss_agg_mode="seq-mean-token-sum-norm")
     for name, config, mode in (
         ("critic", LORA, "token-mean"),

@@ -1,11 +1,9 @@
-"""Sequence parallelism: the numbers of heads that ranks can divide, and the replaced attention."""
+"""Sequence parallelism: the numbers of heads that ranks can divide."""
 
 import pytest
 from transformers import LlamaConfig
-from transformers.integrations import flash_attention
 
 from raylight.errors import ConfigError
-from raylight.learner import verl_api
 from raylight.learner.fsdp import check_heads
 
 
@@ -22,9 +20,3 @@ def test_ranks_that_cannot_divide_heads_are_refused(heads: int, keys: int, size:
         check_heads(
             LlamaConfig(hidden_size=64 * heads, num_attention_heads=heads, num_key_value_heads=keys), size
         )
-
-
-def test_ulysses_replaces_the_attention_that_transformers_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash_attention._flash_attention_forward)
-    verl_api.enable_ulysses()
-    assert flash_attention._flash_attention_forward.__module__.startswith("verl.")

@@ -1,5 +1,7 @@
 """Log-probs by chunks equal those of full logits, and so do their gradients."""
 
+import copy
+
 import pytest
 import torch
 
@@ -130,3 +132,18 @@ def test_tokens_of_probability_zero_add_nothing_to_entropy_and_gradient(case, en
     values = found(masked)
     assert all(value.isfinite().all() for value in values)
     torch.testing.assert_close(values, found(lambda part: masked(part).clamp(min=-1e6)))
+
+
+def test_gradients_of_chunks_are_summed_without_the_rounding_of_16_bits() -> None:
+    """The error is that of the chunks themselves, however many they are."""
+    torch.manual_seed(0)
+    head, hidden = torch.nn.Linear(16, VOCABULARY, bias=False).bfloat16(), torch.randn(512, 16).bfloat16()
+    targets = torch.randint(0, VOCABULARY, (512,))
+
+    def gradient(module: torch.nn.Module, states: torch.Tensor, chunk: int) -> torch.Tensor:
+        logprobs, _ = token_logprobs(module, module.parameters(), states, targets, None, chunk=chunk)
+        return torch.autograd.grad(logprobs.sum(), list(module.parameters()))[0].float()
+
+    exact = gradient(copy.deepcopy(head).float(), hidden.float(), 512)
+    whole, chunked = ((gradient(head, hidden, chunk) - exact).norm() for chunk in (512, 4))
+    assert chunked < 1.5 * whole

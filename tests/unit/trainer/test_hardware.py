@@ -41,10 +41,10 @@ def choice(
     learner: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
     context: int | None = CONTEXT,
-    flash: bool = False,
+    packs: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
-    found = choose(Hardware(gpus, flash), *given, Workload(context))
+    found = choose(Hardware(gpus), *given, Workload(context, packs=packs))
     return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
 
 
@@ -141,7 +141,7 @@ def test_the_defaults_of_a_cluster(
 
 
 @pytest.mark.parametrize(
-    ("learner", "flash", "packed"),
+    ("learner", "packs", "packed"),
     [
         ({}, True, True),
         ({}, False, False),
@@ -149,8 +149,8 @@ def test_the_defaults_of_a_cluster(
         ({"attention": "sdpa"}, True, False),
     ],
 )
-def test_rows_are_packed_where_flash_attention_can_be_used(learner: dict, flash: bool, packed: bool) -> None:
-    found, _, _ = choice(8, learner, flash=flash)
+def test_rows_are_packed_where_a_kernel_keeps_them_apart(learner: dict, packs: bool, packed: bool) -> None:
+    found, _, _ = choice(8, learner, packs=packs)
     assert found.get("packed", False) == packed
 
 
@@ -197,17 +197,34 @@ def test_engines_that_sample_during_updates_stay_awake() -> None:
 
 
 def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
-    assert workload(tmp_path, None, None) == Workload()
+    assert workload(tmp_path, None, None) == Workload(packs=True)
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
     save_file({"a": torch.zeros(10, 10), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
     plain, lora = rl.GRPO(model="m").policy_settings(), {"rank": 8}
-    assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107)
-    assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107)
+    assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107, packs=True)
+    assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107, packs=True)
     fp32 = LearnerConfig(lora=lora, dtype="fp32")
-    assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107)
+    assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107, packs=True)
     with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
-    assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, overlaps=True)
+    assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, True, packs=True)
     assert workload(tmp_path, rl.PPO(model="m").policy_settings(), LearnerConfig()).kept_bytes == 32 * 107
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        ({"model_type": "qwen3"}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, True),
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, False),
+        ({"attn_logit_softcapping": 50.0}, False),
+        ({"model_type": "gpt_oss"}, False),
+    ],
+)
+def test_rows_of_a_model_are_packed_if_its_layers_keep_them_apart(
+    config: dict, packs: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert workload(tmp_path, None, None).packs == packs
 
 
 def test_too_few_gpus_are_refused_with_the_settings() -> None:
@@ -248,7 +265,7 @@ def test_an_engine_without_learners_takes_a_gpu() -> None:
     assert found.learner is None
 
 
-def test_thelongest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
+def test_the_longest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
     assert longest_sequence(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
     assert longest_sequence(tmp_path) == 77
