@@ -53,7 +53,8 @@ class Critic:
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
         steps = minibatches * self._settings.ppo_epochs
-        metrics = mean_over_steps([self._step(minibatch) for minibatch in steps])
+        with self.engine.resident():
+            metrics = mean_over_steps([self._step(minibatch) for minibatch in steps])
         metrics["critic/lr"] = float(self.engine.lr_scheduler_step())
         return metrics
 

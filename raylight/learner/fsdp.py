@@ -42,7 +42,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     """Name of the output that `infer` returns."""
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
-        self._learner = learner
+        self._learner, self._is_resident = learner, False
         super().__init__(**configs)
 
     @property
@@ -119,6 +119,39 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             return super()._build_fsdp_module(module)
         finally:
             self.engine_config.forward_only = forward_only
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Context in which offloaded parameters and optimizer states stay on the device, from one pass or
+        step to the next."""
+        model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        if self._is_resident or not (model or optimizer):
+            yield
+            return
+        self.to(verl.get_device_name(), model=model, optimizer=optimizer, grad=model)
+        self._is_resident = True
+        try:
+            yield
+        finally:
+            self._is_resident = False
+            self.to("cpu", model=model, optimizer=optimizer, grad=model)
+
+    def train_mode(self, **options: Any) -> Any:
+        return super().train_mode(disable_auto_offload=self._is_resident, **options)
+
+    def eval_mode(self, **options: Any) -> Any:
+        return super().eval_mode(disable_auto_offload=self._is_resident, **options)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move the model and the optimizer. What is moved to the host can be read there."""
+        super().to(device, model=model, optimizer=optimizer, grad=grad)
+        if device == "cpu" and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def place_optimizer(self) -> None:
+        """Move the states of the optimizer to where they are kept between updates."""
+        device = "cpu" if self.is_optimizer_offload_enabled else verl.get_device_name()
+        self.to(device, model=False, optimizer=True, grad=False)
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:

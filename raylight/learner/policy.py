@@ -104,7 +104,8 @@ class Policy(TrainedModel):
         if trains:
             keeps_all = settings.rollout_rs is None
             steps = [step for step in minibatches if keeps_all or correction.has_tokens(step.rows)]
-            metrics |= mean_over_steps(list(map(self._step, steps * settings.ppo_epochs)))
+            with self.engine.resident():
+                metrics |= mean_over_steps(list(map(self._step, steps * settings.ppo_epochs)))
         # without a pass before, only the first mini-batch has log-probs from before the first step
         measured = own_rows if infers else minibatches[0].rows
         if not infers:

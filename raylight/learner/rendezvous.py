@@ -1,7 +1,8 @@
 """Rendezvous of the learner ranks, and the network interface of their collectives.
 
-Neither torch's store nor gloo and NCCL have a key, so they listen on the loopback interface if all ranks are
-on one node, and on the cluster's interface only otherwise.
+Neither torch's store nor gloo and NCCL have a key, so the first two listen on the loopback interface if all
+ranks are on one node. NCCL uses the node's address in the cluster, which is loopback if no other node can
+join: the id of a group carries it, and the workers of engines on other nodes join groups of the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from raylight.errors import LearnerError
 
 LOOPBACK = "127.0.0.1"
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def open_store(ranks: int, timeout: datetime.timedelta) -> tuple[tuple[str, int], Any]:
@@ -50,10 +50,18 @@ def _on_one_node() -> bool:
 
 
 def use_interface_of(store_host: str) -> None:
-    """Let gloo and NCCL use the interface through which the ranks reach the store. The user's own variables
-    take precedence."""
-    address = LOOPBACK if store_host == LOOPBACK else ray.util.get_node_ip_address()
-    for variable in INTERFACE_VARIABLES:
+    """Let gloo use the interface through which the ranks reach the store, and NCCL that of the cluster. The
+    user's own variables take precedence.
+
+    Raises:
+        LearnerError: see `find_interface`.
+    """
+    node = ray.util.get_node_ip_address()
+    addresses = {
+        "GLOO_SOCKET_IFNAME": LOOPBACK if store_host == LOOPBACK else node,
+        "NCCL_SOCKET_IFNAME": node,
+    }
+    for variable, address in addresses.items():
         if variable not in os.environ:
             os.environ[variable] = find_interface(address)
 

@@ -76,6 +76,7 @@ def load(policy: TrainedModel, url: str, group: Any = None) -> None:
             generators[name] = tensors[full_name] = reader.empty(full_name)
     reader.read(tensors)
     for name, engine in policy.engines.items():
+        engine.place_optimizer()
         _seek_schedule(engine, plain["updates"][name])
     policy.restore_progress(plain["progress"])
     if continues:

@@ -33,7 +33,7 @@ with warnings.catch_warnings(), kept_root_logger():
         register_policy_loss,
     )
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
-    from verl.utils.device import get_device_id
+    from verl.utils.device import get_device_id, get_device_name
     from verl.utils.fsdp_utils import get_init_weight_context_manager
     from verl.utils.metric import Metric
     from verl.utils.model import get_hf_auto_model_class
@@ -76,6 +76,7 @@ __all__ = [
     "gather_seq_scatter_heads",
     "get_adv_estimator_fn",
     "get_device_id",
+    "get_device_name",
     "get_hf_auto_model_class",
     "get_init_weight_context_manager",
     "get_policy_loss_fn",

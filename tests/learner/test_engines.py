@@ -200,6 +200,17 @@ def test_bf16_is_close_to_fp32(lora, batch):
     assert trained == {torch.float32}
 
 
+def test_offloaded_states_move_once_for_all_steps_of_an_update(batch, monkeypatch):
+    policy = make_policy(mini_batches=2, ppo_epochs=2)
+    policy.engine._is_offload_param = policy.engine._is_offload_optimizer = True
+    moves = []
+    monkeypatch.setattr(type(policy.engine), "to", lambda self, device, **parts: moves.append(parts))
+    policy.update(batch)
+    whole = {"model": True, "optimizer": True, "grad": True}
+    assert moves.count(whole) == 2
+    assert not any(parts["optimizer"] for parts in moves if parts != whole)
+
+
 def test_offload_on_a_cpu_is_logged(caplog):
     make_policy({"optimizer_offload": True})
     assert "optimizer_offload: no effect without a GPU" in caplog.text

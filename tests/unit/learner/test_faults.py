@@ -35,7 +35,6 @@ from raylight.learner.faults import (
     memory_advice,
     reports_lost_peer,
 )
-from raylight.learner.rendezvous import find_interface
 from raylight.learner.stack_dump import dump_stacks
 
 CONFIG = LearnerConfig(n=2, max_tokens_per_micro_batch=512)
@@ -227,14 +226,6 @@ def test_ranks_are_divided_into_groups_that_share_a_model(n: int, size: int, fit
         return
     with pytest.raises(ConfigError, match="give a divisor of n"):
         LearnerConfig(n=n, fsdp_size=size)
-
-
-def test_the_interface_is_found_by_the_address_of_the_node() -> None:
-    assert find_interface("127.0.0.1").startswith("lo")
-    with pytest.raises(
-        LearnerError, match=r"has its cluster address 203.0.113.7; set GLOO_SOCKET_IFNAME to "
-    ):
-        find_interface("203.0.113.7")
 
 
 def test_a_dump_has_all_threads_and_summarizes_one() -> None:
