@@ -60,7 +60,8 @@ class EngineConfig(Config):
     """Longest prompt plus response, in tokens; the model's own limit applies if it is lower. If not set: that
     limit on a GPU, up to 16384 tokens and a learner's longest row."""
     max_concurrent: int = Field(default=128, ge=1, le=MAX_CONCURRENT)
-    """Sequences that a replica decodes at the same time."""
+    """Sequences that a replica decodes at the same time. If not set: on a GPU as many as a step has rollouts,
+    up to 1024."""
     max_waiting: int = Field(default=4096, ge=1, le=MAX_CONCURRENT)
     """Requests that a replica queues; further ones are answered with status 503."""
     max_adapters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
@@ -183,7 +184,7 @@ class RunnerConfig(Config):
     """Custom resources that Ray reserves for a runner: only nodes that have them run runners."""
     max_concurrent: int = Field(default=64, ge=1, le=MAX_CONCURRENT)
     """Rollouts that one runner executes concurrently: asynchronous agents on its event loop, synchronous ones
-    in as many threads."""
+    in as many threads. If not set: as many as a step has rollouts if the engines are on GPUs, up to 1024."""
     max_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Deaths of runners in a row, without a rollout that succeeds in between, after which the run still goes
     on."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import ray
 
 from raylight.base_config import Config
-from raylight.config import EngineConfig, LearnerConfig
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
@@ -33,7 +33,10 @@ RESERVE = 4 * 2**30
 """Device memory for the contexts of both processes, and for the buffers of a publication."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
+MAX_IN_FLIGHT = 1024
+"""Largest default of the rollouts of a runner, and of the sequences of a replica on a GPU."""
 C = TypeVar("C", bound=Config)
+InFlight = TypeVar("InFlight", EngineConfig, RunnerConfig)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,10 @@ def settings_for_hardware(
         ),
     )
     engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
+    if engine.num_gpus and training is not None:
+        rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
+        engine = at_once(engine, rollouts, engine.replicas)
+        settings = replace(settings, runner=at_once(settings.runner, rollouts, settings.runner.n))
     settings = settings.with_engine(engine)
     if choice.learner is not None:
         settings = settings.with_training(learner=choice.learner)
@@ -220,6 +227,17 @@ def engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: 
     if engine.sleep_while_learning:
         args["enable_sleep_mode"] = True
     return engine.model_copy(update={"args": args | engine.args})
+
+
+def at_once(config: InFlight, rollouts: int, processes: int) -> InFlight:
+    """Return the settings of engines or runners that have all rollouts of a step in flight at once.
+
+    Args:
+        processes: number of replicas or of runners.
+    """
+    default = type(config).model_fields["max_concurrent"].default
+    each = min(max(-(-rollouts // processes), default), MAX_IN_FLIGHT)
+    return _with_defaults(config, max_concurrent=each)
 
 
 def _summary(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None) -> list[str]:

@@ -12,7 +12,7 @@ from run_settings import policy_settings, served_settings
 from safetensors.torch import save_file
 
 import raylight as rl
-from raylight.config import EngineConfig, LearnerConfig
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
 from raylight.planning.cluster_shape import NodeShape
 from raylight.trainer import hardware
@@ -321,6 +321,26 @@ def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
     )
     assert with_reward.training is not None
     assert with_reward.training.learner == found.training.learner
+
+
+@pytest.mark.parametrize(
+    ("tasks", "given", "engine", "runner"),
+    [(4, {}, 128, 64), (40, {}, 160, 160), (400, {}, 1024, 1024), (40, {"max_concurrent": 5}, 5, 5)],
+)
+def test_the_rollouts_of_a_step_are_in_flight_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, given: dict, engine: int, runner: int
+) -> None:
+    monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(3))
+    config = EngineConfig(kind="transformers", replicas=2, **given)
+    settings = policy_settings(
+        str(tmp_path),
+        config,
+        runner=RunnerConfig(n=2, **given),
+        training={"algorithm": rl.GRPO(model="m", tasks_per_step=tasks, group_size=8)},
+    )
+    found, _ = settings_for_hardware(settings, config)
+    assert found.serving is not None
+    assert (found.serving.engine.max_concurrent, found.runner.max_concurrent) == (engine, runner)
 
 
 def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:
