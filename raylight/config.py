@@ -265,7 +265,8 @@ class LearnerConfig(Config):
     num_cpus: float = Field(default=0.5, gt=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a rank."""
     num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one."""
+    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. If not set: on a GPU half
+    of the CPUs that the node has for each GPU, up to 8."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU. If
     not set: a GPU, or a part of one, if the cluster has GPUs."""

@@ -33,6 +33,8 @@ RESERVE = 4 * 2**30
 """Device memory for the contexts of both processes, and for the buffers of a publication."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
+MAX_THREADS = 8
+"""Largest default of a learner's threads on a CPU."""
 MAX_IN_FLIGHT = 1024
 """Largest default of the rollouts of a runner, and of the sequences of a replica on a GPU."""
 C = TypeVar("C", bound=Config)
@@ -47,6 +49,8 @@ class Hardware:
     """GPUs on nodes whose torch can use them."""
     gpu_memory: int = 0
     """Bytes of the smallest GPU; 0 if unknown."""
+    cpus: int = 1
+    """CPUs for each GPU, on the node with the fewest."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def choose(
     """
     engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
     if learner is not None:
-        learner = _learner_on_gpu(learner, work.packs)
+        learner = _learner_on_gpu(hardware, learner, work.packs)
     if engine.num_gpus:
         engine = engine_on_gpu(engine, learner, work.context)
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
@@ -141,13 +145,15 @@ def learner_alone(hardware: Hardware, learner: LearnerConfig, packs: bool) -> Le
     """Return the settings of learners in a run without engines: each has a GPU if there are enough."""
     if hardware.gpus >= learner.n:
         learner = _with_defaults(learner, num_gpus=1)
-    return _learner_on_gpu(learner, packs)
+    return _learner_on_gpu(hardware, learner, packs)
 
 
-def _learner_on_gpu(learner: LearnerConfig, packs: bool) -> LearnerConfig:
+def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, packs: bool) -> LearnerConfig:
     if not learner.num_gpus:
         return learner
-    learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True)
+    # states are loaded, cast and copied on the host; the other half is for engines and runners
+    threads = max(int(learner.num_cpus), min(hardware.cpus // 2, MAX_THREADS), 1)
+    learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True, num_threads=threads)
     kernel = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
     return _with_defaults(learner, packed=packs and kernel)
 
@@ -269,7 +275,8 @@ def _cluster_hardware() -> Hardware:
         return Hardware(0.0)
     gpus = sum(node["Resources"]["GPU"] for node in nodes)
     memory = min(node.gpu_memory for node in ask_nodes(addresses, this_machine).values())
-    return Hardware(gpus, memory)
+    shares = [node["Resources"].get("CPU", 0) / node["Resources"]["GPU"] for node in nodes]
+    return Hardware(gpus, memory, int(min(shares)))
 
 
 def torch_uses_gpus() -> bool:

@@ -44,23 +44,23 @@ def choice(
     packs: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
-    found = choose(Hardware(gpus), *given, Workload(context, packs=packs))
+    found = choose(Hardware(gpus, cpus=24), *given, Workload(context, packs=packs))
     return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
 
 
+ON_GPU = {"dtype": "bf16", "gradient_checkpointing": True, "num_threads": 8}
 SHARED_LEARNER = {
     "num_gpus": 0.6,
     "param_offload": True,
     "optimizer_offload": True,
-    "dtype": "bf16",
-    "gradient_checkpointing": True,
+    **ON_GPU,
 }
 SHARED_ENGINE = {
     "num_gpus": 0.4,
     "sleep_while_learning": True,
     "args": {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True},
 } | ENGINE_ON_GPU
-OWN_LEARNER = {"num_gpus": 1, "dtype": "bf16", "gradient_checkpointing": True}
+OWN_LEARNER = {"num_gpus": 1, **ON_GPU}
 OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
 
 
@@ -99,32 +99,38 @@ OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
         (8, {"num_gpus": 0}, {"num_gpus": 0}, {}, {}),
         (8, {"num_gpus": 0}, {}, {}, OWN_ENGINE),
         (8, {}, {"num_gpus": 1}, OWN_LEARNER, ENGINE_ON_GPU),
-        (8, {"dtype": "fp32", "gradient_checkpointing": False}, {}, {"num_gpus": 1}, OWN_ENGINE),
+        (
+            8,
+            {"dtype": "fp32", "gradient_checkpointing": False},
+            {},
+            {"num_gpus": 1, "num_threads": 8},
+            OWN_ENGINE,
+        ),
         (8, {}, {"dtype": "float32", "max_model_len": 512}, OWN_LEARNER, {"num_gpus": 1}),
         # an explicit GPU is on a node that has yet to start
         (
             0,
             {"num_gpus": 1},
             {"num_gpus": 1},
-            {"dtype": "bf16", "gradient_checkpointing": True},
+            ON_GPU,
             ENGINE_ON_GPU,
         ),
         # taken GPUs
         (1, {}, {"num_gpus": 1}, {}, ENGINE_ON_GPU),
-        (1, {"num_gpus": 1}, {}, {"dtype": "bf16", "gradient_checkpointing": True}, {}),
+        (1, {"num_gpus": 1}, {}, ON_GPU, {}),
         # shares of the user: the engine's share of the memory follows
         (
             1,
             {"num_gpus": 0.7},
             {"num_gpus": 0.3},
-            {"dtype": "bf16", "gradient_checkpointing": True},
+            ON_GPU,
             ENGINE_ON_GPU | {"args": {"gpu_memory_utilization": 0.3}},
         ),
         (
             1,
             {"num_gpus": 0.7},
             {"num_gpus": 0.3, "args": {"gpu_memory_utilization": 0.5}},
-            {"dtype": "bf16", "gradient_checkpointing": True},
+            ON_GPU,
             ENGINE_ON_GPU,
         ),
         # an engine of the user's own decides itself
