@@ -31,7 +31,10 @@ def make_capture() -> tuple[Core, Capture]:
 
     core = Core()
     processor = SimpleNamespace(request_states={}, add_request=None)
-    config = SimpleNamespace(structured_outputs_config=SimpleNamespace(disable_any_whitespace=False))
+    config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
+        scheduler_config=SimpleNamespace(scheduler_cls=None),
+    )
     client = SimpleNamespace(output_processor=processor, engine_core=core, vllm_config=config)
     return core, Capture(client)
 

@@ -11,6 +11,7 @@ from raylight.config import EngineConfig
 from raylight.errors import ConfigError
 
 WORKER_EXTENSION = "raylight.engines.vllm.transfer_worker.TransferWorkerExtension"
+SCHEDULER = "raylight.engines.vllm.scheduler.recording_scheduler"
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution really sampled from; others cannot be trained on."""
 FIXED: dict[str, Any] = {
@@ -159,6 +160,7 @@ def vllm_args(
         "generation_config": "vllm",
         "enable_log_requests": False,
         "weight_transfer_config": {"backend": backend},
+        "scheduler_cls": SCHEDULER,
     }
     if gpus == 0:
         defaults["enforce_eager"] = True  # compilation takes minutes on a CPU

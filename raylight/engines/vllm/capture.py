@@ -18,7 +18,9 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from raylight.engines.capture_context import CONSTRAINED, CURRENT, CaptureContext, Sample
+from raylight.engines.vllm.args import SCHEDULER
 from raylight.engines.vllm.constraints import is_constrained, limit_json, read_columns
+from raylight.engines.vllm.scheduler import LOGPROBS, RECORDED
 from raylight.types import FinishReason as Finish
 
 FINISH: dict[FinishReason, Finish] = {
@@ -57,8 +59,9 @@ class Capture:
         """vLLM's integer id of an adapter -> its version, for all adapters ever loaded."""
         self.constraint_problem: str | None = None
         """Reason why constrained requests cannot be recorded; None if they can."""
-        outputs = client.vllm_config.structured_outputs_config
-        self._forbids_white_space: bool = outputs.disable_any_whitespace
+        config = client.vllm_config
+        self._forbids_white_space: bool = config.structured_outputs_config.disable_any_whitespace
+        self._gets_numbers = config.scheduler_config.scheduler_cls == SCHEDULER
         self._states: dict[str, Any] = client.output_processor.request_states
         self._queue: asyncio.Queue[Any] = client.engine_core.outputs_queue
         self._add_request, client.output_processor.add_request = (
@@ -120,6 +123,8 @@ class Capture:
         requested = (parent.sampling_params if parent else params).num_logprobs is not None
         if not requested:
             params.logprobs = 0  # only the sampled token's
+            if self._gets_numbers and not is_constrained(params):
+                params.extra_args = {**(params.extra_args or {}), RECORDED: True}
         self._add_request(request, prompt, parent, index, queue)
         sample = capture.sample(choice, request.prompt_token_ids, sampling_record(params))
         version = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
@@ -127,7 +132,7 @@ class Capture:
         state.logprobs_processor = RecordingLogprobs.wrap(
             state.logprobs_processor, sample, self, version, requested, is_constrained(params)
         )
-        state.make_request_output = _recording_finish_reason(state.make_request_output, sample)
+        state.make_request_output = _wrap_output(state.make_request_output, sample)
 
 
 class RecordingLogprobs(LogprobsProcessor):
@@ -170,10 +175,12 @@ class RecordingLogprobs(LogprobsProcessor):
         if count := len(output.new_token_ids):
             sample = self.sample
             version = self.capture.version if self.fixed_version is None else self.fixed_version
-            assert output.new_logprobs is not None, "requested in Capture._record"
             sample.output_ids.extend(output.new_token_ids)
-            # column 0 is the sampled token
-            sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if output.new_logprobs is None:
+                assert output.kv_transfer_params is not None, "requested in Capture._record"
+                sample.logprobs.extend(output.kv_transfer_params.pop(LOGPROBS))
+            else:  # column 0 is the sampled token
+                sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             if self.constrained:
                 policy_logprobs, allowed = read_columns(output.new_logprobs.logprobs)
                 sample.policy_logprobs.extend(policy_logprobs)
@@ -186,15 +193,28 @@ class RecordingLogprobs(LogprobsProcessor):
             super()._update_sample_logprobs(logprobs_lists)
 
 
-def _recording_finish_reason(make_output: Any, sample: Sample) -> Any:
-    """Wrap a request state's `make_request_output`, which alone receives the final finish reason."""
+def _wrap_output(make_output: Any, sample: Sample) -> Any:
+    """Wrap a request state's `make_request_output`, which alone receives the final finish reason. An answer
+    does not have the emptied field in which the log-probs came."""
 
     def make_request_output(
-        new_token_ids: Any, pooling_output: Any, finish_reason: FinishReason | None, *rest: Any, **kwargs: Any
+        new_token_ids: Any,
+        pooling_output: Any,
+        finish_reason: FinishReason | None,
+        stop_reason: Any,
+        kv_transfer_params: dict[str, Any] | None,
+        ec_transfer_params: dict[str, Any] | None,
     ) -> Any:
         if finish_reason is not None:
             sample.finish_reason = FINISH.get(finish_reason, "aborted")
-        return make_output(new_token_ids, pooling_output, finish_reason, *rest, **kwargs)
+        return make_output(
+            new_token_ids,
+            pooling_output,
+            finish_reason,
+            stop_reason,
+            kv_transfer_params or None,
+            ec_transfer_params,
+        )
 
     return make_request_output
 

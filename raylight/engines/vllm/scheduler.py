@@ -1,0 +1,75 @@
+"""vLLM's scheduler, which hands on the log-probs of recorded tokens as plain numbers.
+
+vLLM sends three arrays for each request and step, and the process that serves requests takes 20 times as long
+to decode them as for all else that it does with a token: an engine that samples faster would wait for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsLists
+
+RECORDED = "raylight_recorded"
+"""Key in the `extra_args` of a request of which only the log-probs of the sampled tokens are wanted."""
+LOGPROBS = "lp"
+"""Key of these log-probs in an output's `kv_transfer_params`, the only field for values of other programs."""
+
+
+def recording_scheduler(*, vllm_config: Any, **parts: Any) -> Scheduler:
+    """Make the scheduler that vLLM would make, with plain log-probs of recorded requests."""
+    base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
+    made: Scheduler = type("RecordingScheduler", (PlainLogprobs, base), {})(vllm_config=vllm_config, **parts)
+    return made
+
+
+class PlainLogprobs:
+    """Mixin of a scheduler."""
+
+    requests: dict[str, Any]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        found = model_runner_output.logprobs
+        if found is None:
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        recorded = [_is_recorded(self.requests.get(name)) for name in model_runner_output.req_ids]
+        output = dataclasses.replace(model_runner_output, logprobs=StepLogprobs(found, recorded))
+        messages = super().update_from_output(scheduler_output, output)  # type: ignore[misc]
+        for message in messages.values():
+            move_logprobs(message.outputs)
+        return messages
+
+
+class StepLogprobs:
+    """The log-probs of a step, which the scheduler divides among the requests.
+
+    Args:
+        recorded: for each request of the step, True if it gets numbers in place of arrays.
+    """
+
+    def __init__(self, found: LogprobsLists, recorded: list[bool]) -> None:
+        self._found, self._recorded = found, recorded
+        self._sampled: list[float] = found.logprobs[:, 0].tolist()  # column 0 is the sampled token
+        self._starts = found.cu_num_generated_tokens
+
+    def slice_request(self, index: int, tokens: int) -> LogprobsLists | list[float]:
+        if not self._recorded[index]:
+            return self._found.slice_request(index, tokens)
+        start = index if self._starts is None else self._starts[index]
+        return self._sampled[start : start + tokens]
+
+
+def move_logprobs(outputs: list[Any]) -> None:
+    """Move plain log-probs to where vLLM's messages have room for them."""
+    for output in outputs:
+        if type(output.new_logprobs) is list:
+            output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: output.new_logprobs}
+            output.new_logprobs = None
+
+
+def _is_recorded(request: Any) -> bool:
+    params = None if request is None else request.sampling_params
+    return params is not None and params.extra_args is not None and RECORDED in params.extra_args
