@@ -36,7 +36,7 @@ DRIVER_PROCESSES = 2 * GIB
 driver, the store, the coordinator, Serve's controller and proxies, and Ray itself."""
 GPU_CONTEXT = 700 * MIB
 """Device memory of a CUDA context and of NCCL's communicators."""
-VLLM_MEMORY_SHARE = 0.9
+VLLM_MEMORY_SHARE = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
 LOGIT_COPIES = 3
 """Float32 copies of logits at the peak of the log-probs: of a block in learners, of all in engines."""

@@ -2,6 +2,9 @@
 
     python tests/gpu                  # or: pytest -n 0 -m gpu tests/gpu
 
+What matters most runs first, and figures are printed as they are known. With `--minutes 8` no test begins
+after eight minutes.
+
 Each case of a test has a shape and a device. Those on a GPU have the mark `gpu` and are skipped without one.
 The case `tiny` runs the same code on a CPU, among the slow tests.
 """
@@ -13,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,9 @@ import pytest
 
 HERE = Path(__file__).parent
 PROGRAM_S = 900
+ORDER = ("run", "weight_transfer", "learner", "engine", "state", "update_memory", "plan")
+"""Files of tests, those that matter most first."""
+STARTED = time.monotonic()
 Figure = Callable[[str, float, str], None]
 Program = Callable[..., dict[str, Any]]
 
@@ -33,6 +40,17 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, help="begin no test of a GPU after so many minutes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    own = [place for place, item in enumerate(items) if item.path.parent == HERE]
+    ordered = sorted((items[place] for place in own), key=lambda item: ORDER.index(item.path.stem[9:]))
+    for place, item in zip(own, ordered, strict=True):
+        items[place] = item
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     return f"GPUs: {', '.join(gpu_names()) or 'none'}" if config.option.markexpr == "gpu" else None
 
@@ -40,6 +58,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 @pytest.fixture(autouse=True)
 def _needs_gpus(request: pytest.FixtureRequest) -> None:
     """Skip a test whose mark `gpu(n)` asks for more GPUs than there are."""
+    minutes = request.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() > STARTED + 60 * minutes:
+        pytest.skip(f"{minutes:g} minutes have passed")
     mark = request.node.get_closest_marker("gpu")
     wanted = (mark.args or (1,))[0] if mark else 0
     if wanted and wanted > len(gpu_names()):
@@ -47,13 +68,15 @@ def _needs_gpus(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def figure(request: pytest.FixtureRequest) -> Figure:
+def figure(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Figure:
     """Function that adds a figure (name, value, unit) of the test to the table."""
 
     def add(name: str, value: float, unit: str) -> None:
         request.node.user_properties.append(
             ("figure", {"test": request.node.name, "name": name, "value": value, "unit": unit})
         )
+        with capsys.disabled():
+            print(f"\n{request.node.name}  {name}: {value:.5g} {unit}", flush=True)
 
     return add
 

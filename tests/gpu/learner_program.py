@@ -42,11 +42,22 @@ def token_rows(shape: Shape) -> list[list[int]]:
 def plain_logprobs(model: str, device: str, rows: list[list[int]]) -> list[list[float]]:
     """Return the log-probs of each row's tokens after the first, by plain transformers in float32."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-    found = []
-    for row in rows:
-        ids = torch.tensor([row], device=device)
-        logits = plain(ids).logits[0, :-1]
-        found.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist())
+    return [_logprobs(plain, row, device) for row in rows]
+
+
+@torch.no_grad()
+def rounding(model: str, device: str, row: list[int]) -> float:
+    """Return the mean difference of a row's log-probs in bfloat16 from those in float32, by plain
+    transformers."""
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+    exact = torch.tensor(_logprobs(plain, row, device))
+    return float((torch.tensor(_logprobs(plain.bfloat16(), row, device)) - exact).abs().mean())
+
+
+def _logprobs(plain: Any, row: list[int], device: str) -> list[float]:
+    ids = torch.tensor([row], device=device)
+    logprobs = plain(ids).logits[0, :-1].float().log_softmax(-1)
+    found: list[float] = logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
     return found
 
 
@@ -94,6 +105,7 @@ def measure(
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "metrics": metrics,
+        "rounding": rounding(model, "cuda" if on_gpu else "cpu", rows[0]),
         "tokens_per_s": sum(map(len, rows)) / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else host,
     }

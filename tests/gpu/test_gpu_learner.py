@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,11 @@ import pytest
 from gpu_shapes import SHAPES, peak_flops
 
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
-"""Largest mean difference of log-probs to plain transformers in float32, and relative difference of gradient
-norms."""
+"""Largest relative difference of gradient norms; in float32 also of log-probs to those of plain
+transformers."""
+MOST_ROUNDING = 1.5
+"""Largest mean difference of log-probs in bfloat16 to float32, as a multiple of that of plain transformers:
+random weights round more than trained ones."""
 CASES = [
     pytest.param("tiny", "cpu", "fp32", marks=pytest.mark.slow),
     pytest.param("0.5B", "cuda", "bf16", marks=pytest.mark.gpu),
@@ -20,14 +22,9 @@ CASES = [
 
 
 def variants(device: str, dtype: str) -> dict[str, dict[str, Any]]:
-    """Return learner settings by name. On a GPU, packed rows need flash attention."""
+    """Return learner settings by name."""
     common = {"dtype": dtype, "gradient_checkpointing": device == "cuda"}
-    found = {"padded": common | {"packed": False, "attention": "sdpa"}}
-    if device == "cpu":
-        found["packed"] = common | {"packed": True, "attention": "sdpa"}
-    elif importlib.util.find_spec("flash_attn"):
-        found["packed, flash attention"] = common | {"packed": True, "attention": "flash_attention_2"}
-    return found
+    return {"padded": common | {"packed": False}, "packed": common | {"packed": True}}
 
 
 @pytest.mark.parametrize(("shape", "device", "dtype"), CASES)
@@ -56,7 +53,9 @@ def test_updates_agree_with_plain_transformers(
         figure(f"{name}: peak memory", result["peak_bytes"] / 2**30, "GiB")
         if peak:
             figure(f"{name}: MFU", 100 * known.flops(1, known.row_tokens, passes=3) * speed / peak, "%")
-        assert metrics["mismatch/logprob_abs_mean"] < TOLERANCE[dtype]
+        figure(f"{name}: the same of plain transformers", result["rounding"], "nats")
+        limit = TOLERANCE[dtype] if dtype == "fp32" else MOST_ROUNDING * result["rounding"]
+        assert metrics["mismatch/logprob_abs_mean"] < limit
         assert metrics["learner/grad_norm"] == pytest.approx(
             found["padded"]["metrics"]["learner/grad_norm"], rel=TOLERANCE[dtype]
         )
