@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,8 +84,9 @@ class SenderClient:
         Raises:
             TransferBrokenError: a replica failed or was lost, or it is unknown if the phase was executed.
         """
+        pickled = {replica: pickle.dumps(info) for replica, info in infos.items()}
         call = call_coordinator(
-            self._coordinator, "run_phase", kind, infos, self._timeout_s, within=self._limit_s
+            self._coordinator, "run_phase", kind, pickled, self._timeout_s, within=self._limit_s
         )
         try:
             asyncio.run(call)

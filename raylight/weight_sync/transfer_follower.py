@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -95,18 +96,19 @@ class TransferFollower:
 
     async def _call_engine(self, phase: Phase, mode: UpdateMode) -> None:
         engine = self._engine
+        info: Any = None if phase.info is None else pickle.loads(phase.info)
         match phase.kind:
             case "init":
-                await engine.init_weight_transfer_engine(phase.info)
+                await engine.init_weight_transfer_engine(info)
             case "start":
                 await engine.start_weight_update(mode)
             case "update":
-                await engine.update_weights(phase.info)
+                await engine.update_weights(info)
             case "finish":
                 await engine.finish_weight_update(phase.version)
             case "send":
                 await engine.start_weight_update(mode)
-                await engine.update_weights(phase.info)
+                await engine.update_weights(info)
                 await engine.finish_weight_update(phase.version)
             case "abort":
                 await engine.abort_weight_update()

@@ -53,11 +53,11 @@ class TransferSequence(OrderSequence):
         self._transfer = Transfer(version, number, members) if members else None
         return [Member(name, s.workers, s.node) for name, s in sorted(members.items())] or None
 
-    async def run_phase(self, kind: PhaseKind, infos: Mapping[str, Any], timeout: float) -> None:
+    async def run_phase(self, kind: PhaseKind, infos: Mapping[str, bytes], timeout: float) -> None:
         """Have all members of the transfer execute a phase.
 
         Args:
-            infos: argument of each member.
+            infos: argument of each member, pickled.
             timeout: time that the version may take to reach all replicas.
 
         Raises:
@@ -144,7 +144,7 @@ class TransferSequence(OrderSequence):
     # bookkeeping
 
     def _begin_phase(
-        self, transfer: Transfer, kind: PhaseKind, infos: Mapping[str, Any] | None = None
+        self, transfer: Transfer, kind: PhaseKind, infos: Mapping[str, bytes] | None = None
     ) -> None:
         self._phase_number += 1
         transfer.begin(kind, self._phase_number, asyncio.get_running_loop().time(), infos)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from raylight.weight_sync.quorum import Subscription
 
@@ -42,13 +42,14 @@ class Phase:
     Attributes:
         number: position in the sequence of all phases.
         version: version of the weights.
-        info: argument of the engine's method.
+        info: argument of the engine's method, pickled: a handle of GPU memory imports torch when it is
+            unpickled, which a coordinator does without.
     """
 
     number: int
     kind: PhaseKind
     version: int
-    info: Any = None
+    info: bytes | None = None
 
 
 @dataclass
@@ -69,11 +70,13 @@ class Transfer:
     number: int = 0
     kind: PhaseKind | None = None
     started: float = 0.0
-    infos: Mapping[str, Any] = field(default_factory=dict)
+    infos: Mapping[str, bytes] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)
     broken: str = ""
 
-    def begin(self, kind: PhaseKind, number: int, now: float, infos: Mapping[str, Any] | None = None) -> None:
+    def begin(
+        self, kind: PhaseKind, number: int, now: float, infos: Mapping[str, bytes] | None = None
+    ) -> None:
         """Begin a phase."""
         self.kind, self.number, self.started = kind, number, now
         self.infos = infos or {}

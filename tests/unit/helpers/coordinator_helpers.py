@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import Generator, Mapping
 from typing import Any
 
@@ -132,7 +133,7 @@ async def send(coordinator: ReplicaCoordinator, version: int, token: str = "", t
         phases: tuple[PhaseKind, ...] = ("init", "start", "update", "finish")
         with contextlib.suppress(TransferBrokenError):
             for phase in phases:
-                infos = {member.replica: phase for member in members}
+                infos = {member.replica: pickle.dumps(phase) for member in members}
                 await coordinator.run_phase(phase, infos, timeout)
 
 

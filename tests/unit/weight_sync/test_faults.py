@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import pickle
 import selectors
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ class Learners:
         ):
             with contextlib.suppress(TransferBrokenError, CoordinatorUnavailableError, TimeoutError):
                 for phase in ("init", "start", "update", "finish"):
-                    infos = {member.replica: phase for member in members}
+                    infos = {member.replica: pickle.dumps(phase) for member in members}
                     call = call_coordinator(
                         coordinator, "run_phase", phase, infos, settings.timeout_s, within=within
                     )
