@@ -60,8 +60,8 @@ class EngineConfig(Config):
     """Longest prompt plus response, in tokens; the model's own limit applies if it is lower. If not set: that
     limit on a GPU, up to 16384 tokens and a learner's longest row."""
     max_concurrent: int = Field(default=128, ge=1, le=MAX_CONCURRENT)
-    """Sequences that a replica decodes at the same time. If not set: on a GPU as many as a step has rollouts,
-    up to 1024."""
+    """Sequences that a replica decodes at the same time. If not set: with vLLM on a GPU as many as a step
+    has rollouts, up to 1024."""
     max_waiting: int = Field(default=4096, ge=1, le=MAX_CONCURRENT)
     """Requests that a replica queues; further ones are answered with status 503."""
     max_adapters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
@@ -184,7 +184,7 @@ class RunnerConfig(Config):
     """Custom resources that Ray reserves for a runner: only nodes that have them run runners."""
     max_concurrent: int = Field(default=64, ge=1, le=MAX_CONCURRENT)
     """Rollouts that one runner executes concurrently: asynchronous agents on its event loop, synchronous ones
-    in as many threads. If not set: as many as a step has rollouts if the engines are on GPUs, up to 1024."""
+    in as many threads. If not set: as many as a step has rollouts if the engines are on GPUs, up to 256."""
     max_restarts: int = Field(default=3, ge=0, le=MAX_COUNT)
     """Deaths of runners in a row, without a rollout that succeeds in between, after which the run still goes
     on."""
@@ -317,7 +317,7 @@ class LearnerConfig(Config):
     rank then holds the gradient of the whole model in float32."""
     ulysses: int = Field(default=1, ge=1, le=MAX_PROCESSES)
     """Ranks that share each sequence (Ulysses sequence parallelism, https://arxiv.org/abs/2309.14509). More
-    than one needs `packed`."""
+    than one needs `packed`, and `attention` to be auto."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention implementation. auto: for packed rows torch's attention of rows of any lengths, which needs
     no mask, if the model allows it; else sdpa."""

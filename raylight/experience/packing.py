@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# fmt: off
+PACKED_MODELS = frozenset({
+    "afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2",
+    "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma",
+    "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite",
+    "granitemoe", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "jais2", "laguna", "llama", "longcat_flash", "mellum", "minimax_m2", "ministral3", "mistral",
+    "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "smollm3", "starcoder2",
+})
+# fmt: on
+"""Types of language models in transformers whose layers need no mask between rows, as the tests of
+docs/models.md show. The state of others goes on into the next row, or their layers make masks of their
+own."""
 SEPARABLE_LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers in transformers whose attention ends at the bounds of a row. The state of other kinds goes
-on into the next row."""
+"""Kinds of layers of these models that need none."""
 UNSUPPORTED = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
 """Settings of attention that the kernel for packed rows lacks."""
-UNSUPPORTED_MODELS = {"gpt_oss"}
-"""Types of models with attention sinks."""
+HEAD_SIZES = ("head_dim", "global_head_dim", "qk_head_dim", "qk_nope_head_dim", "v_head_dim")
+MAX_HEAD = 256
+"""Largest head that the kernel computes."""
+WINDOWS_IN_MASK = {"qwen2_moe"}
+"""Types of models whose windows are in the mask alone."""
 
 
 def can_pack(config: Mapping[str, Any]) -> bool:
@@ -20,9 +36,19 @@ def can_pack(config: Mapping[str, Any]) -> bool:
     Args:
         config: configuration of a language model in the format of Hugging Face.
     """
-    kinds = {*(config.get("layer_types") or ())}
+    kind, layers = config.get("model_type"), {*(config.get("layer_types") or ())}
+    windows = "sliding_attention" in layers or config.get("use_sliding_window")
     return (
-        kinds <= SEPARABLE_LAYERS
+        kind in PACKED_MODELS
+        and layers <= SEPARABLE_LAYERS
         and not any(config.get(name) for name in UNSUPPORTED)
-        and config.get("model_type") not in UNSUPPORTED_MODELS
+        and not (windows and kind in WINDOWS_IN_MASK)
+        and _largest_head(config) <= MAX_HEAD
     )
+
+
+def _largest_head(config: Mapping[str, Any]) -> int:
+    sizes = [config.get(name) or 0 for name in HEAD_SIZES]
+    latent = (config.get("qk_nope_head_dim") or 0) + (config.get("qk_rope_head_dim") or 0)
+    plain = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
+    return max(*sizes, latent) or plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import logging
 import os
 import resource
 import sys
@@ -31,6 +32,8 @@ from raylight.weight_sync.sender_client import PublicationSettings
 
 if TYPE_CHECKING:
     from raylight.learner.publisher import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 WATCHDOG_GROUP = "watchdog"
 """Concurrency group with its own threads, for the methods that must answer while a call hangs."""
@@ -68,9 +71,9 @@ class LearnerActor:
         measured = [Measurement(name, host * unit, {"memory": "host"})]
         if self._update_s is not None:
             measured.append(Measurement("raylight_learner_update_seconds", self._update_s))
-            if self._config.num_gpus:
-                import torch
+            import torch
 
+            if torch.cuda.is_available():
                 device = torch.cuda.max_memory_allocated()
                 measured.append(Measurement(name, device, {"memory": "device"}))
         return measured
@@ -130,7 +133,7 @@ class LearnerActor:
         import torch
         import torch.distributed as dist
 
-        use_interface_of(address[0])
+        use_interface_of(address[0], torch.cuda.is_available())
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
         torch.set_num_threads(cpu_threads(self._config))
@@ -142,8 +145,15 @@ class LearnerActor:
 
         if self._store is None:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=self._timeout)
+        on_gpu = torch.cuda.is_available()
+        if self._config.num_gpus and not on_gpu:
+            logger.warning(
+                "learner.num_gpus=%g, but torch finds no GPU in rank %d, which computes on the CPU",
+                self._config.num_gpus,
+                self._rank,
+            )
         # metrics are reduced on the CPU, even if the model is on a GPU
-        backend = "cpu:gloo,cuda:nccl" if self._config.num_gpus else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
         )

@@ -147,10 +147,12 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
         return VARLEN
     if config.ulysses > 1:
         raise ConfigError(
-            f"learner.ulysses={config.ulysses} needs a model whose attention has neither sinks, soft caps "
-            f"nor dropout, and dtype='bf16' on a GPU ({architecture.__name__} in {config.dtype!r} now); "
-            "remove the setting"
+            f"learner.ulysses={config.ulysses} needs a model with packed rows in docs/models.md, and "
+            f"dtype='bf16' on a GPU ({architecture.__name__} in {config.dtype!r} now); remove the setting"
         )
+    flash = on_16_bits and is_flash_attn_2_available() and architecture._supports_flash_attn
+    if config.packed and flash and not architecture._compatible_flash_implementations:
+        return "flash_attention_2"
     return "sdpa" if architecture._supports_sdpa else "eager"
 
 
@@ -165,6 +167,8 @@ def _warn_about_unused_offload(config: LearnerConfig) -> None:
 
 def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: str) -> None:
     """Compute two short rows, each alone and both packed together, and compare the outputs. A collective.
+
+    This finds rows that are mixed, not attention that is wrong in both.
 
     Raises:
         ConfigError: the output of a row depends on the other row.

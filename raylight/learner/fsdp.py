@@ -70,6 +70,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         """
         settings, hf_config = self.model_config, self.model_config.hf_config
         if self.use_ulysses_sp:
+            if hasattr(hf_config, "vision_config"):  # verl leaves such a sequence whole
+                raise ConfigError(
+                    f"learner.ulysses={self.ulysses_sequence_parallel_size} cannot divide the sequences of a "
+                    "model with a vision part; remove the setting"
+                )
             check_heads(hf_config.get_text_config(), self.ulysses_sequence_parallel_size)
         place_weights = verl.get_init_weight_context_manager(
             use_meta_tensor=not hf_config.tie_word_embeddings, mesh=self.device_mesh

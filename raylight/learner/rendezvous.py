@@ -18,6 +18,7 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from raylight.errors import LearnerError
 
 LOOPBACK = "127.0.0.1"
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def open_store(ranks: int, timeout: datetime.timedelta) -> tuple[tuple[str, int], Any]:
@@ -49,25 +50,26 @@ def _on_one_node() -> bool:
     return group is not None and len(set(placement_group_table(group)["bundles_to_node_id"].values())) == 1
 
 
-def use_interface_of(store_host: str) -> None:
+def use_interface_of(store_host: str, on_gpu: bool) -> None:
     """Let gloo use the interface through which the ranks reach the store, and NCCL that of the cluster. The
     user's own variables take precedence.
+
+    Args:
+        on_gpu: the ranks compute on GPUs, and use NCCL too.
 
     Raises:
         LearnerError: see `find_interface`.
     """
     node = ray.util.get_node_ip_address()
-    addresses = {
-        "GLOO_SOCKET_IFNAME": LOOPBACK if store_host == LOOPBACK else node,
-        "NCCL_SOCKET_IFNAME": node,
-    }
-    for variable, address in addresses.items():
-        if variable not in os.environ:
-            os.environ[variable] = find_interface(address)
+    own = LOOPBACK if store_host == LOOPBACK else node
+    if GLOO not in os.environ:
+        os.environ[GLOO] = find_interface(own, GLOO)
+    if on_gpu and NCCL not in os.environ:
+        os.environ[NCCL] = f"={find_interface(node, NCCL)}"  # without "=", the beginning of a name
 
 
-def find_interface(address: str) -> str:
-    """Return the network interface with this address.
+def find_interface(address: str, variable: str) -> str:
+    """Return the network interface with this address, for a variable that the message names.
 
     gloo itself chooses the interface of the host name, which may be the loopback interface, unreachable for
     other nodes.
@@ -82,6 +84,6 @@ def find_interface(address: str) -> str:
         if any(known.address == address for known in addresses):
             return name
     raise LearnerError(
-        f"no network interface of this node has its cluster address {address}; set GLOO_SOCKET_IFNAME to "
+        f"no network interface of this node has its cluster address {address}; set {variable} to "
         f"the interface through which the learners reach each other, one of {', '.join(interfaces)}"
     )

@@ -23,8 +23,7 @@ from raylight.learner import verl_api as verl
 VARLEN = "raylight_varlen"
 """Name of this attention in transformers."""
 MULTIPLE = 8
-"""The kernels compute heads whose size is a multiple of this, up to `MAX_HEAD`."""
-MAX_HEAD = 256
+"""The kernels compute heads whose size is a multiple of this."""
 
 
 def supports_varlen(config: Any, architecture: Any) -> bool:
@@ -34,10 +33,7 @@ def supports_varlen(config: Any, architecture: Any) -> bool:
         config: transformers' configuration of the model.
         architecture: its class in transformers.
     """
-    text = config.get_text_config()
-    if not (architecture._supports_attention_backend and can_pack(text.to_dict())):
-        return False
-    return (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) <= MAX_HEAD
+    return architecture._supports_attention_backend and can_pack(config.get_text_config().to_dict())
 
 
 def row_bounds(lengths: list[int], device: torch.device) -> dict[str, Any]:
@@ -61,9 +57,10 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
+    dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int = 0,
@@ -80,12 +77,14 @@ def _attend(
     Raises:
         ConfigError: the layer does not hand on the bounds of the rows, or wants what is not computed here.
     """
-    if cu_seq_lens_q is None or softcap is not None or s_aux is not None:
+    unknown = attention_mask is not None or softcap is not None or s_aux is not None or dropout
+    if cu_seq_lens_q is None or unknown:
         raise ConfigError(
             f"{type(module).__name__} cannot compute packed rows without a mask; set learner.packed=False"
         )
     size, scale = value.shape[-1], scaling or query.shape[-1] ** -0.5
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    dtype = _kernel_dtype(value) if query.is_cuda else value.dtype
+    query, key, value = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
     shared = verl.get_ulysses_sequence_parallel_world_size() > 1
     if shared:
         query, key, value = (_gather_tokens(each) for each in (query, key, value))
@@ -104,6 +103,11 @@ def _gather_tokens(states: torch.Tensor) -> torch.Tensor:
     return verl.gather_seq_scatter_heads(repeated, seq_dim=0, head_dim=1)
 
 
+def _kernel_dtype(value: torch.Tensor) -> torch.dtype:
+    """Return the type of 16 bits that the kernel computes in; rope and norms may leave float32."""
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
+
+
 def _kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -113,12 +117,9 @@ def _kernel(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Return the output of the kernel for GPUs, which needs 16 bits and heads of one size."""
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
+    """Return the output of the kernel for GPUs, which needs heads of one size."""
     size = -(-max(query.shape[-1], value.shape[-1]) // MULTIPLE) * MULTIPLE
-    query, key, value = (
-        pad(each.to(dtype), (0, size - each.shape[-1])).contiguous() for each in (query, key, value)
-    )
+    query, key, value = (pad(each, (0, size - each.shape[-1])).contiguous() for each in (query, key, value))
     output = varlen_attn(
         query,
         key,

@@ -35,8 +35,8 @@ MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
 MAX_THREADS = 8
 """Largest default of a learner's threads on a CPU."""
-MAX_IN_FLIGHT = 1024
-"""Largest default of the rollouts of a runner, and of the sequences of a replica on a GPU."""
+MAX_IN_FLIGHT: dict[type[Config], int] = {EngineConfig: 1024, RunnerConfig: 256}
+"""Largest default of the sequences of a replica on a GPU, and of the rollouts of a runner."""
 C = TypeVar("C", bound=Config)
 InFlight = TypeVar("InFlight", EngineConfig, RunnerConfig)
 
@@ -113,7 +113,8 @@ def settings_for_hardware(
     engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
     if engine.num_gpus and training is not None:
         rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
-        engine = at_once(engine, rollouts, engine.replicas)
+        if engine.kind == "vllm":  # another engine has memory for each sequence from its start
+            engine = at_once(engine, rollouts, engine.replicas)
         settings = replace(settings, runner=at_once(settings.runner, rollouts, settings.runner.n))
     settings = settings.with_engine(engine)
     if choice.learner is not None:
@@ -154,8 +155,8 @@ def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, packs: bool) -> 
     # states are loaded, cast and copied on the host; the other half is for engines and runners
     threads = max(int(learner.num_cpus), min(hardware.cpus // 2, MAX_THREADS), 1)
     learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True, num_threads=threads)
-    kernel = learner.dtype == "bf16" and learner.attention in ("auto", "flash_attention_2")
-    return _with_defaults(learner, packed=packs and kernel)
+    kernel = (learner.attention == "auto" and packs) or learner.attention == "flash_attention_2"
+    return _with_defaults(learner, packed=learner.dtype == "bf16" and kernel)
 
 
 def _assign_gpus(
@@ -242,7 +243,7 @@ def at_once(config: InFlight, rollouts: int, processes: int) -> InFlight:
         processes: number of replicas or of runners.
     """
     default = type(config).model_fields["max_concurrent"].default
-    each = min(max(-(-rollouts // processes), default), MAX_IN_FLIGHT)
+    each = min(max(-(-rollouts // processes), default), MAX_IN_FLIGHT[type(config)])
     return _with_defaults(config, max_concurrent=each)
 
 
@@ -323,7 +324,7 @@ def _language_config(folder: Path) -> dict[str, Any]:
     user's own, which may have no file."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    return config | config.get("text_config", {})
+    return config | (config.get("text_config") or {})
 
 
 def longest_sequence(folder: Path) -> int | None:

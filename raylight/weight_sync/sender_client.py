@@ -84,7 +84,8 @@ class SenderClient:
         Raises:
             TransferBrokenError: a replica failed or was lost, or it is unknown if the phase was executed.
         """
-        pickled = {replica: pickle.dumps(info) for replica, info in infos.items()}
+        known = {id(info): pickle.dumps(info) for info in infos.values()}  # replicas may share one
+        pickled = {replica: known[id(info)] for replica, info in infos.items()}
         call = call_coordinator(
             self._coordinator, "run_phase", kind, pickled, self._timeout_s, within=self._limit_s
         )

@@ -42,8 +42,6 @@ COMMON = {
 }
 PACKED_EACH_TIME = {"llama", "qwen3", "gemma3_text", "deepseek_v3", "mixtral"}
 """Model types with attention of a kind each: plain, with norms, with windows, latent, and with experts."""
-UNSTABLE = {"hrm_text"}
-"""Model types whose own implementations of attention in transformers differ by 100 times as much."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +73,7 @@ def gradients(model: Any, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
     [
         name if name in PACKED_EACH_TIME else pytest.param(name, marks=pytest.mark.slow)
         for name, row in ROWS.items()
-        if row[6] == "yes" and name not in UNSTABLE
+        if row[6] == "yes"
     ],
 )
 def test_packed_rows_are_computed_as_each_alone(model_type: str) -> None:

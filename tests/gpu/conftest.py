@@ -41,7 +41,9 @@ def gpu_names() -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--minutes", type=float, help="begin no test of a GPU after so many minutes")
+    parser.addoption(
+        "--minutes", type=float, default=None, help="begin no test of a GPU after so many minutes"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -102,12 +102,13 @@ def measure(
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "metrics": metrics,
         "rounding": rounding(model, "cuda" if on_gpu else "cpu", rows[0]),
         "tokens_per_s": sum(map(len, rows)) / seconds,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else host,
+        "peak_bytes": peak or host,
     }
 
 

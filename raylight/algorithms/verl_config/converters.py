@@ -300,6 +300,12 @@ def sleeps(value: bool, read: ConfigReader) -> bool:
     return bool(value) and read(f"{ROLLOUT}.name") == "vllm" and read("trainer.v1.trainer_mode") == "sync"
 
 
+def attention(value: str, read: ConfigReader) -> Any:
+    """Return the attention implementation. Ranks that share sequences have raylight's own."""
+    sizes = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+    return UNSET if max(read(size) or 1 for size in sizes) > 1 else value
+
+
 def seed(value: int | None, read: ConfigReader) -> int | None:
     """Return the seed of the run; None for raylight's default."""
     if value is not None and (type(value) is not int or not 0 <= value <= MAX_SEED):

@@ -208,7 +208,7 @@ _MODEL = (
     used_by("exclude_modules", ".lora_rank"),
     maps_to("enable_gradient_checkpointing", "learner.gradient_checkpointing"),
     maps_to("use_remove_padding", "learner.packed"),
-    maps_to("override_config.attn_implementation", "learner.attention", own_default=True),
+    maps_to("override_config.attn_implementation", "learner.attention", c.attention, own_default=True),
     ignored("use_shm", "the model is read from disk only once"),
     only("trust_remote_code", False, reason="code in the model's folder is never run"),
     only("enable_activation_offload", False, reason="activations are recomputed or kept, never offloaded"),

@@ -102,6 +102,9 @@ class Capture:
     ) -> None:
         """Add one choice of a request to vLLM; record it if there is a current capture context."""
         capture, params = CURRENT.get(), request.sampling_params
+        if params is not None and params.extra_args is not None and RECORDED in params.extra_args:
+            # of a client; only requests that are recorded here may have it
+            params.extra_args = {k: v for k, v in params.extra_args.items() if k != RECORDED}
         if params is not None and not self._forbids_white_space:
             limit_json(params)
         if capture is None or params is None:

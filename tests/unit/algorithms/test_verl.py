@@ -361,6 +361,17 @@ def test_the_transformers_engine_by_its_name() -> None:
     assert not settings["engine.sleep_while_learning"]
 
 
+@pytest.mark.parametrize(
+    "key", ["ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"]
+)
+def test_ranks_that_share_sequences_have_raylights_attention(key: str) -> None:
+    chosen = {"actor_rollout_ref.model.override_config.attn_implementation": "flash_attention_2"}
+    gpus = {"trainer.n_gpus_per_node": 8}
+    assert settings_of(BASE | gpus | chosen)["learner.attention"] == "flash_attention_2"
+    shared = settings_of(BASE | gpus | chosen | {f"actor_rollout_ref.actor.{key}": 2})
+    assert (shared["learner.attention"], shared["learner.ulysses"]) == ("auto", 2)
+
+
 @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 def test_engines_stay_awake_while_rollouts_overlap_updates(mode: str) -> None:
     settings = settings_of(BASE | {"trainer.v1.trainer_mode": mode})

@@ -150,6 +150,7 @@ def test_the_defaults_of_a_cluster(
     ("learner", "packs", "packed"),
     [
         ({}, True, True),
+        ({"attention": "flash_attention_2"}, False, True),
         ({}, False, False),
         ({"dtype": "fp32"}, True, False),
         ({"attention": "sdpa"}, True, False),
@@ -203,16 +204,16 @@ def test_engines_that_sample_during_updates_stay_awake() -> None:
 
 
 def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
-    assert workload(tmp_path, None, None) == Workload(packs=True)
+    assert workload(tmp_path, None, None) == Workload()
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
     save_file({"a": torch.zeros(10, 10), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
     plain, lora = rl.GRPO(model="m").policy_settings(), {"rank": 8}
-    assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107, packs=True)
-    assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107, packs=True)
+    assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107)
+    assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107)
     fp32 = LearnerConfig(lora=lora, dtype="fp32")
-    assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107, packs=True)
+    assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107)
     with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
-    assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, True, packs=True)
+    assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, True)
     assert workload(tmp_path, rl.PPO(model="m").policy_settings(), LearnerConfig()).kept_bytes == 32 * 107
 
 
@@ -220,10 +221,18 @@ def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
     ("config", "packs"),
     [
         ({"model_type": "qwen3"}, True),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, True),
-        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, False),
-        ({"attn_logit_softcapping": 50.0}, False),
+        ({"model_type": "qwen3_next"}, False),
         ({"model_type": "gpt_oss"}, False),
+        ({}, False),
+        ({"model_type": "olmo3", "layer_types": ["sliding_attention", "full_attention"]}, True),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, True),
+        ({"model_type": "qwen3", "text_config": None}, True),
+        ({"model_type": "llama", "layer_types": ["linear_attention", "full_attention"]}, False),
+        ({"model_type": "llama", "attention_dropout": 0.1}, False),
+        ({"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 8}, False),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, True),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, False),
+        ({"model_type": "qwen2_moe", "use_sliding_window": False}, True),
     ],
 )
 def test_rows_of_a_model_are_packed_if_its_layers_keep_them_apart(
@@ -330,14 +339,26 @@ def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
 
 
 @pytest.mark.parametrize(
-    ("tasks", "given", "engine", "runner"),
-    [(4, {}, 128, 64), (40, {}, 160, 160), (400, {}, 1024, 1024), (40, {"max_concurrent": 5}, 5, 5)],
+    ("kind", "tasks", "given", "engine", "runner"),
+    [
+        ("vllm", 4, {}, 128, 64),
+        ("vllm", 40, {}, 160, 160),
+        ("vllm", 400, {}, 1024, 256),
+        ("vllm", 40, {"max_concurrent": 5}, 5, 5),
+        ("transformers", 40, {}, 128, 160),
+    ],
 )
 def test_the_rollouts_of_a_step_are_in_flight_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: int, given: dict, engine: int, runner: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    tasks: int,
+    given: dict,
+    engine: int,
+    runner: int,
 ) -> None:
     monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(3))
-    config = EngineConfig(kind="transformers", replicas=2, **given)
+    config = EngineConfig(kind=kind, replicas=2, **given)
     settings = policy_settings(
         str(tmp_path),
         config,

@@ -1,0 +1,50 @@
+"""Learner and vLLM share a GPU that Ray only counts: what a run on one GPU places, starts and publishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLEEPS = {"sleep_while_learning": True, "args": {"enable_sleep_mode": False}}
+"""Engines are told to sleep, and say why they cannot: vLLM on a CPU refuses its own argument for it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("algorithm", "engine", "learner"),
+    [
+        ({}, SLEEPS, {}),
+        ({"max_staleness": 1}, {}, {}),
+        ({}, SLEEPS, {"lora": {"rank": 4, "alpha": 8}}),
+        ({}, SLEEPS, {"param_offload": True, "optimizer_offload": True}),
+    ],
+    ids=["synchronous", "asynchronous", "adapter", "offloaded"],
+)
+def test_a_run_on_one_gpu(
+    algorithm: dict[str, Any], engine: dict[str, Any], learner: dict[str, Any], tmp_path: Path
+) -> None:
+    program = Path(__file__).parent / "shared_gpu_training.py"
+    options = {"algorithm": algorithm, "engine": engine | {"weight_transfer": "gloo"}, "learner": learner}
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), json.dumps(options)],
+        env={**os.environ, "RAY_ADDRESS": ""},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"]]
+    assert [row["weights/version"] for row in steps] == [1, 2, 3]
+    for row in steps:
+        assert row["mismatch/logprob_abs_max"] < 1e-3
+        assert row["mismatch/probe_abs_mean"] < 1e-3
+    if engine.get("sleep_while_learning"):
+        assert "cannot sleep: vLLM on a CPU has no device memory" in done.stdout + done.stderr
