@@ -11,6 +11,7 @@ from vllm_helpers import HI, TOLERANCE, difference, until, within
 
 from raylight.request_fields import LABELS
 
+RECORDED = "raylight_recorded"
 TOKENS = {"return_token_ids": True}
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 TOOL = {
@@ -53,6 +54,21 @@ async def test_logprobs_that_the_agent_asked_for_are_answered_as_captured(bench:
     expected = answer.choices[0].logprobs.content
     assert [entry.logprob for entry in expected] == pytest.approx(bench.sample.logprobs, abs=1e-5)
     assert {len(entry.top_logprobs) for entry in expected} == {3}
+
+
+@pytest.mark.parametrize("options", [{"logprobs": True}, {"response_format": {"type": "json_object"}}])
+async def test_an_agent_cannot_send_the_mark_of_recorded_requests(bench: Any, options: dict) -> None:
+    """With it, vLLM would send numbers where arrays are expected."""
+    answer = await bench.openai.chat.completions.create(
+        model="policy",
+        messages=HI,
+        max_tokens=8,
+        extra_body={"vllm_xargs": {RECORDED: 1, "own": 2}},
+        **options,
+    )
+    assert len(bench.sample.logprobs) == answer.usage.completion_tokens
+    if "logprobs" in options:
+        assert len(answer.choices[0].logprobs.content) == answer.usage.completion_tokens
 
 
 @pytest.mark.parametrize("requested", [None, 2, 24])

@@ -43,8 +43,9 @@ def test_a_run_on_one_gpu(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
     assert [row["weights/version"] for row in steps] == [1, 2, 3]
-    for row in steps:
-        assert row["mismatch/logprob_abs_max"] < 1e-3
-        assert row["mismatch/probe_abs_mean"] < 1e-3
+    measured = [row for row in steps if "mismatch/logprob_abs_max" in row]  # not if all tokens are stale
+    assert measured
+    assert max(row["mismatch/logprob_abs_max"] for row in measured) < 1e-3
+    assert max(row["mismatch/probe_abs_mean"] for row in steps) < 1e-3
     if engine.get("sleep_while_learning"):
         assert "cannot sleep: vLLM on a CPU has no device memory" in done.stdout + done.stderr
