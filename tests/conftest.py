@@ -47,10 +47,6 @@ os.environ |= {"RAY_worker_niceness": "0"}
 if "PYTEST_XDIST_WORKER" in os.environ:  # two test processes share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 restore_interrupts()
-# a deadline per example fails on a busy machine; pytest-timeout bounds the whole test
-hypothesis.settings.register_profile("raylight", deadline=None)
-hypothesis.settings.load_profile("raylight")
-
 FRAMEWORK_PARTS = 4
 SHOWN_FILES = 25
 SHOWN_FROM_S = 60.0
@@ -71,11 +67,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"run one of {SLOW_PARTS} parts of the slow tests, selected by this hexadecimal commit hash",
     )
     parser.addoption(
-        "--shuffle", metavar="SEED", help="shuffle the files, and the tests of each file, with this seed"
+        "--shuffle",
+        metavar="SEED",
+        help="shuffle the files and the tests of each with this seed, and draw other examples in each run",
     )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # a deadline per example fails on a busy machine; pytest-timeout bounds the whole test
+    by_chance = config.getoption("--shuffle") or config.getoption("--slow-part")
+    hypothesis.settings.register_profile("raylight", deadline=None, derandomize=not by_chance)
+    hypothesis.settings.load_profile("raylight")
     if os.environ.get("RAYLIGHT_REQUIRE_FRAMEWORKS") == "1" and (missing := _missing_frameworks()):
         raise pytest.UsageError(
             f"RAYLIGHT_REQUIRE_FRAMEWORKS=1, but {', '.join(missing)} are not installed; "

@@ -258,6 +258,10 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_is_given_no_answer
 @given(st.binary(max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_no_bytes_are_a_failure_of_the_server(content: bytes) -> None:
+    try:
+        is_object = isinstance(json.loads(content), dict)
+    except (ValueError, RecursionError):
+        is_object = False
     answer = asyncio.run(Site().post(content=content))
-    assert answer.status_code == 400
-    assert is_refusal(answer, CHAT)
+    assert answer.status_code == 400 or (is_object and answer.status_code == 200)
+    assert is_refusal(answer, CHAT) or answer.status_code == 200
