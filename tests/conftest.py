@@ -52,7 +52,7 @@ SHOWN_FILES = 25
 SHOWN_FROM_S = 60.0
 """Seconds of all tests from which on the slowest files are listed."""
 SLOW_PARTS = 20
-SLOW_PART_S = 300.0
+SLOW_PART_S = 200.0
 """Seconds after which a part begins no further test."""
 STARTED = time.monotonic()
 ROOT = Path(__file__).parent.parent
