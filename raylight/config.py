@@ -99,7 +99,7 @@ class EngineConfig(Config):
     port: int | None = Field(default=None, ge=1, le=65535)
     """HTTP port. None: 8000, or any free port if 8000 is in use."""
     start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
-    """Seconds within which the deployment must be ready."""
+    """Seconds without progress after which the start of the replicas has failed."""
 
     @field_validator("ignore_fields")
     @classmethod
@@ -163,7 +163,7 @@ class ScoringConfig(Config):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of weights and computation. If not set: bfloat16 on a GPU."""
     start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
-    """Seconds within which the replicas must be ready."""
+    """Seconds without progress after which the start of the replicas has failed."""
     timeout_s: float = Field(default=600.0, gt=0, le=MAX_SECONDS)
     """Seconds within which a request must be answered, the replacement of lost replicas included."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from raylight.components import import_dotted_name
@@ -18,8 +19,8 @@ from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.errors import ConfigError
 
-EngineFactory = Callable[..., Engine]
-"""An engine class or function, called as `factory(settings, **config.args)`."""
+EngineFactory = Callable[..., Engine | Awaitable[Engine]]
+"""An engine class or function, called as `factory(settings, **config.args)`; its result may be awaitable."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,17 @@ class BuiltInEngine:
 
     Attributes:
         factory: dotted name of the class or function that constructs the engine in the replica's process.
-            None: the engine has a Serve deployment of its own, see `serving/deploy/applications.py`.
-        args: names that `EngineConfig.args` may hold. None: the engine checks them itself.
+        args: names that `EngineConfig.args` may hold.
+        check_args: dotted name of a function that checks `EngineConfig.args`, in place of `args`.
+        serve_options: dotted name of a function that returns Ray Serve's options of the engine's deployment
+            from the `EngineConfig` and the model's folder. None: a replica is one actor with the resources
+            of the `EngineConfig`.
     """
 
-    factory: str | None
-    args: frozenset[str] | None = frozenset()
+    factory: str
+    args: frozenset[str] = frozenset()
+    check_args: str | None = None
+    serve_options: str | None = None
 
 
 ENGINES: dict[str, BuiltInEngine] = {
@@ -41,7 +47,11 @@ ENGINES: dict[str, BuiltInEngine] = {
         "raylight.engines.transformers.engine:build_engine",
         frozenset({"tool_parser", "reasoning", "max_new_tokens"}),
     ),
-    "vllm": BuiltInEngine(None, args=None),
+    "vllm": BuiltInEngine(
+        "raylight.engines.vllm.start:start_engine",
+        check_args="raylight.engines.vllm.args:check_args",
+        serve_options="raylight.engines.vllm.placement:serve_options",
+    ),
     "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),
 }
 METHODS = sorted(
@@ -68,7 +78,10 @@ def choose_engine(config: EngineConfig) -> str:
             "vLLM is not installed: pip install 'raylight[vllm]' on a machine with a GPU, and on a CPU as "
             "docs/serving.md describes; or use the transformers engine"
         )
-    _check_args(kind, config.args, ENGINES[kind].args)
+    if check := ENGINES[kind].check_args:
+        import_dotted_name(check, "EngineConfig.kind")(config.args)
+    else:
+        _check_args(kind, config.args, ENGINES[kind].args)
     return kind
 
 
@@ -79,9 +92,7 @@ def load_factory(kind: str) -> EngineFactory:
         ConfigError: `kind` is neither a built-in engine nor the dotted name of an engine class.
     """
     if kind in ENGINES:
-        path = ENGINES[kind].factory
-        assert path is not None, f"the {kind} engine is constructed by its own deployment"
-        return import_dotted_name(path, "EngineConfig.kind")
+        return import_dotted_name(ENGINES[kind].factory, "EngineConfig.kind")
     if ":" not in kind and "." not in kind:
         known = ["auto", *ENGINES]
         nearest = ", ".join(difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or known)
@@ -97,7 +108,7 @@ def load_factory(kind: str) -> EngineFactory:
     return factory
 
 
-def build_engine(settings: EngineSettings) -> Engine:
+async def build_engine(settings: EngineSettings) -> Engine:
     """Construct the engine that `settings.config.kind` names.
 
     Raises:
@@ -105,6 +116,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     """
     kind = settings.config.kind
     engine = load_factory(kind)(settings, **settings.config.args)
+    if isinstance(engine, Awaitable):
+        engine = await engine
     _check_methods(kind, engine)
     return engine
 
@@ -120,10 +133,11 @@ def _check_methods(kind: str, engine: Any) -> None:
 
 def has_vllm() -> bool:
     """True if vLLM is installed."""
-    try:
-        return importlib.util.find_spec("vllm.v1") is not None  # a plain folder named vllm has no vllm.v1
-    except ModuleNotFoundError:
-        return False
+    package = importlib.util.find_spec("vllm")
+    # a folder of the user's may have this name. `find_spec("vllm.v1")` imports vLLM and torch.
+    return package is not None and any(
+        Path(folder, "v1").is_dir() for folder in package.submodule_search_locations or ()
+    )
 
 
 def _accepted_args(kind: str, factory: EngineFactory) -> frozenset[str] | None:

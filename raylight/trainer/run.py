@@ -182,11 +182,10 @@ class Run:
         started = [role for role, part in roles.items() if part]
         self._show_stage(f"starting {', '.join(started[:-1])}{' and ' if started[1:] else ''}{started[-1]}")
         async with task_group() as tasks:
-            loading = [tasks.create_task(self.learners.start())] if settings.training else []
+            if settings.training:
+                tasks.create_task(self.learners.start())
             if runners is not None:
                 tasks.create_task(runners.start())
-            if settings.shares_gpus:  # vLLM sizes its cache by the memory that is free when it starts
-                await asyncio.wait(loading)
             if settings.serving:
                 tasks.create_task(self._serve())
         if settings.training:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
@@ -22,6 +23,8 @@ LOADS_TIMEOUT_S = 2.0
 """Time that replicas have to report their loads."""
 LOAD_RENEWAL_S = 60.0
 """Time after which a replica renews the call that carries its load."""
+HOLD_INTERVAL_S = 5.0
+"""Seconds after which a coordinator that holds starts looks again whether those under way are lost."""
 RETRY_DELAY_S = 0.5
 """Delay between two calls to a coordinator that does not respond."""
 
@@ -140,6 +143,18 @@ class CoordinatorClient:
     ) -> dict[str, list[float]]:
         return await self._issue(timeout, "probe", ids, timeout, adapter)
 
+    @contextlib.asynccontextmanager
+    async def starts_held(self) -> AsyncIterator[None]:
+        """Let no replica that starts take device memory meanwhile; see `Starts`."""
+        try:
+            while not await call_until_answered(
+                self._coordinator, "hold_starts", HOLD_INTERVAL_S, within=HOLD_INTERVAL_S
+            ):
+                pass
+            yield
+        finally:
+            await call_until_answered(self._coordinator, "release_starts", within=GRACE_S)
+
     async def loads(self, timeout: float = LOADS_TIMEOUT_S) -> dict[str, EngineLoad]:
         """Return the loads of the replicas that report within `timeout` seconds.
 
@@ -210,6 +225,13 @@ class ReplicaClient:
                 await pause(RETRY_DELAY_S)
             except CoordinatorLostError:
                 return
+
+    async def enter_start(self) -> None:
+        """Wait until this replica may take device memory."""
+        while not await call_until_answered(
+            self._coordinator, "enter_start", self._replica, HOLD_INTERVAL_S, within=HOLD_INTERVAL_S
+        ):
+            pass
 
     async def leave(self) -> None:
         await self._call("leave")

@@ -40,6 +40,7 @@ from raylight.errors import EngineStartError, WeightSyncError
 from raylight.weight_sync.loads import LoadReports
 from raylight.weight_sync.orders import Kind, Snapshot, Versions
 from raylight.weight_sync.seeds import SamplingStreams
+from raylight.weight_sync.starts import StartProgress, Starts
 from raylight.weight_sync.transfer_sequence import TransferSequence
 
 REMEMBERED_CALLS = 16
@@ -54,6 +55,7 @@ class ReplicaCoordinator(TransferSequence):
         self._start_failure: str | None = None
         self._streams = SamplingStreams(restored=not self._restored)
         self._loads = LoadReports()
+        self._starts = Starts(time.monotonic, self._replacement_timeout_s)
         self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
         self.publication_s: float | None = None
         """Seconds of the last publication that succeeded."""
@@ -71,17 +73,50 @@ class ReplicaCoordinator(TransferSequence):
         """Return the name of a starting replica's stream of random numbers, which no other replica has."""
         return self._streams.name_for(replica)
 
-    async def wait_for_subscribers(self, count: int) -> None:
-        """Wait until `count` replicas have caught up.
+    async def report_start(self, replica: str, stage: str, work: int, entered: bool) -> None:
+        """Take a report of a replica that starts, see `Starts.report`."""
+        if self._starts.report(replica, stage, work, entered):
+            self._changed.notify_all()
+
+    async def end_start(self, replica: str) -> None:
+        """Note that a replica is up, or has failed."""
+        self._starts.end(replica)
+        self._changed.notify_all()
+
+    async def enter_start(self, replica: str, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until a replica that starts may take device memory; True if it may."""
+        return await self._changed.wait_for(lambda: self._starts.enter(replica), timeout)
+
+    async def hold_starts(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until no replica takes device memory; True if none does, or will until
+        `release_starts`."""
+        return await self._changed.wait_for(self._starts.hold, timeout)
+
+    async def release_starts(self) -> None:
+        """Let replicas take device memory again."""
+        self._starts.release()
+        self._changed.notify_all()
+
+    async def wait_for_start(self, count: int, progressed: int, timeout: float) -> StartProgress:
+        """Wait up to `timeout` seconds until `count` replicas have caught up, or a start has progressed.
+
+        Args:
+            progressed: number of reports of progress that the caller knows.
 
         Raises:
             EngineStartError: a replica failed to start.
         """
+
+        def ready() -> int:
+            return self._quorum.caught_up() if self._restored else 0
+
         await self._changed.wait_for(
-            lambda: bool(self._start_failure) or (self._restored and self._quorum.caught_up() >= count)
+            lambda: bool(self._start_failure) or ready() >= count or self._starts.progressed != progressed,
+            timeout,
         )
         if self._start_failure:
             raise EngineStartError(f"an engine replica failed to start: {self._start_failure}")
+        return StartProgress(ready(), self._starts.progressed, self._starts.stages())
 
     async def wait_for_replicas(self, count: int) -> Snapshot:
         """Wait until exactly `count` replicas are subscribed, all of which have caught up; return the state

@@ -39,10 +39,10 @@ def make_config(task: dict[str, Any], shape: Shape) -> EngineConfig:
 
 def make_vllm(task: dict[str, Any], config: EngineConfig) -> Engine:
     """Build vLLM's engine as a replica does, without Ray."""
-    from raylight.engines.vllm.deployment import environment
+    from raylight.engines.vllm.placement import environment
 
     on_gpu = task["device"] == "cuda"
-    os.environ |= environment(task["model"], 1, float(on_gpu), eager=not on_gpu)
+    os.environ |= environment(config.model_copy(update={"num_gpus": float(on_gpu)}), task["model"])
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -75,7 +75,7 @@ def make_vllm(task: dict[str, Any], config: EngineConfig) -> Engine:
         await init_app_state(client, app.state, namespace, supported)
         return app
 
-    return VllmEngine(client, native_app, MODEL, task["model"])
+    return VllmEngine(client, native_app, MODEL)
 
 
 async def sample(engine: Engine, shape: Shape) -> tuple[list[Sample], float]:
@@ -139,7 +139,7 @@ async def main(task: dict[str, Any]) -> dict[str, Any]:
     if task["kind"] == "vllm":
         engine = make_vllm(task, config)
     else:
-        engine = build_engine(EngineSettings(task["model"], MODEL, config, device=task["device"]))
+        engine = await build_engine(EngineSettings(task["model"], MODEL, config, device=task["device"]))
     try:
         samples, seconds = await sample(engine, shape)
         slept = await sleep_and_wake(engine)

@@ -97,7 +97,7 @@ async def publish_weights(
 async def serve_joined(model: Served, version: int, weights: Mapping[str, Any], replicas: int) -> None:
     """Wait until a number of replicas have caught up, and send the current weights to those that join."""
     keeper = model.coordinator.keeper
-    waiting = asyncio.ensure_future(model.coordinator.handle.wait_for_subscribers.remote(replicas))
+    waiting = asyncio.ensure_future(model.coordinator.handle.wait_for_replicas.remote(replicas))
     waiting.add_done_callback(lambda _: keeper.changed.notify_all())
     while not waiting.done():
         await keeper.changed.wait_for(lambda: waiting.done() or bool(keeper.lacking))

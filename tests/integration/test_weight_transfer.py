@@ -124,7 +124,7 @@ async def test_a_replica_that_dies_amid_a_broadcast_is_left_out_and_its_replacem
         await gate.open.remote()
         await second
         assert survivor in await assert_parity(model, learners, 1)
-        await model.coordinator.handle.wait_for_subscribers.remote(2)  # the replacement, with version 2
+        await model.coordinator.handle.wait_for_replicas.remote(2)  # the replacement, with version 2
         assert doomed not in await assert_parity(model, learners, 2)
         await cancel_all([serving_joined])
 
@@ -167,7 +167,7 @@ async def test_an_update_runs_while_a_snapshot_of_the_version_before_is_sent(tmp
         expected = await learners.logprobs(IDS)
         second = asyncio.create_task(publications.publish(2))
         await gate.wait_reached.remote()
-        async with publications.learners_busy:
+        async with publications.learners_busy():
             await learners.update(make_batch())
         changed = await learners.logprobs(IDS)
         assert not second.done()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from raylight.config import EngineConfig
-from raylight.engines.vllm.args import chat_template, find_tool_parser, vllm_args
-from raylight.engines.vllm.deployment import llm_config
+from raylight.engines.vllm.args import LORA_RANKS, chat_template, find_tool_parser, known_args, vllm_args
+from raylight.engines.vllm.placement import environment, place
+from raylight.engines.vllm.start import llm_config
 from raylight.errors import ConfigError
 from raylight.tinker.serve import TinkerConfig, with_adapters
 from raylight.trainer.fit import fixed_model
@@ -88,70 +92,48 @@ def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_
     )
 
 
-def test_the_deployment_on_a_cpu_and_on_gpus(model_path: str) -> None:
-    cpu = llm_config(
-        model_path,
-        "policy",
-        build_args(model_path),
-        server=object,
-        num_cpus=0.5,
-        threads=1,
-        gpus=0,
-        options={"num_replicas": 2},
-    )
-    engine = cpu.get_engine_config()
-    assert engine.placement_bundles == [{"CPU": 0.5}]
-    assert cpu.deployment_config == {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0, "num_gpus": 0}}
-    assert cpu.runtime_env["env_vars"]["HF_HUB_OFFLINE"] == "1"
-    assert cpu.runtime_env["env_vars"]["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert cpu.runtime_env["env_vars"]["OMP_NUM_THREADS"] == "1"
-    args = build_args(model_path, {"tensor_parallel_size": 2}, gpus=1)
-    gpu = llm_config(
-        model_path,
-        "policy",
-        args,
-        server=object,
-        num_cpus=1,
-        threads=1,
-        gpus=1,
-        resources={"engine_node": 1},
-        env={"A": "b"},
-    )
-    engine = gpu.get_engine_config()
-    assert engine.placement_bundles == [
-        {"GPU": 1, "CPU": 1, "engine_node": 1},
-        {"GPU": 1, "engine_node": 1},
-    ]
-    assert engine.placement_strategy == "STRICT_PACK"
-    assert gpu.runtime_env["env_vars"]["A"] == "b"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in gpu.runtime_env["env_vars"]
-    stages = build_args(model_path, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, gpus=1)
-    wide = llm_config(model_path, "policy", stages, server=object, num_cpus=1, threads=1, gpus=1)
-    assert wide.get_engine_config().placement_strategy == "PACK"
+def test_names_and_ranks_read_without_an_import_are_those_of_vllm() -> None:
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+    fields = {field.name for cls in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(cls)}
+    assert known_args() == fields
+    assert get_args(MaxLoRARanks) == LORA_RANKS
+
+
+def test_a_driver_that_deploys_vllm_does_not_import_it() -> None:
+    code = """
+import sys
+from raylight.config import EngineConfig
+from raylight.engines.registry import choose_engine
+from raylight.engines.vllm.placement import serve_options
+config = EngineConfig(kind="vllm", num_gpus=1, args={"max_num_batched_tokens": 64})
+assert choose_engine(config) == choose_engine(EngineConfig(num_gpus=1)) == "vllm"
+serve_options(config, "m")
+print(sorted({"torch", "vllm"} & sys.modules.keys()))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
-    ("args", "share", "replica", "bundles", "executor"),
+    ("args", "share", "executor"),
     [
-        # one worker: the replica's actor owns the share, and vLLM's core runs the worker
-        ({}, 0.4, 0.4, [{"CPU": 1}], "mp"),
-        ({}, 1, 1, [{"CPU": 1}], "mp"),
-        # several: Ray's executor places them, and the replica's actor is in the bundle of the first
-        ({"tensor_parallel_size": 2}, 0.4, 0, [{"CPU": 1, "GPU": 0.4}, {"GPU": 0.4}], "ray"),
-        ({"distributed_executor_backend": "ray"}, 1, 0, [{"CPU": 1, "GPU": 1}], "ray"),
+        # one worker: vLLM's core runs it. Several: Ray's executor places them.
+        ({}, 0.4, "mp"),
+        ({}, 1, "mp"),
+        ({"tensor_parallel_size": 2}, 0.4, "ray"),
+        ({"distributed_executor_backend": "ray"}, 1, "ray"),
     ],
 )
-def test_a_share_of_a_gpu_goes_to_who_computes(
-    model_path: str, args: dict, share: float, replica: float, bundles: list, executor: str
-) -> None:
+def test_who_runs_the_workers(model_path: str, args: dict, share: float, executor: str) -> None:
+    config = EngineConfig(kind="vllm", num_gpus=share, args=args)
     built = build_args(model_path, args, gpus=share)
-    llm = llm_config(model_path, "policy", built, server=object, num_cpus=1, threads=1, gpus=share)
+    llm = llm_config(model_path, "policy", built, place(config), environment(config, model_path))
     engine = llm.get_engine_config()
-    assert llm.deployment_config["ray_actor_options"]["num_gpus"] == replica
-    assert engine.placement_bundles == bundles
     assert engine.get_initialization_kwargs()["distributed_executor_backend"] == executor
-    shares = llm.runtime_env["env_vars"].get("VLLM_RAY_PER_WORKER_GPUS")
-    assert shares == (None if share == 1 else "0.4")
+    assert engine.placement_strategy == "STRICT_PACK"
+    assert engine.runtime_env["env_vars"]["HF_HUB_OFFLINE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +145,7 @@ def test_the_core_runs_the_only_worker_of_a_gpu(
 ) -> None:
     from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
-    from raylight.engines.vllm import server
+    from raylight.engines.vllm import start as starting
 
     found: list[str] = []
 
@@ -171,8 +153,8 @@ def test_the_core_runs_the_only_worker_of_a_gpu(
         found.append(config.parallel_config.distributed_executor_backend)
 
     monkeypatch.setattr(VLLMEngine, "_start_async_llm_engine", start)
-    monkeypatch.setattr(server, "VllmEngine", lambda *_: None)
-    engine = object.__new__(server.CapturingVLLMEngine)
+    monkeypatch.setattr(starting, "VllmEngine", lambda *_: None)
+    engine = object.__new__(starting.CapturingVLLMEngine)
     engine.llm_config = SimpleNamespace(model_id="policy")
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(distributed_executor_backend=backend),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError
@@ -54,6 +56,13 @@ TOOL_PARSERS = {
     "<|python_tag|>": "llama3_json",
 }
 """Marker of a tool call in a chat template -> vLLM's parser; the first match counts."""
+ARGS_CLASSES = {
+    "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
+    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
+}
+"""File of vLLM -> its dataclasses whose fields are arguments."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""vLLM's limits of the rank of adapters."""
 LORA_DEFAULTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
 RANK_REMEDY = "lower learner.lora.rank or engine.args.max_lora_rank, or set learner.lora.serve='merged'"
 
@@ -88,14 +97,20 @@ def asked_gpus(config: EngineConfig) -> float:
 
 
 def known_args() -> frozenset[str]:
-    """Return all arguments of vLLM's engine and its OpenAI frontend."""
-    import dataclasses
+    """Return all arguments of vLLM's engine and its OpenAI frontend.
 
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
-
+    They are read from its source: an import takes half a minute on a cold disk.
+    """
+    package = importlib.util.find_spec("vllm")
+    assert package is not None, "vLLM is installed"
+    folder = Path(str(package.origin)).parent
     return frozenset(
-        field.name for cls in (AsyncEngineArgs, FrontendArgs) for field in dataclasses.fields(cls)
+        statement.target.id
+        for file, classes in ARGS_CLASSES.items()
+        for definition in ast.parse(Path(folder, file).read_text()).body
+        if isinstance(definition, ast.ClassDef) and definition.name in classes
+        for statement in definition.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     )
 
 
@@ -197,13 +212,10 @@ def rank_limit(rank: int, remedy: str) -> int:
     Raises:
         ConfigError: vLLM serves no adapters of this rank.
     """
-    from vllm.config.lora import MaxLoRARanks
-
-    limits: tuple[int, ...] = get_args(MaxLoRARanks)
-    fitting = [limit for limit in limits if limit >= rank]
+    fitting = [limit for limit in LORA_RANKS if limit >= rank]
     if not fitting:
-        raise ConfigError(f"vLLM serves adapters up to rank {max(limits)}, not {rank}: {remedy}")
-    return min(fitting)
+        raise ConfigError(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {rank}: {remedy}")
+    return fitting[0]
 
 
 def _model_limit(path: str) -> int | None:

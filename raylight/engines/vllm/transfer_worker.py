@@ -11,7 +11,10 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 import raylight.engines.vllm.gloo_backend  # noqa: F401  # registers the backend
+from raylight.engines.vllm.start_log import note_start_stages
 from raylight.engines.vllm.worker import WorkerExtension
+
+note_start_stages()  # imported before the worker loads its weights
 
 LOST, FAILED = "lost", "failed"
 """Kinds of failures: another process was lost, or this worker failed."""

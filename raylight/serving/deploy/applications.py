@@ -6,12 +6,12 @@ from typing import Any
 
 from ray import serve
 
-from raylight.config import EngineConfig, cpu_threads
+from raylight.components import import_dotted_name
+from raylight.config import EngineConfig
+from raylight.engines.registry import ENGINES
 from raylight.errors import EngineStartError
-from raylight.log import kept_root_logger
 from raylight.serving.deploy.ingress import alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
-from raylight.weight_transfer.transports import vllm_backend
 
 HEALTH_CHECK_PERIOD_S = 5.0
 HEALTH_CHECK_TIMEOUT_S = 15.0
@@ -28,65 +28,29 @@ def build_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
     Args:
         env: the flags with which raylight started Serve; the replicas need them too.
     """
-    build = _vllm_application if settings.config.kind == "vllm" else _engine_application
-    return build(settings, env)
-
-
-def _engine_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.Application:
-    """An engine that lives in one actor per replica."""
-    config = settings.config
-    actor: dict[str, Any] = {
-        "num_cpus": config.num_cpus,
-        "num_gpus": config.num_gpus,
-        "resources": config.resources,
-        "runtime_env": {"env_vars": env},
-    }
-    deployment = serve.deployment(name="engine", ray_actor_options=actor, **common_options(settings))(
-        EngineReplica
-    )
-    if config.num_gpus:
-        deployment = deployment.options(
-            placement_group_bundles=[{"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}]
-        )
-    return deployment.bind(settings)
-
-
-def _vllm_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.Application:
-    """vLLM as `ray.serve.llm` deploys it: the replica's actor, and a worker per GPU."""
-    with kept_root_logger():  # the import prints the messages of all libraries as JSON
-        from ray.serve.llm import build_llm_deployment
-
-    from raylight.engines.vllm.args import vllm_args
-    from raylight.engines.vllm.deployment import llm_config
-    from raylight.serving.deploy.vllm_replica import VllmReplica
-
     config = settings.config
     check_node_size(config, [node["Resources"] for node in alive_nodes()])
-    args = vllm_args(
-        settings.model_path,
-        config.args,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_concurrent=config.max_concurrent,
-        max_waiting=config.max_waiting,
-        seed=settings.seed,
-        gpus=config.num_gpus,
-        max_adapters=config.max_adapters,
-        backend=vllm_backend(config.weight_transfer),
+    built_in = ENGINES.get(config.kind)
+    if built_in is not None and built_in.serve_options is not None:
+        options = import_dotted_name(built_in.serve_options, "EngineConfig.kind")(config, settings.model_path)
+    else:
+        options = one_actor(config)
+    environment = options["ray_actor_options"].setdefault("runtime_env", {}).setdefault("env_vars", {})
+    environment |= env
+    return serve.deployment(name="engine", **options, **common_options(settings))(EngineReplica).bind(
+        settings
     )
-    llm = llm_config(
-        settings.model_path,
-        settings.model,
-        args,
-        server=VllmReplica,
-        num_cpus=config.num_cpus,
-        threads=cpu_threads(config),
-        gpus=config.num_gpus,
-        resources=config.resources,
-        env=env,
-        options=common_options(settings),
-    )
-    return build_llm_deployment(llm, bind_kwargs={"settings": settings})
+
+
+def one_actor(config: EngineConfig) -> dict[str, Any]:
+    """Return Serve's options of an engine that lives in one actor per replica."""
+    actor = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus, "resources": config.resources}
+    options: dict[str, Any] = {"ray_actor_options": actor}
+    if config.num_gpus:
+        options["placement_group_bundles"] = [
+            {"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}
+        ]
+    return options
 
 
 def check_node_size(config: EngineConfig, nodes: list[dict[str, float]]) -> None:
@@ -103,7 +67,7 @@ def check_node_size(config: EngineConfig, nodes: list[dict[str, float]]) -> None
     parts, stages = (config.args.get(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline"))
     largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
     needed = parts * config.num_gpus
-    if stages == 1 and 0 < largest < needed:
+    if parts > 1 and stages == 1 and 0 < largest < needed:
         raise EngineStartError(
             f"tensor_parallel_size={parts} needs {needed:g} GPUs on one node, and the largest node has "
             f"{largest:g}. Lower it to {int(largest / config.num_gpus)} and divide the layers between nodes, "

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import ray
@@ -26,9 +27,12 @@ from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.weight_sync.client import call_until_answered
 from raylight.weight_sync.keeper import CoordinatorKeeper
+from raylight.weight_sync.starts import StageTimes, StartProgress
 
 logger = logging.getLogger(__name__)
 
+QUICK_START_S = 5.0
+"""Seconds from which on a start shows what it does."""
 ABANDON_TIMEOUT_S, ABANDON_INTERVAL_S = 30.0, 0.5
 """Longest wait for the end of a start that is no longer wanted, and interval of the attempts to end it."""
 
@@ -41,6 +45,7 @@ class Deployment:
         cluster_ends: True if the whole cluster ends with the run, so that nothing need be deleted one by one.
         rollouts: most rollouts that call the model at a time.
         keeper: follows the coordinator; None if the number of replicas never changes.
+        show: shows how far the start has come.
     """
 
     def __init__(
@@ -49,8 +54,10 @@ class Deployment:
         cluster_ends: bool,
         rollouts: int = 0,
         keeper: CoordinatorKeeper | None = None,
+        show: Callable[[str], None] = logger.info,
     ) -> None:
         self._settings = settings
+        self._show = show
         self._cluster_ends = cluster_ends
         self._rollouts = rollouts
         self._keeper = keeper
@@ -64,24 +71,40 @@ class Deployment:
 
         Raises:
             PortInUseError: the requested port is taken.
-            EngineStartError: the replicas were not up within `start_timeout_s`.
+            EngineStartError: the replicas made no progress for `start_timeout_s`.
         """
-        config = self._settings.config
         url = await asyncio.to_thread(self._deploy)
-        try:
-            await asyncio.wait_for(
-                call_until_answered(
-                    self._settings.coordinator,
-                    "wait_for_subscribers",
-                    config.replicas,
-                    within=config.start_timeout_s,
-                ),
-                config.start_timeout_s,
-            )
-        except TimeoutError:
-            raise EngineStartError(await asyncio.to_thread(self._start_timeout_message)) from None
-        await asyncio.to_thread(ingress.wait_for_route, f"{url}/health", config.start_timeout_s)
+        await self._wait_for_replicas()
+        limit = self._settings.config.start_timeout_s
+        await asyncio.to_thread(ingress.wait_for_route, f"{url}/health", limit)
         return url
+
+    async def _wait_for_replicas(self) -> None:
+        """Wait until all replicas are up, and show what they do.
+
+        Raises:
+            EngineStartError: none has made progress for `start_timeout_s`.
+        """
+        config, clock = self._settings.config, asyncio.get_running_loop().time
+        progress = StartProgress(0, 0, {})
+        began = clock()
+        end, times = began + config.start_timeout_s, StageTimes(began)
+        while progress.ready < config.replicas:
+            if (left := end - clock()) <= 0:
+                doing = f" ({progress})" if progress.stages else ""
+                no_progress = f"made no progress for {config.start_timeout_s:g} s{doing}"
+                raise EngineStartError(await asyncio.to_thread(self._start_timeout_message, no_progress))
+            known = progress.progressed
+            progress = await call_until_answered(
+                self._settings.coordinator, "wait_for_start", config.replicas, known, left, within=left
+            )
+            if progress.progressed != known:
+                end = clock() + config.start_timeout_s
+            changed, seconds = times.enter(str(progress), clock()), clock() - began
+            if changed and progress.stages and seconds >= QUICK_START_S:
+                self._show(f"the engine: {progress} ({seconds:.0f} s)")
+        if clock() - began >= QUICK_START_S:
+            self._show(f"the engine is up after {times.describe(clock())}")
 
     @property
     def size(self) -> int:
@@ -114,7 +137,8 @@ class Deployment:
             if self._settings.config is not config:
                 return  # a later call decides
             late = isinstance(error, TimeoutError)
-            message = await asyncio.to_thread(self._start_timeout_message) if late else f"{error}."
+            not_up = f"were not up within {config.start_timeout_s:g} s"
+            message = await asyncio.to_thread(self._start_timeout_message, not_up) if late else f"{error}."
             self._settings = dataclasses.replace(self._settings, config=before)
             with contextlib.suppress(TimeoutError, EngineStartError):
                 await self._reach(before.replicas, config.drain_timeout_s)
@@ -284,15 +308,14 @@ class Deployment:
                 4 * self._rollouts + RESERVED_FILES,
             )
 
-    def _start_timeout_message(self) -> str:
+    def _start_timeout_message(self, failure: str) -> str:
         config = self._settings.config
         app = serve.status().applications.get(self._settings.app_name)
         messages = "; ".join(d.message for d in app.deployments.values() if d.message) if app else ""
         total, free = map(format_amounts, (ray.cluster_resources(), ray.available_resources()))
         wanted = {"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}
         return (
-            f"{config.replicas} engine replica(s) of {format_amounts(wanted)} "
-            f"were not up within {config.start_timeout_s:g} s (engine.start_timeout_s); the cluster has "
-            f"{total}, of which {free} are free. If that is enough, the machine is busy or the model large: "
-            f"raise engine={{'start_timeout_s': ...}}. {messages}"
+            f"{config.replicas} engine replica(s) of {format_amounts(wanted)} {failure} "
+            f"(engine.start_timeout_s); the cluster has {total}, of which {free} are free. If that is enough, "
+            f"the machine is busy or the model large: raise engine={{'start_timeout_s': ...}}. {messages}"
         ).strip()

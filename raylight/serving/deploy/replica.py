@@ -20,13 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raylight.broken_packages import find_broken
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
-from raylight.engines.registry import build_engine
+from raylight.engines.registry import build_engine, load_factory
 from raylight.engines.reward_model.scorer import ConversationScorer, ScoredConversation
+from raylight.engines.start_stages import note_stage
 from raylight.errors import TeacherPromptError
 from raylight.garbage import collect_less_often
 from raylight.ray_metrics.reporter import MetricReporter
 from raylight.rewards.reward_model import RewardModelInput
 from raylight.serving.capture.recorder import Recorder
+from raylight.serving.deploy.start_reporter import StartReporter
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
@@ -103,6 +105,7 @@ class ReplicaRuntime:
         close_pickle_port()  # Serve opens it after the constructor
         self._settings = settings
         self._replica = serve.get_replica_context().replica_id.unique_id
+        self._starting = StartReporter(settings.coordinator, self._replica)
         self._engine: Engine | None = None
         self._engine_app: ASGIApp | None = None
         self._executor: OrderExecutor | None = None
@@ -123,8 +126,16 @@ class ReplicaRuntime:
         )
         return derive_seed(settings.seed, stream)
 
+    async def enter(self) -> None:
+        """Wait until the replica may take device memory: learners on the same GPUs hold still."""
+        note_stage("waiting for its turn")
+        await ReplicaClient(self._replica, self._settings.coordinator).enter_start()
+        self._starting.entered = True
+        note_stage("loading the engine")
+
     async def report_start_failure(self, error: Exception) -> None:
         """Report an error to the coordinator, so that the run fails instead of Serve retrying forever."""
+        self._starting.close()
         broken = find_broken(error)
         cause = broken.error() if broken else error
         reason = f"{type(cause).__name__}: {cause}"
@@ -153,6 +164,7 @@ class ReplicaRuntime:
             node=ray.util.get_node_ip_address(),
         )
         await self._executor.catch_up()
+        self._starting.close()
         metrics = Metrics()
         executor = self._executor
         metrics.watch("replica_weight_version", lambda: executor.version)
@@ -248,6 +260,7 @@ class ReplicaRuntime:
 
     async def close(self) -> None:
         """Stop computing, flush the last records to the store, and unsubscribe from the coordinator."""
+        self._starting.close()
         if self._metrics is not None:
             self._metrics.stop()
         if self._engine is not None:
@@ -288,10 +301,7 @@ def add_replica_header(app: ASGIApp, replica: str) -> ASGIApp:
 
 @serve.ingress()
 class EngineReplica:
-    """An engine of the registry, or of the user's own, behind HTTP.
-
-    vLLM has a deployment class of its own, `VllmReplica`.
-    """
+    """An engine of the registry, or of the user's own, behind HTTP."""
 
     def __init__(self, settings: ReplicaSettings) -> None:
         self._runtime = ReplicaRuntime(settings)
@@ -299,7 +309,9 @@ class EngineReplica:
 
     async def __serve_build_asgi_app__(self) -> Any:
         try:
-            engine = build_engine(engine_settings(self._settings, await self._runtime.seed()))
+            load_factory(self._settings.config.kind)  # imports what the engine needs, before its turn
+            await self._runtime.enter()
+            engine = await build_engine(engine_settings(self._settings, await self._runtime.seed()))
         except Exception as error:
             await self._runtime.report_start_failure(error)
             raise

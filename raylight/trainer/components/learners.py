@@ -67,6 +67,7 @@ class Learners(LearnerRanks):
             probe=() if kind == "simulated" else probe,
             tolerance=algorithm.max_logprob_mismatch,
             beside_updates=algorithm.max_staleness > 0 and kind != "local",  # whose engine has the weights
+            share_devices=self._settings.shares_gpus,
         )
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])
@@ -81,6 +82,11 @@ class Learners(LearnerRanks):
             other = LocalLearner(serving.engine, config)
         self.group = other
         stack.callback(self.group.stop)
+
+    async def start(self) -> None:
+        """Load the model. Replicas on the same GPUs wait meanwhile."""
+        async with self.publications.learners_busy():
+            await super().start()
 
     async def join(self) -> None:
         """Check the learners with the engines, which are up, and load the training state of a resumed run.
@@ -102,7 +108,7 @@ class Learners(LearnerRanks):
         """Update the weights; return metrics. Engines that share a device with the learners sleep
         meanwhile."""
         timeout = self._policy.algorithm.sync_timeout_s
-        async with self.publications.learners_busy:
+        async with self.publications.learners_busy():
             if not self._serving.engine.sleep_while_learning:
                 metrics = await self.group.update(batch)
             else:
@@ -154,7 +160,7 @@ class Learners(LearnerRanks):
         await self.publications.release(pinned)
 
     async def _restart(self, reason: object) -> ResumePoint:
-        async with self.publications.learners_busy:
+        async with self.publications.learners_busy():
             point = await super()._restart(reason)
         self.notice_version()
         return point

@@ -102,7 +102,9 @@ class Serving:
             training_temperature=model.training_temperature,
             sessions=model.session_rules,
         )
-        self.deployment = Deployment(settings, self._owns_cluster, rollouts, self.coordinator.keeper)
+        self.deployment = Deployment(
+            settings, self._owns_cluster, rollouts, self.coordinator.keeper, self._show_stage
+        )
         self._stack.push_async_callback(self.deployment.stop)
 
     async def start(self) -> str:

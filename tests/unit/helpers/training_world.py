@@ -214,7 +214,7 @@ class Publications:
     def __init__(self, world: World, learners: Ranks, engines: Engines) -> None:
         self.world, self.learners, self.engines = world, learners, engines
         self.published = 0
-        self.learners_busy = asyncio.Lock()
+        self.busy = asyncio.Lock()
         self.stranded, self.served = asyncio.Event(), asyncio.Event()
 
     async def wait_for_failure(self) -> None:
@@ -222,7 +222,7 @@ class Publications:
         raise LearnerLostError("a rank died, and a replica has joined")
 
     async def publish(self, version: int) -> Parity:
-        async with self.learners_busy:
+        async with self.busy:
             assert version == self.learners.version
             weights = self.learners.weights
         await self.world.delay(120)  # beside updates, if there are delays

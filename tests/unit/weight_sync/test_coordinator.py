@@ -422,7 +422,7 @@ async def test_who_leaves_is_not_waited_for_and_is_told_when_it_comes_back() -> 
 async def test_a_replica_is_up_when_it_has_caught_up() -> None:
     coordinator = await coordinator_with("a")
     async with within():
-        waiting = asyncio.create_task(coordinator.wait_for_subscribers(2))
+        waiting = asyncio.create_task(coordinator.wait_for_replicas(2))
         await coordinator.subscribe("b")
         await turns()
         assert not waiting.done()
@@ -433,7 +433,7 @@ async def test_a_replica_is_up_when_it_has_caught_up() -> None:
 async def test_a_replica_that_cannot_start_ends_the_waiting_for_it() -> None:
     coordinator = ReplicaCoordinator()
     async with within():
-        waiting = asyncio.ensure_future(coordinator.wait_for_subscribers(1))
+        waiting = asyncio.ensure_future(coordinator.wait_for_start(1, 0, 60.0))
         await turns()
         await coordinator.report_start_failure("OSError: no model")
         with pytest.raises(EngineStartError, match="OSError: no model"):

@@ -346,7 +346,7 @@ ORDERS = ["weights", "weights", "adapter", "pin", "release", "sleep", "probe"]
 async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float, str, int]]) -> None:
     cluster = Cluster(replicas)
     client, versions, loop = cluster.client, itertools.count(1), asyncio.get_running_loop()
-    await cluster.coordinator.wait_for_subscribers(replicas)
+    await cluster.coordinator.wait_for_replicas(replicas)
     for when, fault, index in faults:
         loop.call_later(when, cluster.inject, fault, index)
     weights, adapter, pinned = 0, 0, 0

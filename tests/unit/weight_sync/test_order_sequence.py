@@ -156,7 +156,7 @@ async def test_replicas_of_the_snapshot_are_waited_for_until_they_return() -> No
     killer = Killer()
     coordinator = await restarted(await coordinator_of(killer, "a", "b"), killer)
     async with within():
-        waiting = asyncio.create_task(coordinator.wait_for_subscribers(2))
+        waiting = asyncio.create_task(coordinator.wait_for_replicas(2))
         publishing = asyncio.create_task(coordinator.publish(1, PAYLOAD_REF, 60.0))
         for name in "ab":
             await turns()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from unit_helpers import within
+from unit_helpers import until, within
 
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
@@ -264,8 +264,34 @@ async def resizable(monkeypatch: pytest.MonkeyPatch, n: int, **config: Any) -> t
         asyncio.run_coroutine_threadsafe(replicas.set(n), loop).result()
 
     monkeypatch.setattr(deployment, "_set_replicas", set_replicas)
-    monkeypatch.setattr(deployment, "_start_timeout_message", lambda: "no room.")
+    monkeypatch.setattr(deployment, "_start_timeout_message", lambda failure: f"no room: {failure}.")
     return deployment, replicas
+
+
+async def test_a_start_shows_what_it_does_and_how_long_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    deployment, replicas = await resizable(monkeypatch, 1)
+    await replicas.set(0)
+    deployment._show = shown.append
+    monkeypatch.setattr(module, "QUICK_START_S", 0.0)
+    async with within():
+        waiting = asyncio.ensure_future(deployment._wait_for_replicas())
+        for stage in ("importing", "loading weights", "loading weights"):
+            await replicas.coordinator.report_start("a", stage, len(shown), False)
+            await until(lambda stage=stage: bool(shown) and stage in shown[-1])
+        await replicas.set(1)
+        await waiting
+    assert shown[:2] == ["the engine: importing (0 s)", "the engine: loading weights (0 s)"]
+    assert shown[2].startswith("the engine is up after ")
+    assert len(shown) == 3
+
+
+async def test_a_start_without_progress_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment, replicas = await resizable(monkeypatch, 1, start_timeout_s=0.05)
+    await replicas.set(0)
+    await replicas.coordinator.report_start("a", "compiling", 0, False)
+    with pytest.raises(EngineStartError, match=r"no room: made no progress for 0.05 s \(compiling\)"):
+        await deployment._wait_for_replicas()
 
 
 async def test_replicas_are_added_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
