@@ -38,6 +38,13 @@ GPU_CONTEXT = 700 * MIB
 """Device memory of a CUDA context and of NCCL's communicators."""
 VLLM_MEMORY_SHARE = 0.92
 """vLLM's default of `gpu_memory_utilization`."""
+VLLM_GRAPHS = GIB
+"""Device memory of vLLM's CUDA graphs, which it reports in its log. It grows with the model and the number of
+concurrent sequences; this is an upper bound for models of a few billion parameters."""
+VLLM_BATCHES = ((160 * GIB, 16_384), (70 * GIB, 8192), (0, 2048))
+"""vLLM's default of `max_num_batched_tokens`, by the least memory of the GPU."""
+TRANSFER_BUFFER = GIB
+"""Buffer in which weights are sent to engines on GPUs; one tensor that is larger has a larger one."""
 LOGIT_COPIES = 3
 """Float32 copies of logits at the peak of the log-probs: of a block in learners, of all in engines."""
 
@@ -79,6 +86,9 @@ def learner_memory(
     )
     if settings.max_staleness:
         items.append(Item("snapshot of the weights", _snapshot(shape, config, trained, sent), "host"))
+    if config.num_gpus and config.lora is None:
+        largest = shape.vocabulary * shape.hidden * DTYPES[sent].itemsize
+        items.append(Item("transfer buffer", max(TRANSFER_BUFFER, largest), stays=True))
     items += _with_gaps(_pass(path, shape, config, trained), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
 
@@ -203,7 +213,10 @@ def engine_memory(
             items.append(Item("weights during sleep", weights, "host"))
     if kind == "vllm" and config.num_gpus:
         share = float(config.args.get("gpu_memory_utilization", VLLM_MEMORY_SHARE))
-        cache = max(int(share * gpu_memory) - weights - GPU_CONTEXT, 0)
+        step = _vllm_pass(path, shape, config, gpu_memory)
+        items += step
+        taken = weights + GPU_CONTEXT + sum(item.size for item in step)
+        cache = max(int(share * gpu_memory) - taken, 0)
     elif kind == "vllm":
         cache = GIB
     else:
@@ -219,6 +232,19 @@ def engine_memory(
         items += _with_gaps(passing, bool(config.num_gpus))
     processes, room = most_workers(config), cache // per_token if per_token else None
     return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
+
+
+def _vllm_pass(path: str, shape: ModelShape, config: EngineConfig, gpu_memory: int) -> list[Item]:
+    """Return what a worker of vLLM takes beside weights and cache.
+
+    It keeps the memory of a step with the largest batch free, which it measures when it starts.
+    """
+    default = next(tokens for least, tokens in VLLM_BATCHES if gpu_memory >= least)
+    batch = int(config.args.get("max_num_batched_tokens") or default)
+    activations = measure_prefill(path, 1, batch, DTYPES[config.dtype]) // workers_per_replica(config.args)
+    logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
+    items = [Item("activations of a batch", activations), Item("logits", logits)]
+    return items if config.args.get("enforce_eager") else [*items, Item("CUDA graphs", VLLM_GRAPHS)]
 
 
 def other_memory(config: RunnerConfig) -> list[RoleMemory]:

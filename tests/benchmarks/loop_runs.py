@@ -115,7 +115,7 @@ def parser(doc: str, steps: int, rounds: int) -> argparse.ArgumentParser:
 
 
 def measure(python: str, script: str, *args: object, flames: Path | None = None) -> dict[str, Any]:
-    """Run a script of this folder and return the JSON in its last line.
+    """Run a script of this folder and return the last line that is JSON; a library may print after it.
 
     Args:
         flames: folder for the flame graphs of raylight's processes, whose figures are then too high.
@@ -125,7 +125,7 @@ def measure(python: str, script: str, *args: object, flames: Path | None = None)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
 
 
 def report(rounds: list[dict[str, dict[str, Any]]], peer: str, cpu: bool) -> None:

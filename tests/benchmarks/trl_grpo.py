@@ -48,15 +48,12 @@ def train(
             output_dir=folder,
             beta=0.0,
             temperature=1.0,
-            use_cpu=True,
-            bf16=False,
             seed=0,
             logging_steps=1000,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            gradient_checkpointing=False,
-            **settings,
+            **{"use_cpu": True, "bf16": False, "gradient_checkpointing": False} | settings,
         )
         GRPOTrainer(
             model=model,

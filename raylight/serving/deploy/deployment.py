@@ -316,6 +316,7 @@ class Deployment:
         wanted = {"CPU": config.num_cpus, "GPU": config.num_gpus, **config.resources}
         return (
             f"{config.replicas} engine replica(s) of {format_amounts(wanted)} {failure} "
-            f"(engine.start_timeout_s); the cluster has {total}, of which {free} are free. If that is enough, "
-            f"the machine is busy or the model large: raise engine={{'start_timeout_s': ...}}. {messages}"
+            f"(engine.start_timeout_s); the cluster has {total}, of which {free} are free. If that is "
+            "enough, the machine is busy or the model large: raise engine={'start_timeout_s': ...}. "
+            f"{messages}"
         ).strip()

@@ -121,6 +121,22 @@ def test_a_reference_and_a_critic_need_memory(dense):
     assert "critic gradients" not in with_critic  # freed after the critic's update
 
 
+def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
+    engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", max_concurrent=128)
+
+    def items(**args) -> dict[str, int]:
+        run = replace(planned(dense), kind="vllm", engine=engine.model_copy(update={"args": args}))
+        return {item.name: item.size for item in make_plan(run, H100S).roles[1].items}
+
+    kept = items()
+    assert kept["logits"] == 3 * 4 * 128 * 152064
+    assert kept["activations of a batch"] == measure_prefill(dense, 1, 8192, torch.bfloat16)
+    shares = [size for name, size in kept.items() if name != "Python and libraries"]
+    assert sum(shares) == int(0.92 * H100S.gpu_memory)
+    assert items(max_num_batched_tokens=2048)["activations of a batch"] < kept["activations of a batch"]
+    assert "CUDA graphs" not in items(enforce_eager=True)
+
+
 def test_a_teacher_needs_memory_and_gpus(dense):
     engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 2})
     plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, engine)), H100S)
@@ -215,7 +231,7 @@ def test_offloaded_weights_are_on_the_gpu_while_they_compute(dense):
     )
     assert offloaded.total("device") == kept.total("device")
     assert offloaded.total("host") == kept.total("host") + 12 * 7_615_616_512 // 4
-    assert (kept.idle > 20 * GIB, offloaded.idle < GIB) == (True, True)
+    assert (kept.idle > 20 * GIB, offloaded.idle < 2 * GIB) == (True, True)
 
 
 def test_remedies_leave_gpus_to_engines_and_keep_groups_of_ranks(dense):
