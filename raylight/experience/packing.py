@@ -23,7 +23,7 @@ SEPARABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers of these models that need none."""
 UNSUPPORTED = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
 """Settings of attention that the kernel for packed rows lacks."""
-HEAD_SIZES = ("head_dim", "global_head_dim", "qk_head_dim", "qk_nope_head_dim", "v_head_dim")
+HEAD_SIZES = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 MAX_HEAD = 256
 """Largest head that the kernel computes."""
 WINDOWS_IN_MASK = {"qwen2_moe"}

@@ -133,7 +133,8 @@ class LearnerActor:
         import torch
         import torch.distributed as dist
 
-        use_interface_of(address[0], torch.cuda.is_available())
+        on_gpu = torch.cuda.is_available()
+        use_interface_of(address[0], on_gpu)
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         torch.manual_seed(seed)
         torch.set_num_threads(cpu_threads(self._config))
@@ -145,7 +146,6 @@ class LearnerActor:
 
         if self._store is None:
             self._store = dist.TCPStore(*address, self._ranks, is_master=False, timeout=self._timeout)
-        on_gpu = torch.cuda.is_available()
         if self._config.num_gpus and not on_gpu:
             logger.warning(
                 "learner.num_gpus=%g, but torch finds no GPU in rank %d, which computes on the CPU",

@@ -309,7 +309,7 @@ class ValueEngine(RaylightEngine):
         values = self.module(**inputs, use_cache=False).logits.squeeze(-1)
         if batch.packed:
             values = self._gather_and_unpad_packed(values[0], pad_size)[None]
-        return {"values": place(values[batch.values_positions()], batch.within)}
+        return {"values": place(values[batch.value_positions()], batch.within)}
 
     def _add_head(self, module: Any) -> None:
         """Keep the model's own head, which computes one value per token."""

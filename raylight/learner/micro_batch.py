@@ -65,7 +65,7 @@ class MicroBatch:
     def _within(self) -> torch.Tensor:
         return pad_sequence([torch.ones_like(row.mask, dtype=torch.bool) for row in self.rows], True)
 
-    def values_positions(self) -> torch.Tensor:
+    def value_positions(self) -> torch.Tensor:
         """Return True for the tokens before those of responses, in the shape of the model's input, in host
         memory."""
         return self._predicting(self._within)
