@@ -13,7 +13,13 @@ from raylight.learner import verl_api as verl
 from raylight.learner.engines import build_critic
 from raylight.learner.faults import GradientGuard
 from raylight.learner.losses import averages_rows, longest_response, mean_over_rollouts
-from raylight.learner.metrics import CRITIC_NAMES, all_reduce_metrics, mean_over_steps, rename_metrics
+from raylight.learner.metrics import (
+    CRITIC_NAMES,
+    all_reduce_metrics,
+    mean_over_steps,
+    mean_over_tokens,
+    rename_metrics,
+)
 from raylight.learner.micro_batch import MicroBatch
 from raylight.learner.rows import Minibatch, TrainRow
 
@@ -107,6 +113,6 @@ class ValueLoss:
             loss = 0.5 * mean_over_rollouts(errors, batch)
         return loss, {
             "critic/vf_loss": verl.Metric("sum", loss),
-            "critic/vf_clipfrac": clipped_fraction.item(),
-            "critic/vpred_mean": verl.masked_mean(values.detach(), batch.mask).item(),
+            "critic/vf_clipfrac": mean_over_tokens(clipped_fraction, batch),
+            "critic/vpred_mean": mean_over_tokens(verl.masked_mean(values.detach(), batch.mask), batch),
         }

@@ -14,6 +14,7 @@ from raylight.experience.unused_settings import SCALED_AGGREGATION
 from raylight.learner import verl_api as verl
 from raylight.learner.correction import bounded_weights
 from raylight.learner.engines import optimizer_config
+from raylight.learner.metrics import mean_over_tokens
 from raylight.learner.micro_batch import MicroBatch
 from raylight.learner.rows import TrainRow
 
@@ -77,7 +78,8 @@ class PolicyLoss:
             config=self._config,
             rollout_is_weights=weights,
         )
-        metrics = verl.Metric.from_dict(found, "mean") | {"actor/pg_loss": verl.Metric("sum", loss)}
+        metrics = {name: mean_over_tokens(value, batch) for name, value in found.items()}
+        metrics["actor/pg_loss"] = verl.Metric("sum", loss)
         if "entropy" in outputs:
             entropy = self._aggregate(outputs["entropy"], batch)
             loss = loss - settings.entropy_coef * entropy

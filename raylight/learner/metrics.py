@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from raylight.learner import verl_api as verl
+from raylight.learner.micro_batch import MicroBatch
 
 POLICY_NAMES = {
     "grad_norm": "learner/grad_norm",
@@ -28,6 +29,16 @@ CRITIC_NAMES = {
 
 STEP_COUNTS = ("learner/skipped_steps", "critic/skipped_steps")
 """Metrics that count steps, and are summed over steps rather than averaged."""
+
+
+def mean_over_tokens(value: float | torch.Tensor, batch: MicroBatch) -> verl.Metric:
+    """Return a micro-batch's part of the mean over the mini-batch's sampled tokens, on all ranks.
+
+    Args:
+        value: the mean over the micro-batch's own sampled tokens.
+    """
+    own = sum(int(row.mask.sum()) for row in batch.rows)
+    return verl.Metric("sum", float(value) * own * batch.dp_size / max(batch.tokens, 1))
 
 
 def rename_metrics(metrics: Mapping[str, float], names: Mapping[str, str] = POLICY_NAMES) -> dict[str, float]:

@@ -17,6 +17,7 @@ VARIANTS = {
     "replicated": {"fsdp_size": 1},
     "lora": LORA,
 }
+MOVED = ("padded", "packed", "tight")
 SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
 
 
@@ -37,7 +38,8 @@ def all_updates() -> dict[str, dict[str, float]]:
 
     plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     with torch.no_grad():
-        batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
+        exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]
+    batch = make_batch(exact)
     found = {name: update(config, batch) for name, config in VARIANTS.items()}
     for name, config in (("ulysses", {}), ("ulysses-split", {"max_tokens_per_micro_batch": 9})):
         shared = {"packed": True, "ulysses": dist.get_world_size()}
@@ -49,6 +51,12 @@ def all_updates() -> dict[str, dict[str, float]]:
     ):
         critic = CriticSettings(lr=1e-3, mini_batches=2, loss_agg_mode=mode)
         found[name] = update(config, batch, adv_estimator="gae", critic=critic)
+    # the old policy differs from the new one, more in short rows
+    moved = make_batch([[value - 0.7 / len(row) for value in row] for row in exact])
+    for name in MOVED:
+        config, critic = VARIANTS[name], CriticSettings(lr=1e-3, ppo_epochs=2, cliprange_value=1e-4)
+        differs = {"bypass_mode": True, "max_logprob_mismatch": 50.0}
+        found[f"moved-{name}"] = update(config, moved, adv_estimator="gae", critic=critic, **differs)
     return found
 
 
