@@ -248,6 +248,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         weights = (self.reward_weights or {}).values()
         return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
 
+    def signal_of(self, item: FinishedRollout) -> float | None:
+        """Return the reward by which it is judged whether a group's rollouts differ."""
+        return self.reward_of(item)
+
     def parts_of(self, item: FinishedRollout) -> tuple[float, ...] | None:
         """Return the named rewards of a rollout that are normalised apart; None excludes the rollout, or all
         rollouts if only the reward counts.
@@ -280,7 +284,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         """
         rules = self._batch_rules(learner, trained_agents, version)
         if not self.needs_greedy_rollouts:
-            return build_batch(finished, rules, self.reward_of, parts_of=self.parts_of)
+            return build_batch(
+                finished, rules, self.reward_of, parts_of=self.parts_of, signal_of=self.signal_of
+            )
         sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
         return build_batch(
             sampled, rules, self.reward_of, greedy_baselines(finished, self.reward_of, self.turn_rewards)

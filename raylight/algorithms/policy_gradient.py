@@ -77,6 +77,10 @@ class DAPO(GRPO):
         excess = sampled - (self.max_response_tokens - self.overlong_buffer)
         return reward - self.overlong_factor * min(max(excess / self.overlong_buffer, 0.0), 1.0)
 
+    def signal_of(self, item: FinishedRollout) -> float | None:
+        """Return the reward before the length penalty: groups are all right, or all wrong, by the task."""
+        return super().reward_of(item)
+
 
 class GDPO(PolicyAlgorithm):
     """Group reward-decoupled normalisation policy optimisation, https://arxiv.org/abs/2601.05242.

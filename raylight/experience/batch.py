@@ -142,6 +142,7 @@ def build_batch(
     reward_of: Callable[[FinishedRollout], float | None] | None = None,
     baselines: dict[str, float] | None = None,
     parts_of: Callable[[FinishedRollout], tuple[float, ...] | None] = lambda item: None,
+    signal_of: Callable[[FinishedRollout], float | None] | None = None,
 ) -> tuple[TrainBatch, BatchReport]:
     """Build a batch from finished rollouts.
 
@@ -156,6 +157,7 @@ def build_batch(
             baselines.
         parts_of: function from a rollout to its named rewards that are normalised apart; None for all
             rollouts if only the reward counts.
+        signal_of: function from a rollout to the reward by which groups are compared; default: `reward_of`.
 
     Raises:
         EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model
@@ -207,6 +209,7 @@ def build_batch(
                 tokens,
                 untrained,
                 selected,
+                reward if signal_of is None or (signal := signal_of(item)) is None else signal,
             )
         )
     if not scored and empty:

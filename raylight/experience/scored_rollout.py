@@ -31,6 +31,8 @@ class ScoredRollout:
     """Sampled tokens of its auxiliary calls, if they are not trained."""
     selected: range
     """Indices of the rows that are selected for training."""
+    signal: float
+    """The reward before a penalty that says nothing about the task."""
 
     @property
     def sampled_rows(self) -> list[Trajectory]:
@@ -55,7 +57,9 @@ class ScoredRollout:
     @property
     def compared(self) -> tuple[float, ...]:
         """Values that differ between the rollouts of a group with signal."""
-        return (self.total,) if self.parts is None else self.parts
+        if self.parts is not None:
+            return self.parts
+        return (math.fsum([self.signal, *(turn.value for turn in self.turns)]),)
 
 
 def drop_without_baseline(

@@ -273,7 +273,7 @@ class TrainingGroups:
         finished = FinishedGroup(
             rollouts,
             group not in self._had_replacement
-            and is_informative(rollouts, algorithm.reward_of, algorithm.turn_rewards, algorithm.parts_of),
+            and is_informative(rollouts, algorithm.signal_of, algorithm.turn_rewards, algorithm.parts_of),
             self._oldest_version(rollouts),
         )
         del self._waiting[group]

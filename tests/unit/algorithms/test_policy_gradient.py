@@ -14,6 +14,7 @@ from raylight import algorithms
 from raylight.components import IN_CODE
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
+from raylight.experience.rewards import is_informative
 from raylight.types import GREEDY, Failure, FinishedRollout
 
 FAMILY = sorted(
@@ -264,6 +265,24 @@ def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float
         [long_rollout(tokens), long_rollout(10), make_finished(0.0)], LearnerConfig()
     )
     assert batch.rewards == pytest.approx([reward, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_groups_are_compared_before_the_penalty_for_length(right: float) -> None:
+    dapo = rl.DAPO(model="m", max_response_tokens=16384)
+    lengths = (9000, 11000, 12350, 12400)
+    group = [
+        dataclasses.replace(long_rollout(n), rollout=make_finished(right, group="g").rollout) for n in lengths
+    ]
+    group = [dataclasses.replace(item, reward=right) for item in group]
+    assert len({dapo.reward_of(item) for item in group}) == 3
+    batch, report = dapo.build_train_batch(group, LearnerConfig())
+    assert (batch.rewards, report.zero_variance, report.groups_without_signal) == ([], 4, 1)
+    assert not is_informative(group, dapo.signal_of, turn_rewards=False)
+    kept, _ = dapo.model_copy(update={"zero_variance_groups": "keep"}).build_train_batch(
+        group, LearnerConfig()
+    )
+    assert len(set(kept.rewards)) == 3
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,9 @@ class Publications:
         self.busy = asyncio.Lock()
         self.stranded, self.served = asyncio.Event(), asyncio.Event()
 
+    def learners_busy(self) -> asyncio.Lock:
+        return self.busy
+
     async def wait_for_failure(self) -> None:
         await self.stranded.wait()
         raise LearnerLostError("a rank died, and a replica has joined")
