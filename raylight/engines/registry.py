@@ -81,7 +81,7 @@ def load_factory(kind: str) -> EngineFactory:
     if kind in ENGINES:
         path = ENGINES[kind].factory
         assert path is not None, f"the {kind} engine is constructed by its own deployment"
-        return import_dotted_name(path, "EngineConfig.kind")
+        return import_dotted_name(path, "EngineConfig.kind", is_ours=True)
     if ":" not in kind and "." not in kind:
         known = ["auto", *ENGINES]
         nearest = ", ".join(difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or known)
