@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.http.errors import RequestError
 from raylight.http.host_names import OTHER_HOST, is_own_host
-from raylight.http.request import read_request
+from raylight.http.request import read_body, read_request
 from raylight.tinker import requests as bodies
 from raylight.tinker.records import ServerRecords
 from raylight.tinker.requests import TinkerBody
@@ -133,12 +133,7 @@ def _train_route(service: TinkerService) -> Callable[[Request], Awaitable[Respon
             raise RequestError(f"the content type must be {PROTOBUF}, as the SDK sends it", 415)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("compressed bodies are not supported", 415)
-        content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > MAX_BODY:
-                raise RequestError(f"the body is larger than {MAX_BODY} bytes; send fewer examples", 413)
-        return JSONResponse(service.forward_backward(bytes(content)))
+        return JSONResponse(service.forward_backward(await read_body(request.receive, MAX_BODY)))
 
     return respond
 

@@ -8,6 +8,7 @@ from ray import serve
 
 from raylight.config import EngineConfig, cpu_threads
 from raylight.errors import EngineStartError
+from raylight.http.request import MAX_ARRIVING
 from raylight.log import kept_root_logger
 from raylight.serving.deploy.ingress import alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
@@ -115,7 +116,8 @@ def common_options(settings: ReplicaSettings) -> dict[str, Any]:
     """Deployment options that do not depend on the engine."""
     config = settings.config
     options: dict[str, Any] = {
-        "max_ongoing_requests": config.max_concurrent + config.max_waiting,
+        # bodies that arrive are counted too: without room for them, half-sent ones would lock out everybody
+        "max_ongoing_requests": config.max_concurrent + config.max_waiting + MAX_ARRIVING,
         "graceful_shutdown_timeout_s": max(config.drain_timeout_s, MIN_SHUTDOWN_S),
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
