@@ -7,6 +7,7 @@ is the dotted name of a setting, VALUE is read as YAML.
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 from pathlib import Path
@@ -169,10 +170,10 @@ def train(
         "address": address,
     }
     run_file = load_run_file(source, assignments or (), options)
-    trainer = rl.Trainer(**run_file.trainer_arguments())
     if print_config:
         print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
         return
+    trainer = rl.Trainer(**run_file.trainer_arguments())
     train_tasks, val_tasks = run_file.read_data()
     trainer.fit(
         train_dataset=train_tasks,
@@ -203,14 +204,13 @@ def plan(
 
     For another cluster than this machine: --nodes 2 --gpus 8 --gpu-memory 80 --memory 512.
     """
-    import raylight as rl
     from raylight.planning.cluster_shape import given_cluster
     from raylight.planning.report import print_json, print_plan
     from raylight.trainer.memory_check import plan_settings
-    from raylight.trainer.run_file import load_run_file
+    from raylight.trainer.run_file import load_run_file, planned_trainer
 
-    import_from_here()
-    trainer = rl.Trainer(**load_run_file(config, assignments or ()).trainer_arguments())
+    run_file = load_run_file(config, assignments or ())
+    trainer = planned_trainer(run_file, functools.partial(print, file=sys.stderr))
     cluster = given_cluster(nodes, gpus, gpu_memory, memory)
     settings = trainer.run_settings, trainer.runner
     found = plan_settings(trainer.algorithm, *settings, cluster, trainer.group_reward)

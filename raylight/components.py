@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,6 +20,8 @@ T = TypeVar("T")
 CODE_FOLDERS: list[str] = []
 """Folders of the components that were named by a file. Ray tells its workers only the script's folder and the
 current one, so a runner receives these with its agent."""
+_ALLOWED: ContextVar[Collection[str] | None] = ContextVar("allowed dotted names", default=None)
+"""Dotted names that may be imported; None: all."""
 IN_CODE = "given in code"
 """Stands in a description for a value that was given in code and has no dotted name."""
 
@@ -82,16 +86,42 @@ def build_component(
     return component
 
 
-def import_dotted_name(dotted: str, name: str) -> Any:
+class NotImportedError(ConfigError):
+    """A dotted name where nothing is imported."""
+
+
+@contextlib.contextmanager
+def names_only(allowed: Collection[str] = ()) -> Iterator[None]:
+    """A context in which no dotted name is imported, for commands that only read a file of a stranger.
+
+    Args:
+        allowed: dotted names that are imported nevertheless.
+    """
+    token = _ALLOWED.set(allowed)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def import_dotted_name(dotted: str, name: str, *, is_ours: bool = False) -> Any:
     """Import the object with a dotted name, `"package.module:Class"` or `"package.module.Class"`.
 
     Args:
         dotted: the dotted name, or `"path/to/file.py:Class"`.
         name: name of the argument, for error messages.
+        is_ours: the name is one of a registry, and not a user's.
 
     Raises:
+        NotImportedError: within `names_only`.
         ConfigError: the name is malformed, or there is no such module or object.
     """
+    allowed = _ALLOWED.get()
+    if not is_ours and allowed is not None and dotted not in allowed:
+        raise NotImportedError(
+            f"{name}={dotted!r:.200} is a dotted name, which a command that only reads it does not import; "
+            "give a name of a registry, or run `raylight train`"
+        )
     module_name, _, path = dotted.partition(":") if ":" in dotted else dotted.rpartition(".")
     if not module_name or not path:
         raise ConfigError(f"{name}={dotted!r} is not a dotted name; write 'package.module:Class'")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,21 @@ PARTIAL = ".partial"
 """Suffix of a file or a folder that is being written."""
 OLD = ".old"
 """Suffix of a folder that is being replaced."""
+
+
+def read_bounded(path: str | Path, max_bytes: int) -> bytes:
+    """Return the content of a file that a stranger may have made.
+
+    Raises:
+        OSError: it is not there, no regular file (a pipe would wait for its writer), or larger.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no regular file")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"{path} is larger than {max_bytes} bytes")
+    return content
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ def choose_engine(config: EngineConfig) -> str:
             "docs/serving.md describes; or use the transformers engine"
         )
     if check := ENGINES[kind].check_args:
-        import_dotted_name(check, "EngineConfig.kind")(config.args)
+        import_dotted_name(check, "EngineConfig.kind", is_ours=True)(config.args)
     else:
         _check_args(kind, config.args, ENGINES[kind].args)
     return kind
@@ -92,7 +92,7 @@ def load_factory(kind: str) -> EngineFactory:
         ConfigError: `kind` is neither a built-in engine nor the dotted name of an engine class.
     """
     if kind in ENGINES:
-        return import_dotted_name(ENGINES[kind].factory, "EngineConfig.kind")
+        return import_dotted_name(ENGINES[kind].factory, "EngineConfig.kind", is_ours=True)
     if ":" not in kind and "." not in kind:
         known = ["auto", *ENGINES]
         nearest = ", ".join(difflib.get_close_matches(kind, known, n=3, cutoff=0.5) or known)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import posixpath
 from typing import Literal
 
 from raylight.errors import ConfigError, RewardError, SandboxError
@@ -11,11 +13,13 @@ from raylight.harbor.dockerfile import BuildSteps, read_build_steps
 from raylight.harbor.files import TEST_FOLDERS, PathMap, copy_file, copy_folder
 from raylight.harbor.rewards import read_json_reward, read_text_reward
 from raylight.harbor.task_folder import HarborTask, TaskEnvironment, resolve_variables
+from raylight.sandboxes.file_bundle import FileBundle, pack
 from raylight.sandboxes.sandbox import ExecResult, Sandbox
 
 REWARDS = "/logs/verifier"
+TESTS_HOME = "/logs/home"
+"""Home folder of the tests in a sandbox without images."""
 LOG_FOLDERS = (REWARDS, "/logs/agent", "/logs/artifacts")
-ARCHIVE = "artifacts.tar"
 READERS = {"reward.json": read_json_reward, "reward.txt": read_text_reward}
 """Files that may have the reward, in the order in which they are looked for."""
 SETUP = 'cd "$1" && "$(command -v bash || echo sh)" ./setup.sh'
@@ -108,6 +112,9 @@ class HarborAttempt:
         for folder in self._task.tests_folders:
             await copy_folder(place, folder, "/tests", paths)
         variables = {**environment.env, **self._task.tests_env}
+        if not place.HAS_IMAGE:  # an agent may have left modules of Python in its own home
+            await self._run(place, ["mkdir", "-p", paths.path(TESTS_HOME)])
+            variables = {"HOME": paths.path(TESTS_HOME), **variables}
         ended = await place.exec(
             [paths.path("/tests/test.sh")],
             env=resolve_variables(variables, os.environ),
@@ -118,7 +125,7 @@ class HarborAttempt:
 
     async def _remove_tests(self, place: Sandbox, paths: PathMap) -> None:
         """Remove what is where the tests and their reward belong: an agent may have left it."""
-        left = ("/tests", *(f"{REWARDS}/{name}" for name in READERS))
+        left = ("/tests", TESTS_HOME, *(f"{REWARDS}/{name}" for name in READERS))
         await self._run(place, ["rm", "-rf", *map(paths.path, left)])
 
     async def _read_reward(
@@ -175,15 +182,15 @@ class HarborAttempt:
                 )
 
     async def _carry_artifacts(self, source: Sandbox, target: Sandbox) -> None:
-        """Copy the artifacts from the agent's sandbox into that of the tests."""
+        """Copy the artifacts, and nothing else, from the agent's sandbox into that of the tests."""
+        bundle, root = FileBundle(), target.root or "/"
         for path in ("/logs/artifacts", *self._task.artifacts):
-            inner = path.lstrip("/")
-            packing = ["tar", "-C", source.root or "/", "-cf", f"{source.workspace}/{ARCHIVE}", inner]
+            inner = posixpath.normpath(path.lstrip("/"))
             if (await source.exec(["test", "-e", f"{source.root}/{inner}"])).status != 0:
                 continue  # an agent that made no artifact is judged without it
-            await self._run(source, packing)
-            await target.write(ARCHIVE, await source.read(ARCHIVE))
-            await self._run(target, ["tar", "-C", target.root or "/", "-xf", f"{target.workspace}/{ARCHIVE}"])
+            archive = await pack(source, source.root or "/", inner)
+            await asyncio.to_thread(bundle.add_archive, archive, root, inner)
+        await bundle.extract(target, "/")
 
     async def _run(self, sandbox: Sandbox, command: list[str]) -> None:
         ended = await sandbox.exec(command, cwd="/", timeout_s=self._task.environment.build_timeout_s)

@@ -26,8 +26,8 @@ from raylight.harnesses.rewards import (
     reward_in_output,
 )
 from raylight.harnesses.task import HarnessTask
-from raylight.harnesses.workspace import FileSource, bundle_files, resolve_files
 from raylight.no_proxy import no_proxy_variables
+from raylight.sandboxes.file_bundle import FileSource, bundle_files, resolve_files
 from raylight.sandboxes.pool import SandboxPool
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import Sandbox
@@ -230,7 +230,7 @@ class CommandAgent(LitAgent[Any]):
                 "that judges the workspace, or the path of a reward file"
             )
         if isinstance(reward, RewardCommand):
-            return await reward.score(sandbox, program.cwd, task)
+            return await reward.score(sandbox, program.cwd, task, self._sandbox if self._isolated else None)
         if is_reward_file(reward):
             return await reward_in_file(sandbox, posixpath.join(program.cwd, str(reward)))
         if not callable(reward):

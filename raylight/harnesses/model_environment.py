@@ -40,7 +40,7 @@ def model_environment(llm: LLM, rollout: Rollout, sends_spans: bool) -> dict[str
     return ours
 
 
-def home_environment(home: str) -> dict[str, str | None]:
+def home_environment(home: str) -> dict[str, str]:
     """Return the variables that give a program a configuration of its own."""
     return {
         "HOME": home,

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from raylight.agent.operations import operation
 from raylight.errors import AgentSignatureError, RewardError
-from raylight.harnesses.workspace import FileSource, bundle_files, resolve_files
+from raylight.harnesses.model_environment import home_environment
+from raylight.sandboxes.file_bundle import ARCHIVE, FileBundle, FileSource, pack, resolve_files
+from raylight.sandboxes.pool import SandboxPool
+from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import ExecResult, Sandbox
 
 MAX_REWARD_FILE = 64 * 1024
 """Largest size of a reward file in bytes."""
 SPAN_LETTERS = 8000
 """Letters of an output that a span records: the last ones."""
+REWARD_HOME = ".raylight-home"
+"""Home folder of a reward command, in its sandbox's workspace."""
+RewardSandbox = Literal["fresh", "agent"]
 CANNOT_RUN, NOT_FOUND = 126, 127
 """Exit statuses with which shells and `env` report that a program cannot be started."""
 
@@ -27,11 +34,12 @@ CANNOT_RUN, NOT_FOUND = 126, 127
 class RewardCommand:
     """Command that judges a workspace after the agent has ended, such as the tests of a repository.
 
-    It runs in the agent's working folder, in the same sandbox, without the keys of the model, after all
-    processes of the agent have ended.
+    The agent's sandbox is stopped first. The command runs in a fresh one of the same kind, with a copy of the
+    agent's working folder and an empty home folder, and without a way to the model. docs/sandboxes.md says
+    which sandboxes an agent can leave, or change for those that follow.
 
     Raises:
-        AgentSignatureError: the command or `reads` is of a wrong type.
+        AgentSignatureError: the command, `reads` or `sandbox` is of a wrong type.
     """
 
     command: Sequence[str]
@@ -47,6 +55,10 @@ class RewardCommand:
     never ends."""
     env: Mapping[str, str] | None = None
     """Further variables."""
+    sandbox: RewardSandbox = "fresh"
+    """Sandbox of the command. "fresh": one in which the agent has never been. "agent": that of the agent,
+    with all that it installed; such an agent can forge the reward. The command of an agent without a sandbox,
+    or in a folder of the machine (`cwd`), runs there in any case."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "command", check_command(self.command, "RewardCommand"))
@@ -55,22 +67,62 @@ class RewardCommand:
                 f'RewardCommand: reads={self.reads!r:.80} is unknown; give "exit_status", "stdout" or the '
                 "path of a .json or .txt file"
             )
+        if self.sandbox not in get_args(RewardSandbox):
+            raise AgentSignatureError(
+                f'RewardCommand: sandbox={self.sandbox!r:.80} is unknown; give "fresh" or "agent"'
+            )
 
-    async def score(self, sandbox: Sandbox, workspace: str, task: Any) -> Any:
+    async def score(
+        self, sandbox: Sandbox, workspace: str, task: Any, spec: SandboxSpec | None = None
+    ) -> Any:
         """Run the command and return the reward.
+
+        Args:
+            sandbox: that of the agent, which is stopped unless the command runs in it.
+            workspace: the agent's working folder.
+            spec: description of a fresh sandbox. None: the command runs in that of the agent.
 
         Raises:
             RewardError: the command cannot be run, or wrote no reward.
-            CommandError: its files cannot be written.
+            CommandError: its files cannot be written, or those of the agent cannot be read.
+            SandboxError: the fresh sandbox cannot be started.
         """
         files = resolve_files(self.files, task)
-        if files is not None:
-            await (await bundle_files([("", files)])).extract(sandbox, workspace)
+        inner = posixpath.relpath(workspace, sandbox.workspace)
+        is_inside = not inner.startswith("..")
+        if spec is None or self.sandbox == "agent" or (sandbox.root and not is_inside):
+            if files is not None:
+                bundle = FileBundle()
+                await asyncio.to_thread(bundle.add, files, "")
+                await bundle.extract(sandbox, workspace)
+            return await self._judge(sandbox, workspace, {})
+        archive = await pack(sandbox, workspace)
+        await sandbox.stop()
+        async with SandboxPool().started(spec) as fresh:
+            folder = posixpath.normpath(posixpath.join(fresh.workspace, inner)) if is_inside else workspace
+            home = posixpath.join(fresh.workspace, REWARD_HOME)
+            bundle = await asyncio.to_thread(self._collect, archive, files, folder, home)
+            await bundle.extract(fresh, "/", replaces=folder)
+            return await self._judge(fresh, folder, home_environment(home))
+
+    def _collect(self, archive: bytes, files: Any, folder: str, home: str) -> FileBundle:
+        """Return the files of a fresh sandbox: those of the agent without a reward, and over them `files`."""
+        bundle = FileBundle()
+        bundle.add_folder(folder)
+        bundle.add_archive(archive, folder)
+        for path in (ARCHIVE, home, *([self.reads] if is_reward_file(self.reads) else [])):
+            bundle.remove(posixpath.join(folder, path))
+        bundle.add(files, folder)
+        bundle.add_folder(home)
+        return bundle
+
+    async def _judge(self, sandbox: Sandbox, workspace: str, variables: Mapping[str, str]) -> Any:
+        """Run the command in a sandbox that has the files, and return the reward."""
         with operation(name="reward command") as span:
             span.set_input(command=list(self.command))
             ended = await sandbox.exec(
                 self.command,
-                env={"PWD": workspace, **(self.env or {})},
+                env={"PWD": workspace, **variables, **(self.env or {})},
                 cwd=workspace,
                 timeout_s=self.timeout_s,
             )

@@ -27,8 +27,11 @@ MAX_DEPTH = 200
 """Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)
 """Whole numbers allowed in a body: those of 64 bits, because engines pass them to code that has no others."""
-READ_TIMEOUT_S = 120.0
-"""Longest time in which a body arrives."""
+BODY_GRACE_S, BODY_RATE, BODY_TIMEOUT_S = 10.0, 16 * 1024, 120.0
+"""Seconds in which a body must arrive, bytes for whose arrival it gets one second more, and most seconds."""
+MAX_ARRIVING = 8192
+"""Bodies that may arrive at a time in a process. They are no running requests yet."""
+_arriving = 0
 REQUEST = "raylight.request"
 """Key of the ASGI scope that holds the `JsonRequest`."""
 
@@ -105,7 +108,7 @@ async def json_request(scope: AsgiScope, receive: Receive) -> JsonRequest:
     """
     request = scope.get(REQUEST)
     if request is None:
-        content = await _read(receive, MAX_BODY)
+        content = await read_body(receive, MAX_BODY)
         request = JsonRequest(decode_fields(content), receive, content)
     request.skip_body()
     return request
@@ -133,7 +136,7 @@ async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > max_bytes:
         raise _too_large(max_bytes)
-    content = await _read(receive, max_bytes)
+    content = await read_body(receive, max_bytes)
     return JsonRequest(decode_fields(content), receive, content)
 
 
@@ -165,27 +168,41 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _read(receive: Receive, max_bytes: int) -> bytes:
+async def read_body(receive: Receive, max_bytes: int) -> bytes:
+    """Return a body.
+
+    Raises:
+        RequestError: 408, it arrives too slowly; 413, it is too large; 503, too many others arrive.
+        ClientDisconnect: the client disconnected before its end.
+    """
+    global _arriving
+    if _arriving >= MAX_ARRIVING:
+        raise RequestError(
+            f"{_arriving} other bodies are arriving; send the request again later", 503, "overloaded_error"
+        )
+    _arriving += 1
+    body, started_at = bytearray(), asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            return await _read_all(receive, max_bytes)
+        async with asyncio.timeout_at(started_at + BODY_GRACE_S) as deadline:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+                if not message.get("more_body", False):
+                    return bytes(body)
+                allowed = min(BODY_GRACE_S + len(body) / BODY_RATE, BODY_TIMEOUT_S)
+                deadline.reschedule(started_at + allowed)
     except TimeoutError:
         raise RequestError(
-            f"the body did not arrive within {READ_TIMEOUT_S:g} s; send the request again", 408
+            f"the body did not arrive within {BODY_GRACE_S:g} s and 1 s more for each {BODY_RATE} bytes; "
+            "send the request again",
+            408,
         ) from None
-
-
-async def _read_all(receive: Receive, max_bytes: int) -> bytes:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-        if not message.get("more_body", False):
-            return bytes(body)
+    finally:
+        _arriving -= 1
 
 
 def _has_too_many_values(content: bytes) -> bool:

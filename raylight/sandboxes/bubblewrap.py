@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from raylight.errors import ConfigError, SandboxError
 from raylight.sandboxes import relay_inside
@@ -32,7 +31,9 @@ SYSTEM_FILES = (
     "/etc/ssl",
 )
 """Paths of the machine that programs inside may read."""
-WORKSPACE, RELAY, RELAY_SOCKET = "/workspace", "/run/raylight/relay.py", "/run/raylight/relay.sock"
+WORKSPACE, RELAY_FOLDER = "/workspace", "/run/raylight"
+MOUNTED = ("/etc", "/run", "/dev", "/proc")
+"""Folders that bubblewrap makes for each program."""
 FIRST_USER = 200_000
 """First of the user ids that a runner of the user root gives to sandboxes, so that none is root outside."""
 
@@ -40,8 +41,8 @@ FIRST_USER = 200_000
 class BubblewrapSandbox(ExecSandbox):
     """Programs of this machine in a file system, a process list and, if asked, a network of their own.
 
-    The root folder is a temporary one with the machine's /usr and /lib, read-only. Everything that a program
-    starts ends with it. A limit of memory or files holds for each process.
+    The root folder is a temporary one with the machine's /usr, /lib and a few files of /etc, all read-only.
+    Everything that a program starts ends with it. A limit of memory or files holds for each process.
 
     Args:
         readable: further folders of the machine that can be read, such as that of Node.js. If the runner is
@@ -92,8 +93,9 @@ class BubblewrapSandbox(ExecSandbox):
             "HOME": WORKSPACE,
             "LANG": "C.UTF-8",
         }
-        arguments = [*self._wrapper(), "--chdir", self.path(cwd or ""), "--", *self._inner(command)]
+        inner = ["--chdir", self.path(cwd or ""), "--", *self._inner(command)]
         try:
+            arguments = [*self._wrapper(), *inner]
             return await run_program(
                 arguments, env=variables | dict(env or {}), cwd="/", stdin=stdin, timeout_s=timeout_s
             )
@@ -107,8 +109,10 @@ class BubblewrapSandbox(ExecSandbox):
             return url
         address_of(url)
         if self._relay is None:
-            await self.write(RELAY, await asyncio.to_thread(Path(relay_inside.__file__).read_bytes))
-            relay = UnixRelay(f"{self._root_folder()}{RELAY_SOCKET}", url)
+            folder = f"{self._folder_path()}/relay"
+            await asyncio.to_thread(os.mkdir, folder)
+            await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{folder}/relay.py")
+            relay = UnixRelay(f"{folder}/relay.sock", url)
             await relay.start()
             self._relay = relay
         return with_address(url, "127.0.0.1", INSIDE_PORT)
@@ -122,7 +126,7 @@ class BubblewrapSandbox(ExecSandbox):
             await asyncio.to_thread(folder.remove)
 
     def _make_root(self, folder: str) -> None:
-        for path in (WORKSPACE, "/tmp", os.path.dirname(RELAY)):
+        for path in (WORKSPACE, "/tmp"):
             os.makedirs(f"{folder}/root{path}")
         if os.geteuid() == 0:
             for parent, folders, _ in os.walk(folder):
@@ -130,22 +134,44 @@ class BubblewrapSandbox(ExecSandbox):
                     os.chown(os.path.join(parent, name), self._user, self._user)
             os.chmod(folder, 0o711)
 
-    def _root_folder(self) -> str:
+    def _folder_path(self) -> str:
         if self._folder is None:
             raise SandboxError("the sandbox is not started; call start() first")
-        return f"{self._folder.path}/root"
+        return self._folder.path
+
+    def _restore_system(self, root: str) -> None:
+        """Remove what programs, which own the root folder, put where the system's folders are mounted.
+
+        Else a /bin or a /lib64 of an agent would have the shell or the loader of the programs after it.
+        """
+        for path in (*SYSTEM_FOLDERS, *MOUNTED):
+            place, target = f"{root}{path}", os.readlink(path) if os.path.islink(path) else None
+            if not os.path.lexists(place):
+                continue
+            found = os.readlink(place) if os.path.islink(place) else None
+            if found != target or (found is None and not os.path.isdir(place)):
+                if os.path.isdir(place) and found is None:
+                    shutil.rmtree(place)
+                else:
+                    os.unlink(place)
 
     def _wrapper(self) -> list[str]:
         """Return the command that makes the namespaces."""
-        binds = ["--bind", self._root_folder(), "/"]
+        root = f"{self._folder_path()}/root"
+        self._restore_system(root)
+        binds = ["--bind", root, "/"]
         for path in SYSTEM_FOLDERS:
             if os.path.islink(path):
-                if not os.path.lexists(f"{self._root_folder()}{path}"):
+                if not os.path.lexists(f"{root}{path}"):
                     binds += ["--symlink", os.readlink(path), path]
             else:
                 binds += ["--ro-bind-try", path, path]
+        binds += ["--tmpfs", "/etc", "--tmpfs", "/run"]
         for path in (*SYSTEM_FILES, *self._readable):
             binds += ["--ro-bind-try", path, path]
+        if self._relay is not None:
+            binds += ["--ro-bind", f"{self._folder_path()}/relay", RELAY_FOLDER]
+        binds += ["--remount-ro", "/etc", "--remount-ro", "/run"]
         arguments = [
             *self._as_user(),
             "bwrap",
@@ -178,7 +204,8 @@ class BubblewrapSandbox(ExecSandbox):
     def _inner(self, command: Sequence[str]) -> list[str]:
         """Return the command behind its limits and the relay."""
         settings = self.limits.shell_commands()
-        relay = [] if self._relay is None else ["python3", RELAY, RELAY_SOCKET, str(INSIDE_PORT)]
+        program, socket = f"{RELAY_FOLDER}/relay.py", f"{RELAY_FOLDER}/relay.sock"
+        relay = [] if self._relay is None else ["python3", "-I", program, socket, str(INSIDE_PORT)]
         if not settings:
             return [*relay, *command]
         return [*relay, "sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]

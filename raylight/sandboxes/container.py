@@ -99,7 +99,7 @@ class ContainerSandbox(ToolSandbox):
             self._relay = relay
             await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{folder}/relay.py")
             program, path = f"{RELAY_FOLDER}/relay.py", f"{RELAY_FOLDER}/relay.sock"
-            relaying = ["python3", program, path, str(INSIDE_PORT), "true"]
+            relaying = ["python3", "-I", program, path, str(INSIDE_PORT), "true"]
             ended = await self.exec(relaying, cwd="/", timeout_s=START_S)
             if ended.status != 0:
                 raise SandboxError(

@@ -19,6 +19,8 @@ CHUNK = MAX_STDOUT // 2
 """Bytes of a file that are read at once; base64 makes them a third longer."""
 NO_FILE = 44
 """Exit status of the reading script for a file that is not there."""
+MAX_FILE_BYTES = 512 * 1024 * 1024
+"""Largest file that is read, so that a program inside cannot fill the runner's memory."""
 READ = f'test -f "$1" || exit {NO_FILE}; tail -c "+$2" -- "$1" | head -c {CHUNK} | base64'
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1" && chmod "$2" -- "$1"'
 
@@ -73,6 +75,8 @@ class ExecSandbox(ABC):
             except binascii.Error as error:
                 raise SandboxError(f"{path} cannot be read from the sandbox {self.NAME}: {error}") from None
             content += part
+            if len(content) > MAX_FILE_BYTES:
+                raise SandboxError(f"{path} in the sandbox is larger than {MAX_FILE_BYTES >> 20} MiB")
             if len(part) < CHUNK:
                 return bytes(content)
 

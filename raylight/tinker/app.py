@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.http.errors import RequestError
-from raylight.http.request import read_request
+from raylight.http.host_names import OTHER_HOST, is_own_host
+from raylight.http.request import read_body, read_request
 from raylight.tinker import requests as bodies
 from raylight.tinker.records import ServerRecords
 from raylight.tinker.requests import TinkerBody
@@ -39,7 +40,7 @@ def build_app(service: TinkerService, key: str | None = None) -> Starlette:
     """Build the application.
 
     Args:
-        key: key that clients must send; None: none.
+        key: key that clients must send. None: none, but requests must name loopback, against DNS rebinding.
     """
     records = ServerRecords(service)
     json_routes: dict[str, Callable[[Any], Any]] = {
@@ -75,30 +76,34 @@ def build_app(service: TinkerService, key: str | None = None) -> Starlette:
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(KeyCheck, key=key)] if key is not None else [],
+        middleware=[Middleware(AccessCheck, key=key)],
         exception_handlers={RequestError: _error_response},
     )
     app.router.redirect_slashes = False
     return app
 
 
-class KeyCheck:
-    """ASGI middleware that rejects requests without the server's key, in the SDK's header or as a bearer."""
+class AccessCheck:
+    """ASGI middleware that rejects requests without the server's key, in the SDK's header or as a bearer.
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
+    Without a key it rejects requests that name another host than loopback.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        error = self._error_of(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else _error(error))(scope, receive, send)
+
+    def _error_of(self, scope: Scope) -> RequestError | None:
+        if self._key is None:
+            return None if is_own_host(scope["headers"]) else RequestError(OTHER_HOST, 403)
         headers = dict(scope["headers"])
         sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if hmac.compare_digest(sent, self._key):
-            await self._app(scope, receive, send)
-            return
-        error = RequestError("the API key is missing or wrong; set TINKER_API_KEY to the server's key", 401)
-        await _error(error)(scope, receive, send)
+        if hmac.compare_digest(sent, self._key.encode()):
+            return None
+        return RequestError("the API key is missing or wrong; set TINKER_API_KEY to the server's key", 401)
 
 
 def _reading(kind: type[TinkerBody], answer: Callable[[Any], Any]) -> Callable[[Fields], Any]:
@@ -128,12 +133,7 @@ def _train_route(service: TinkerService) -> Callable[[Request], Awaitable[Respon
             raise RequestError(f"the content type must be {PROTOBUF}, as the SDK sends it", 415)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("compressed bodies are not supported", 415)
-        content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > MAX_BODY:
-                raise RequestError(f"the body is larger than {MAX_BODY} bytes; send fewer examples", 413)
-        return JSONResponse(service.forward_backward(bytes(content)))
+        return JSONResponse(service.forward_backward(await read_body(request.receive, MAX_BODY)))
 
     return respond
 

@@ -18,6 +18,7 @@ from raylight.base_config import Config
 from raylight.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
+from raylight.http.slow_clients import ImpatientProtocol
 from raylight.no_proxy import LOOPBACK
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.losses import SUBSTITUTES
@@ -201,7 +202,10 @@ async def _serve(
         settings = await asyncio.to_thread(_describe, model, config, name)
         service = TinkerService(settings, trainer, samplers, checkpoints, end)
         stack.push_async_callback(service.close)
-        server = ThreadServer(uvicorn.Config(build_app(service, key), log_level="warning", lifespan="off"))
+        app = build_app(service, key)
+        server = ThreadServer(
+            uvicorn.Config(app, log_level="warning", lifespan="off", http=ImpatientProtocol)
+        )
         listening = asyncio.create_task(server.serve(sockets=[listener]))
         stack.push_async_callback(_stop, server, listening)
         host, port = listener.getsockname()[:2]

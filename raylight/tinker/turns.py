@@ -91,6 +91,7 @@ class ModelTurns:
             "after it; send all of them again"
         )
         self._next = max(self._waiting) + 1
-        for _, future in self._waiting.values():
-            future.set_exception(error)
+        for work, future in self._waiting.values():
+            if work is not None:  # nobody waits for a rejected request
+                future.set_exception(error)
         self._waiting.clear()

@@ -5,6 +5,7 @@ The messages are those of the public SDK.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from raylight.tinker.losses import TARGETS
 PROTOBUF = "application/x-protobuf"
 """Content type of the messages."""
 NUMPY_TYPES: dict[int, np.dtype[Any]] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
+MAX_DIMENSIONS = 8
 STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
@@ -132,10 +134,13 @@ def _read_tensor(place: str, tensor: Any) -> np.ndarray:
         raise RequestError(f"{place}: the type must be float32 or int64")
     values = _array(place, tensor.dense, dtype)
     shape = list(tensor.shape) or [len(values)]
-    if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
-        raise RequestError(f"{place}: {len(values)} values do not have the shape {shape}")
+    if len(shape) > MAX_DIMENSIONS or min(shape) < 0 or math.prod(shape) != len(values):
+        raise RequestError(f"{place}: {len(values)} values do not have the shape {shape!s:.80}")
     target = np.int64 if place.endswith(f".{TARGETS}") and dtype.kind == "i" else np.float32
-    return values.reshape(shape).astype(target)
+    try:
+        return values.reshape(shape).astype(target)
+    except ValueError:  # an empty array has limits too
+        raise RequestError(f"{place}: no array has the shape {shape!s:.80}") from None
 
 
 def _array(place: str, content: bytes, dtype: np.dtype) -> np.ndarray:

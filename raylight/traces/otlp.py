@@ -28,6 +28,8 @@ from raylight.types import Span
 
 logger = logging.getLogger(__name__)
 
+READ_TIMEOUT_S = 30.0
+"""Longest time in which a body arrives."""
 MAX_DECODES = 2
 """Maximum number of bodies decoded concurrently. Each decode occupies a thread, which competes with the event
 loop for the interpreter."""
@@ -110,10 +112,16 @@ def traces_route(
 async def _read(request: Request, max_bytes: int) -> bytes:
     """Read the body, up to the limit."""
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise OtlpError(f"the body is larger than {max_bytes} bytes; send fewer spans at once", 413)
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise OtlpError(
+                        f"the body is larger than {max_bytes} bytes; send fewer spans at once", 413
+                    )
+    except TimeoutError:
+        raise OtlpError(f"the body did not arrive within {READ_TIMEOUT_S:g} s; send it again", 408) from None
     return bytes(body)
 
 

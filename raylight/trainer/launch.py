@@ -73,7 +73,9 @@ def launched(
         config["run"]["dashboard"] = connection.dashboard
         all_loggers = [*find_loggers(loggers), StepMetrics(settings.name)]
         report = Report(fit.folder, display, config, started, fit.last_logged_step, all_loggers)
-        shown = ui_process(fit.folder, report.note) if arguments.ui else contextlib.nullcontext()
+        shown: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if arguments.ui:
+            shown = ui_process(fit.folder, report.note, connection.dashboard)
         with report, shown:
             for note in notes:
                 report.note(note)

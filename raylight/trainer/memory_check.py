@@ -67,6 +67,11 @@ def plan_settings(
         )
     model_path = resolve_model(algorithm.model)
     kind = _planned_engine(engine, cluster)
+    if kind not in PLANNED_ENGINES:
+        raise ConfigError(
+            f"the memory of the engine {kind!r:.100} is not known, and a plan does not import it; plan with "
+            f"--set engine.kind={' or '.join(PLANNED_ENGINES)}"
+        )
     teacher = plan_teacher(algorithm, model_path)
     policy = algorithm.policy_settings()
     work = workload(Path(model_path), policy, learner)

@@ -7,10 +7,11 @@ names the replacement. Secrets are never written: they become `SECRET`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,14 @@ from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
 from raylight.bounds import Seed
-from raylight.components import IN_CODE, build_component, dotted_name, import_dotted_name
+from raylight.components import (
+    IN_CODE,
+    NotImportedError,
+    build_component,
+    dotted_name,
+    import_dotted_name,
+    names_only,
+)
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.errors import ConfigError
 from raylight.trainer.assignments import apply_assignment, set_nested
@@ -79,13 +87,16 @@ class RunFile(Config):
     """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total
     steps."""
 
-    def trainer_arguments(self) -> dict[str, Any]:
+    def trainer_arguments(self, components: Sequence[str] = COMPONENTS) -> dict[str, Any]:
         """Return the arguments for `Trainer`.
+
+        Args:
+            components: those that are among the arguments.
 
         Raises:
             ConfigError: a setting is wrong, or the algorithm cannot be imported.
         """
-        optional = ("engine", "learner", "runner", "checkpoint", "store", "seed", *COMPONENTS)
+        optional = ("engine", "learner", "runner", "checkpoint", "store", "seed", *components)
         settings = {name: getattr(self, name) for name in optional}
         return {
             "agent": self.agent,
@@ -117,14 +128,42 @@ class RunFile(Config):
         return read_data(self.data.train, "data.train"), val
 
     def resolved(self) -> dict[str, Any]:
-        """Return the file's content with all defaults, without `run` and without secrets."""
+        """Return the file's content with all defaults, without `run` and without secrets.
+
+        Nothing is imported: the settings of an algorithm that a dotted name stands for remain as given.
+        """
         content = self.model_dump(mode="json", exclude={"run"})
-        algorithm = build_algorithm(self.algorithm)
+        algorithm: Any = None
+        with names_only(), contextlib.suppress(NotImportedError):
+            algorithm = build_algorithm(self.algorithm)
         if isinstance(algorithm, PolicyAlgorithm | SupervisedAlgorithm):
             content["algorithm"] = describe_algorithm(algorithm)
         if content["resources"] is not None:
             content["resources"] = describe_resources(_read_resources(self.resources))
         return {name: value for name, value in content.items() if value is not None}
+
+
+def planned_trainer(run_file: RunFile, show: Callable[[str], None]) -> raylight.Trainer:
+    """Return a Trainer of a file's settings, for a plan of its memory.
+
+    Nothing that the file names is imported, except the group rewards of raylight.
+
+    Args:
+        show: receives a note on a group reward that is left out.
+
+    Raises:
+        ConfigError: a setting is wrong, or the algorithm or the engine has a dotted name.
+    """
+    rewards = [
+        name for module, names in vars(raylight)["_EXPORTS"].items() if "rewards" in module for name in names
+    ]
+    with names_only({f"raylight{mark}{name}" for name in rewards for mark in ".:"}):
+        try:
+            return raylight.Trainer(**run_file.trainer_arguments(["group_reward"]))
+        except NotImportedError as error:
+            trainer = raylight.Trainer(**run_file.trainer_arguments([]))
+            show(f"the plan is without models of the group reward: {error}")
+            return trainer
 
 
 def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | SupervisedAlgorithm | Algorithm:

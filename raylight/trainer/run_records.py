@@ -12,6 +12,7 @@ import yaml
 from raylight.errors import UnknownIdError
 from raylight.experience.row_rules import RowRules
 from raylight.experience.transcript import transcript, transcript_json
+from raylight.files import read_bounded
 from raylight.printable import printable
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -19,6 +20,8 @@ from raylight.trainer.blocking import run_blocking
 from raylight.trainer.stored_rollouts import store_file
 from raylight.types import FINISHED, FinishedRollout
 
+MAX_CONFIG_BYTES, MAX_CONFIG_VALUES = 2 * 1024 * 1024, 100_000
+"""Limits of a `config.yaml`; 100 characters count as a value."""
 UNSUCCESSFUL = sorted(FINISHED - {"succeeded"})
 
 
@@ -96,8 +99,24 @@ def print_traces(
 def read_config(folder: Path) -> dict[str, Any] | None:
     """Return the content of a run's `config.yaml`; None if it cannot be read, or is none."""
     try:
-        text = (folder / "config.yaml").read_text()
+        text = read_bounded(folder / "config.yaml", MAX_CONFIG_BYTES).decode()
         content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        is_small = _size(content, {}) <= MAX_CONFIG_VALUES
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and is_small else None
+
+
+def _size(value: Any, sizes: dict[int, int]) -> int:
+    """Return the number of values within a value, in which aliases may repeat one many times.
+
+    Args:
+        sizes: sizes of the lists and dicts so far, by id.
+    """
+    if not isinstance(value, dict | list):
+        return 1 + (len(value) // 100 if isinstance(value, str | bytes) else 0)
+    if id(value) not in sizes:
+        sizes[id(value)] = MAX_CONFIG_VALUES + 1  # of one that contains itself
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_size(one, sizes) for one in inner)
+    return sizes[id(value)]

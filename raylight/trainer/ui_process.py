@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -16,15 +17,23 @@ ADDRESS = "the run is shown at "
 
 
 @contextlib.contextmanager
-def ui_process(folder: Path, show: Callable[[str], None]) -> Iterator[Future[str]]:
+def ui_process(
+    folder: Path, show: Callable[[str], None], dashboard: str | None = None
+) -> Iterator[Future[str]]:
     """Serve the pages of a run on loopback during the block; yield their address once they are served.
 
     Args:
         show: receives the line with the address, or why there is none. It is called in another thread.
+        dashboard: address of the cluster's dashboard, which the pages may call.
     """
     command = [sys.executable, "-m", "raylight.cli", "ui", str(folder), "--until-closed"]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | ({"RAY_API_SERVER_ADDRESS": dashboard} if dashboard else {}),
     )
     address: Future[str] = Future()
 

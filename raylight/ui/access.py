@@ -11,7 +11,7 @@ from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.no_proxy import LOOPBACK
+from raylight.http.host_names import is_own_host
 
 COOKIE = "raylight-ui-"
 """Beginning of the cookie's name. Its port follows, because browsers send cookies to all ports of a host."""
@@ -42,7 +42,7 @@ class AccessGuard:
 
     def __init__(self, app: ASGIApp, key: str | None = None, hosts: Collection[str] = ()) -> None:
         self._app, self._key = app, key
-        self._hosts = {*LOOPBACK, *hosts}
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +63,7 @@ class AccessGuard:
         """Return the answer to a visitor who is not admitted yet; None for one who is."""
         headers = Headers(scope=scope)
         if self._key is None:
-            if _host_name(headers.get("host", "")) in self._hosts:
+            if is_own_host(scope["headers"], self._hosts):
                 return None
             return _refusal(
                 "this address is not one of the server's; open the one that `raylight ui` has printed"
@@ -93,13 +93,6 @@ class AccessGuard:
 
 def _cookie_name(scope: Scope) -> str:
     return f"{COOKIE}{(scope.get('server') or ('', ''))[1]}"
-
-
-def _host_name(host: str) -> str:
-    """Return the name in a `Host` header, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
 
 
 def _refusal(message: str) -> Response:

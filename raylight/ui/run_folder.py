@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import threading
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import psutil
@@ -18,10 +20,12 @@ import psutil
 from raylight.advisories import Advisor
 from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
+from raylight.files import read_bounded
 from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
 from raylight.trainer.run_records import read_config
 from raylight.trainer.stored_rollouts import STORE_FILES
 
+logger = logging.getLogger(__name__)
 LOCKS = Path("/proc/locks")
 """Linux's list of locked files."""
 MAX_RUNS = 500
@@ -29,6 +33,13 @@ MAX_RUNS = 500
 QUIET_S = 120.0
 """Seconds without a change after which a run on another machine counts as stopped."""
 SPARK_POINTS = 60
+MAX_PART, MAX_JSON = 64 * 1024 * 1024, 16 * 1024 * 1024
+"""Bytes of `metrics.jsonl` that are read at once, and the largest other file of JSON."""
+CARD = (
+    *("agent", "model", "algorithm", "seconds", "step", "total_steps", "reward_before", "reward_after"),
+    *("best", "rollouts", "rollouts_failed"),
+)
+"""Parts of a card that a damaged run does not have."""
 HIDDEN = ("api_key", "password", "secret")
 """Ends of the names of settings that are never shown."""
 
@@ -56,6 +67,8 @@ class MetricTable:
             stat = self._file.stat()
         except OSError:
             return len(self.rows)
+        if not S_ISREG(stat.st_mode):
+            return len(self.rows)
         if stat.st_ino != self._inode or stat.st_size < self._offset:
             self._inode, self._offset = stat.st_ino, 0
             self.rows.clear()
@@ -64,7 +77,10 @@ class MetricTable:
         if stat.st_size > self._offset:
             with self._file.open("rb") as file:
                 file.seek(self._offset)
-                complete, _, _ = file.read().rpartition(b"\n")
+                part = file.read(MAX_PART)
+            complete, _, _ = part.rpartition(b"\n")
+            if not complete and len(part) == MAX_PART:  # no line of a run is so long
+                self._offset += MAX_PART
             if complete:
                 new = [row for row in map(_row, complete.split(b"\n")) if row is not None]
                 self._offset += len(complete) + 1
@@ -92,7 +108,9 @@ class MetricTable:
     def versions(self) -> dict[int, int]:
         """Return the weight version of the learners before the update of each step."""
         return {
-            int(row["step"]): int(row["weights/version"]) - 1 for row in self.rows if "weights/version" in row
+            int(row["step"]): int(row["weights/version"]) - 1
+            for row in self.rows
+            if _finite(row.get("weights/version")) is not None
         }
 
 
@@ -111,6 +129,7 @@ class RunFolder:
         self.path, self.name = path, name
         self.metrics = MetricTable(path / METRICS_FILE)
         self._config: tuple[float, dict[str, Any]] = (-1.0, {})
+        self._is_damaged = False
         if not is_run(path):
             raise ConfigError(
                 f"{path} is not a run: it has neither config.yaml nor {' nor '.join(STORE_FILES)}; give a "
@@ -167,7 +186,25 @@ class RunFolder:
         return max(map(_modified, files))
 
     def card(self) -> dict[str, Any]:
-        """Return the run as an entry of the list of runs."""
+        """Return the run as an entry of the list of runs; of a damaged run the entry is almost empty."""
+        try:
+            return self._card()
+        except Exception as error:  # of any kind: the other runs are shown
+            if not self._is_damaged:
+                logger.warning("the run in %s is damaged", self.path, exc_info=error)
+            self._is_damaged = True
+            return dict.fromkeys(CARD) | {
+                "id": self.name,
+                "path": valid_text(self.path),
+                "kind": "other",
+                "status": "damaged",
+                "started": _modified(self.path / "config.yaml"),
+                "updated": _modified(self.path),
+                "advisories": 0,
+                "spark": [],
+            }
+
+    def _card(self) -> dict[str, Any]:
         self.metrics.refresh()
         config, rows, summary = self.config(), self.metrics.rows, self.summary() or {}
         here = Path.cwd()
@@ -260,17 +297,25 @@ def _row(line: bytes) -> Metrics | None:
     """Return a row of metrics; None for a line that is none, such as one cut by a full disk."""
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or _finite(content.get("step")) is None:
         return None
     row = {name: math.nan if value is None else value for name, value in content.items()}
-    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+    if _finite(row.get(VAL_STEP)) is None:
+        row.pop(VAL_STEP, None)
+    return {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**63)
+    }
 
 
 def _finite(value: Any) -> float | None:
     """Return a number; None for what is none, or not finite."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    if isinstance(value, int):
+        return value if abs(value) <= 2**63 else None
+    return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -297,8 +342,8 @@ def _thin(values: list[float]) -> list[float | None]:
 
 def _json_file(file: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(read_bounded(file, MAX_JSON))
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

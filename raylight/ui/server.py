@@ -13,6 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from raylight.errors import ConfigError
+from raylight.http.slow_clients import ImpatientProtocol
 from raylight.no_proxy import LOOPBACK
 from raylight.ui.app import build_app
 
@@ -71,7 +72,9 @@ def _prepare(
         key = secrets.token_urlsafe(24)
     app = build_app(paths, key)
     listener = _listen(host, port)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S, lifespan="on")
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, lifespan="on", http=ImpatientProtocol
+    )
     shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}/"
     return uvicorn.Server(config), listener, f"{address}?key={key}" if key else address

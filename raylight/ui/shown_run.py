@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextlib
 import logging
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 from raylight.aio import pause
@@ -60,8 +62,7 @@ class ShownRun:
         async with self._opening:
             await self._leave_old_store()
             if self._service is None:
-                open_store = functools.partial(StoreService, self._store_file(), read_only=True)
-                self._service = await asyncio.to_thread(open_store)  # a locked file waits 10 s
+                self._service = await asyncio.to_thread(_open_store, self._store_file())
         return StoreClient(self._service)
 
     def store_identity(self) -> tuple[int, int]:
@@ -104,7 +105,9 @@ class ShownRun:
         async with self._opening:
             await self._leave_old_store()
             if self._index is None:
-                self._index = await asyncio.to_thread(RolloutIndex, self._store_file(), self.folder.path)
+                file = self._store_file()
+                await asyncio.to_thread(_check_tables, file)
+                self._index = await asyncio.to_thread(RolloutIndex, file, self.folder.path)
                 await self.refresh(FIRST_PART_S)
         if self._indexing is None or self._indexing.done():
             await self.refresh()
@@ -136,3 +139,30 @@ class ShownRun:
             await asyncio.to_thread(self._index.close)
         if self._service is not None:
             await self._service.close()
+
+
+def _open_store(file: Path) -> StoreService:
+    """Open a store; a locked file waits 10 s."""
+    _check_tables(file)
+    return StoreService(file, read_only=True)
+
+
+def _check_tables(file: Path) -> None:
+    """Check that a store has tables of stored values only.
+
+    A view, or a computed column, of a stranger's file could be endless, and no request for it would end.
+
+    Raises:
+        StoreError: it has others.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            found = db.execute(
+                "SELECT m.name FROM sqlite_master m LEFT JOIN pragma_table_xinfo(m.name) c "
+                "ON m.type = 'table' WHERE m.type NOT IN ('table', 'index') "
+                "OR m.sql LIKE 'CREATE VIRTUAL%' OR c.hidden"
+            ).fetchone()
+    except sqlite3.Error as error:
+        raise StoreError(f"{file} cannot be read: {error}") from None
+    if found is not None:
+        raise StoreError(f"{file} is not as raylight writes it: {found[0]!r} is computed; it is not shown")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections import Counter, defaultdict
 from typing import Any
 from urllib.parse import urlsplit
 
-from raylight.no_proxy import bypass_proxies
+import psutil
+
+from raylight.no_proxy import LOOPBACK, bypass_proxies
 from raylight.store.client import StoreClient
 from raylight.ui.run_folder import RunFolder
 
 DASHBOARD_TIMEOUT_S = 2
 MAX_ACTORS = 10_000
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+DASHBOARD_PROGRAM = os.path.join("ray", "dashboard", "dashboard.py")
 
 
 class DashboardError(Exception):
@@ -41,10 +47,50 @@ async def show_workers(store: StoreClient, folder: RunFolder) -> dict[str, Any]:
     if not dashboard:
         return shown | {"note": "the run has not recorded the address of Ray's dashboard"}
     try:
-        actors = await asyncio.to_thread(read_actors, dashboard, run.get("name") or "")
+        await asyncio.to_thread(check_own, dashboard)
+        actors = await asyncio.to_thread(read_actors, dashboard, str(run.get("name") or ""))
     except DashboardError as error:
         return shown | {"note": f"Ray's dashboard at {dashboard} cannot be read: {error}"}
     return shown | {"actors": actors}
+
+
+def check_own(dashboard: Any) -> None:
+    """Check that a dashboard is that of a cluster of this user, which may receive Ray's token.
+
+    The address is from `config.yaml`, which may be a stranger's. It must be that of RAY_API_SERVER_ADDRESS or
+    RAY_ADDRESS, or of a dashboard on this machine that runs as this user.
+
+    Raises:
+        DashboardError: it is another one.
+    """
+    try:
+        wanted = urlsplit(str(dashboard))
+        address = wanted.hostname, wanted.port
+    except ValueError as error:
+        raise DashboardError(f"it is no address: {error}") from None
+    for given in map(urlsplit, filter(None, map(os.environ.get, ADDRESS_VARIABLES))):
+        with contextlib.suppress(ValueError):
+            if (given.scheme, given.hostname, given.port) == (wanted.scheme, *address):
+                return
+    own = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
+    is_here = address[0] in LOOPBACK or address[0] in own
+    if wanted.scheme != "http" or not is_here or address[1] not in _dashboard_ports():
+        raise DashboardError(
+            "it is not known as the dashboard of a cluster of yours, which may receive Ray's token; set "
+            f"{ADDRESS_VARIABLES[0]} to this address if it is"
+        )
+
+
+def _dashboard_ports() -> set[int]:
+    """Return the ports on which dashboards of this user listen on this machine."""
+    ports: set[int] = set()
+    for process in psutil.process_iter(["uids", "cmdline"]):
+        uids, command = process.info["uids"], process.info["cmdline"] or []
+        if uids is not None and uids.real == os.getuid() and DASHBOARD_PROGRAM in " ".join(command):
+            with contextlib.suppress(psutil.Error):
+                listening = process.net_connections("tcp")
+                ports |= {one.laddr.port for one in listening if one.status == psutil.CONN_LISTEN}
+    return ports
 
 
 def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from docs_snippets import DOCS, snippet
 from raylight.harnesses.command import CommandAgent
 from raylight.harnesses.presets import CLAUDE_TOOLS, PRESETS
 from raylight.harnesses.rewards import SPAN_LETTERS
-from raylight.harnesses.workspace import MAX_FILES_BYTES
+from raylight.sandboxes.file_bundle import MAX_FILES_BYTES
 
 PAGE = DOCS / "harnesses.md"
 TEXT = PAGE.read_text()

@@ -69,7 +69,7 @@ async def test_random_requests_in_one_batch_get_the_answers_that_they_get_alone(
     headers = {"content-type": "application/json"}
     async with (
         httpx.AsyncClient(
-            transport=transport, base_url="http://engine", headers=headers, timeout=60
+            transport=transport, base_url="http://localhost", headers=headers, timeout=60
         ) as client,
         within(240),
     ):

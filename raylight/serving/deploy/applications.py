@@ -10,6 +10,7 @@ from raylight.components import import_dotted_name
 from raylight.config import EngineConfig
 from raylight.engines.registry import ENGINES
 from raylight.errors import EngineStartError
+from raylight.http.request import MAX_ARRIVING
 from raylight.serving.deploy.ingress import alive_nodes
 from raylight.serving.deploy.replica import EngineReplica, ReplicaSettings
 
@@ -32,7 +33,8 @@ def build_application(settings: ReplicaSettings, env: dict[str, str]) -> serve.A
     check_node_size(config, [node["Resources"] for node in alive_nodes()])
     built_in = ENGINES.get(config.kind)
     if built_in is not None and built_in.serve_options is not None:
-        options = import_dotted_name(built_in.serve_options, "EngineConfig.kind")(config, settings.model_path)
+        make = import_dotted_name(built_in.serve_options, "EngineConfig.kind", is_ours=True)
+        options = make(config, settings.model_path)
     else:
         options = one_actor(config)
     environment = options["ray_actor_options"].setdefault("runtime_env", {}).setdefault("env_vars", {})
@@ -79,7 +81,8 @@ def common_options(settings: ReplicaSettings) -> dict[str, Any]:
     """Deployment options that do not depend on the engine."""
     config = settings.config
     options: dict[str, Any] = {
-        "max_ongoing_requests": config.max_concurrent + config.max_waiting,
+        # bodies that arrive are counted too: without room for them, half-sent ones would lock out everybody
+        "max_ongoing_requests": config.max_concurrent + config.max_waiting + MAX_ARRIVING,
         "graceful_shutdown_timeout_s": max(config.drain_timeout_s, MIN_SHUTDOWN_S),
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,

@@ -24,7 +24,7 @@ import zlib
 from pathlib import Path
 
 HEADER_TIMEOUT_S = 10
-"""Longest time that a client may take to send the headers of a request."""
+"""Longest time that a client may take to send the headers of a request and the begin of its body."""
 MAX_CONNECTIONS = 65_536
 """Most connections of clients at a time; fewer if the limit on open files is low."""
 RESERVED_FILES = 600
@@ -65,7 +65,8 @@ def harden(config: str, folder: str, connections: int) -> str:
     """Return a configuration without open side doors.
 
     - The admin socket is open to this user only. The statistics and the metrics are on sockets of `folder`.
-    - Headers must arrive within HEADER_TIMEOUT_S.
+    - Headers must arrive within HEADER_TIMEOUT_S, and so must a body, or the 16 KiB of it that HAProxy keeps.
+      Before that no replica has the request.
     - A source that is not this machine gets at most half of the connections. This machine's own connections
       come from loopback, or from the address that they reach.
     - Rollouts stay with their replicas when others join or leave (see `identify_servers`).
@@ -93,7 +94,7 @@ def harden(config: str, folder: str, connections: int) -> str:
         ),
         "the defaults": (
             r"^(defaults\n    mode http)$",
-            rf"\1\n    timeout http-request {HEADER_TIMEOUT_S}s",
+            rf"\1\n    timeout http-request {HEADER_TIMEOUT_S}s\n    option http-buffer-request",
         ),
         # the pipes of splicing would take a fifth of the open files
         "splicing": (r"^    option splice-request\n    option splice-response\n", ""),

@@ -17,6 +17,7 @@ from raylight.agent.attempt_keys import KeyUse, key_use
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
+from raylight.http.host_names import OTHER_HOST, is_own_host
 from raylight.http.request import MAX_BODY, read_request
 from raylight.serving.capture.call_budgets import CallBudgets, CheckBudgets
 from raylight.serving.capture.conversation_loader import History
@@ -61,7 +62,7 @@ class Gateway:
 
     Args:
         secret: the run's secret. None: no key is needed and attempts have no addresses, for a server of its
-            own on loopback.
+            own on loopback, which requests must name, against DNS rebinding.
         finished: finished attempts, whose keys are revoked.
         traces: application that answers `/v1/traces`; None: the route does not exist.
         attempts: True if attempts have addresses; without a recorder their calls would be lost.
@@ -108,7 +109,11 @@ class Gateway:
         answer = ErrorShapingSend(timer.send, None if path == TRACES else dialect)
         headers = dict(scope["headers"])
         try:
-            use = self._check_key(headers, attempt) if attempt is not None or path != "/health" else None
+            use = (
+                self._check_key(scope["headers"], attempt)
+                if attempt is not None or path != "/health"
+                else None
+            )
             route = find_route(scope["method"], path, attempt)
             timer.route = route.name
             if attempt is not None:
@@ -133,17 +138,20 @@ class Gateway:
         finally:
             timer.end()
 
-    def _check_key(self, headers: dict[bytes, bytes], attempt: AttemptScope | None) -> KeyUse | None:
+    def _check_key(self, headers: list[tuple[bytes, bytes]], attempt: AttemptScope | None) -> KeyUse | None:
         """Check that a key of the request is valid for its address; return the use of an attempt's key.
 
         Raises:
-            RequestError: 401, none is; 404, attempts have no addresses here.
+            RequestError: 401, none is; 403, it needs none, and the request names another host; 404, attempts
+                have no addresses here.
         """
         if attempt is not None and not self._attempts:
             raise RequestError(
                 "this server records no rollouts; use its addresses without /rollout", 404, "not_found_error"
             )
-        secret, keys = self._secret, _keys(headers)
+        if self._secret is None and not is_own_host(headers):
+            raise RequestError(OTHER_HOST, 403, "permission_error")
+        secret, keys = self._secret, _keys(dict(headers))
         uses = [] if secret is None else [_use_of(key, secret, attempt) for key in keys]
         if secret is not None and not any(uses):
             self._metrics.count("rejected_keys_total")

@@ -16,9 +16,9 @@ from raylight.agent.resources import LLM
 from raylight.errors import AgentSignatureError, CommandError, ConfigError
 from raylight.harnesses.command import CommandAgent, CommandResult
 from raylight.harnesses.rewards import RewardCommand
-from raylight.harnesses.workspace import FileBundle, bundle_files
 from raylight.runner.execute import execute
 from raylight.runner.outcome import Outcome
+from raylight.sandboxes.file_bundle import FileBundle, bundle_files
 from raylight.sandboxes.process import ProcessSandbox
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
@@ -103,7 +103,7 @@ async def test_files_that_cannot_be_written_are_named(files: Any, named: str) ->
 
 
 async def test_too_many_bytes_of_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylight.harnesses.workspace.MAX_FILES_BYTES", 4096)
+    monkeypatch.setattr("raylight.sandboxes.file_bundle.MAX_FILES_BYTES", 4096)
     with pytest.raises(CommandError, match="sandbox's image"):
         await bundle_files([("", {"a": "x" * 10_000})])
 

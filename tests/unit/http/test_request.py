@@ -83,7 +83,7 @@ async def test_a_number_that_no_engine_takes_is_named(
 
 
 async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "READ_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(request, "BODY_GRACE_S", 0.01)
     site, sent = Site(), []
     pieces = [{"type": "http.request", "body": b"{", "more_body": True}]
 
@@ -97,6 +97,36 @@ async def test_a_body_that_does_not_arrive_is_given_up(monkeypatch: pytest.Monke
         await site.app(asgi_scope(CHAT), receive, send)
     assert sent[0]["status"] == 408
     assert b"did not arrive within" in sent[1]["body"]
+
+
+async def test_a_body_has_more_time_the_more_of_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "BODY_GRACE_S", 0.05)
+    monkeypatch.setattr(request, "BODY_RATE", 1)
+    pieces = [b"x" * 60, b"y"]
+
+    async def receive() -> Any:
+        if len(pieces) == 1:
+            await asyncio.sleep(0.2)
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    assert await request.read_body(receive, 1000) == b"x" * 60 + b"y"
+
+
+async def test_half_sent_bodies_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "MAX_ARRIVING", 3)
+
+    async def receive() -> Any:
+        return await asyncio.Event().wait()
+
+    reading = [asyncio.create_task(request.read_body(receive, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    site = Site()
+    assert (await site.post(content=b"{}")).status_code == 503
+    assert (await site.get("/health", key=None)).status_code == 200
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    assert (await site.post(content=b'{"model": "x"}')).status_code != 503
 
 
 GOOD = [

@@ -157,7 +157,7 @@ async def test_it_can_be_stopped_at_any_time() -> None:
     with pytest.raises(SandboxError, match="not started"):
         await sandbox.exec(["true"])
     await sandbox.start()
-    folder = Path(sandbox._root_folder())
+    folder = Path(sandbox._folder_path())
     await sandbox.stop()
     await sandbox.stop()
     await until(lambda: not folder.exists())

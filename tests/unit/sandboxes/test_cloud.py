@@ -17,6 +17,7 @@ from cloud_fakes import FAKES, REJECTIONS, FakeCloud, compared_callables
 from unit_helpers import until, within
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.harnesses.rewards import RewardCommand
 from raylight.sandboxes import cloud as cloud_module
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
@@ -243,3 +244,15 @@ def compare(name: str, fake: Any) -> None:
         and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     }
     assert model is not None or needed <= ours.keys(), f"{name} needs {needed - ours.keys()}"
+
+
+async def test_a_reward_command_has_a_sandbox_of_its_own(backend: str, cloud: FakeCloud) -> None:
+    spec = SandboxSpec.parse(SandboxSpec(backend, "name:1"))
+    sandbox = spec.create()
+    judge = RewardCommand(["cat", "answer"], reads="stdout")
+    async with within(60):
+        await sandbox.start()
+        await sandbox.write("work/answer", b"0.5")
+        assert await judge.score(sandbox, f"{cloud.folder}/work", None, spec) == 0.5
+    made = [name for name in cloud.names() if name in ("create", "delete")]
+    assert made == ["create", "delete"] * 2

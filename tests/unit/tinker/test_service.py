@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+import httpx2
 import pytest
+from starlette.responses import JSONResponse
 from unit_helpers import until, within
 
 from raylight.errors import LearnerLostError
@@ -16,6 +18,7 @@ from raylight.tinker.requests import CreateModel, LoraSpec
 from raylight.tinker.settings import TinkerSettings
 
 pytest.importorskip("tinker.proto", reason="pip install 'raylight[tinker]'")
+from raylight.tinker.app import AccessCheck
 from raylight.tinker.service import TinkerService
 
 NAME = "raylight/tiny"
@@ -64,3 +67,22 @@ async def test_an_idle_model_makes_room_when_its_adapter_is_lost(tmp_path: Path)
     trainer.losses.put_nowait([])
     await until(lambda: bool(ends))
     await service.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "host", "sent", "status"),
+    [
+        (None, "127.0.0.1:8080", {}, 200),
+        (None, "localhost", {}, 200),
+        (None, "evil.example:8080", {}, 403),
+        (None, "127.0.0.1.evil.example", {}, 403),
+        ("tml-1", "server.example", {"x-api-key": "tml-1"}, 200),
+        ("tml-1", "localhost", {"authorization": "Bearer tml-2"}, 401),
+    ],
+)
+async def test_a_server_without_a_key_answers_its_own_names_only(
+    key: str | None, host: str, sent: dict[str, str], status: int
+) -> None:
+    app = AccessCheck(JSONResponse({}), key)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+        assert (await client.get("/", headers={"host": host, **sent})).status_code == status

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from unit_helpers import within
@@ -84,14 +86,19 @@ async def test_too_many_waiting_requests_are_refused_but_never_the_next_one() ->
 
 async def test_requests_after_one_that_never_came_fail() -> None:
     log: Log = []
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
     turns = ModelTurns(asyncio.Lock(), 10, gap_s=0.01)
+    turns.submit(5, None)  # rejected: its client has an answer
     lost = [turns.submit(number, work(log, str(number))) for number in (1, 2)]
     async with within():
         for call in lost:
             with pytest.raises(RequestError, match="request 0 of this model did not arrive"):
                 await call
-        assert (await turns.submit(3, work(log, "3"))).content == b"3"
-    assert log == ["3"]
+        assert (await turns.submit(6, work(log, "6"))).content == b"6"
+    assert log == ["6"]
+    gc.collect()
+    assert unhandled == []
     await turns.close()
 
 

@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -523,6 +523,22 @@ def test_a_scope_that_is_of_the_whole_run(store: Store) -> None:
     client = client_of(store.add, lambda: None)
     assert partial(post(client, as_json(span_json())))[0] == 0
     assert partial(post(client, as_json(span_json(), resource=[])))[0] == 1
+
+
+def test_a_body_that_does_not_arrive_is_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylight.traces.otlp.READ_TIMEOUT_S", 0.01)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async def main() -> int:
+        transport = httpx.ASGITransport(app=Starlette(routes=[traces_route(store.add)]))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as client:
+            headers = {"content-type": JSON}
+            return (await client.post("/v1/traces", content=half(), headers=headers)).status_code
+
+    assert asyncio.run(main()) == 408
 
 
 def test_refusals_of_http(store: Store) -> None:

@@ -21,7 +21,7 @@ from raylight.errors import ConfigError, DatasetError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.trainer.run_file import load_run_file
+from raylight.trainer.run_file import load_run_file, planned_trainer
 from raylight.trainer.task_files import read_tasks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
@@ -316,3 +316,47 @@ def test_print_config_prints_a_run_file_and_starts_nothing(write: Any) -> None:
     assert content["seed"] == 7
     assert content["algorithm"]["group_size"] == 8
     assert load_run_file(write(content, "again.yaml")).resolved() == content
+
+
+@pytest.mark.usefixtures("starts_nothing")
+@pytest.mark.parametrize(
+    ("section", "value", "plans"),
+    [
+        ("tracer", {"type": "os:system", "command": "touch called"}, True),
+        ("adapter", "hostile:CALLED", True),
+        ("llm_proxy", {"type": "raylight.files:os.system", "command": "touch called"}, True),
+        ("hooks", ["hostile:CALLED"], True),
+        ("loggers", [{"type": "os:system", "command": "touch called"}], True),
+        ("agent", {"type": "os:system", "command": "touch called"}, True),
+        ("group_reward", {"type": "os:system", "command": "touch called"}, True),
+        ("group_reward", "hostile:CALLED", True),
+        ("data", {"train": "hostile:CALLED"}, True),
+        ("algorithm", {"name": "os:system", "command": "touch called"}, False),
+        ("algorithm", {"name": "hostile:CALLED", "model": STARTER_MODEL}, False),
+        ("engine", {"kind": "hostile:CALLED"}, False),
+    ],
+)
+def test_only_printing_and_planning_call_nothing_that_a_file_names(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, value: Any, plans: bool
+) -> None:
+    (tmp_path / "hostile.py").write_text("import pathlib\npathlib.Path('called').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    file = str(write(MINIMAL | {section: value}))
+    printed = CliRunner().invoke(app, ["train", file, "--print-config"])
+    assert printed.exit_code == 0, printed.output
+    assert yaml.safe_load(printed.stdout)["algorithm"]
+    planned = CliRunner().invoke(app, ["plan", file])
+    if plans:
+        assert planned.exception is None, planned.exception
+    else:
+        assert isinstance(planned.exception, ConfigError)
+        assert "does not import" in str(planned.exception)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hostile.py", "run.yaml"]
+    assert "hostile" not in sys.modules
+
+
+def test_a_plan_has_the_reward_models_of_raylight(write: Any) -> None:
+    reward = {"type": "raylight:reward_model", "model": STARTER_MODEL}
+    notes: list[str] = []
+    trainer = planned_trainer(load_run_file(write(MINIMAL | {"group_reward": reward})), notes.append)
+    assert (trainer.group_reward is not None, notes) == (True, [])

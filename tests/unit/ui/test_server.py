@@ -1,6 +1,8 @@
 """The command `raylight ui`: its address, its port, its end."""
 
+import contextlib
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -58,3 +60,23 @@ def test_a_port_that_is_taken_is_an_error(folder: Path) -> None:
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no folder"):
         serve_ui([tmp_path / "none"])
+
+
+def test_half_sent_headers_lock_nobody_out(folder: Path) -> None:
+    program = f"ulimit -n 1024; exec {sys.executable} -m raylight.cli ui {folder} --until-closed"
+    process = subprocess.Popen(
+        ["sh", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    with process, contextlib.ExitStack() as stack:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip().rpartition(" ")[2]
+        port = int(url.rstrip("/").rpartition(":")[2])
+        for _ in range(1100):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            client.sendall(b"GET / HTTP/1.1\r\nhost: 127.0")
+        with urllib.request.urlopen(f"{url}api/runs", timeout=20) as answer:
+            assert json.load(answer)["runs"][0]["id"] == "run"
+        process.communicate(timeout=20)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)

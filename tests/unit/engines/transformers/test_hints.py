@@ -48,7 +48,7 @@ async def test_a_hint_that_the_template_reads_is_in_the_prompt(
     engine = make_engine()
     restyle(engine, TEMPLATE)
     transport = httpx2.ASGITransport(build_gateway(await engine.app(), engine, None, None, None))
-    url = "http://replica"
+    url = "http://localhost"
     if dialect == "messages":
         http: Any = anthropic.DefaultAsyncHttpxClient(transport=transport)
         async with anthropic.AsyncAnthropic(base_url=url, api_key="k", http_client=http) as client:

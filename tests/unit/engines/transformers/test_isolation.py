@@ -79,7 +79,7 @@ async def test_random_requests_in_one_batch_get_the_answers_that_they_get_alone(
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     headers = {"content-type": "application/json"}
     async with (
-        httpx.AsyncClient(transport=transport, base_url="http://engine", headers=headers) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client,
         within(120),
     ):
         alone = [await answer_of(client, fields) for fields in VALID]

@@ -273,6 +273,15 @@ def test_half_sent_headers_lock_nobody_out(small_ingress: Ingress) -> None:
         assert clients[0].recv(100).startswith(b"HTTP/1.1 408"), "HAProxy ended it, not the test"
 
 
+@pytest.mark.usefixtures("short_header_timeout")
+def test_a_half_sent_body_reaches_no_replica(small_ingress: Ingress) -> None:
+    head = b"POST /app/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    with small_ingress.running(), socket.create_connection(("127.0.0.1", small_ingress.port)) as client:
+        client.settimeout(60)
+        client.sendall(head + b"{")
+        assert client.recv(100).startswith(b"HTTP/1.1 408")
+
+
 def test_a_source_gets_half_of_the_connections_unless_it_is_this_machine(
     tmp_path: Path, replica: int, small_ingress: Ingress
 ) -> None:

@@ -131,10 +131,20 @@ async def test_an_ill_engine_is_not_healthy() -> None:
 
 async def test_a_server_without_a_secret_lets_everyone_in_and_has_no_attempts() -> None:
     site = Site(secret=None)
-    assert (await site.client.post(CHAT, json=BODY)).status_code == 200
-    answer = await site.client.post(MINE + CHAT, json=BODY)
+    headers = {"host": "127.0.0.1:8000"}
+    assert (await site.client.post(CHAT, json=BODY, headers=headers)).status_code == 200
+    answer = await site.client.post(MINE + CHAT, json=BODY, headers=headers)
     assert answer.status_code == 404
     assert "records no rollouts" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/nothing"])
+async def test_a_server_without_a_secret_answers_no_page_that_gave_its_name_this_address(path: str) -> None:
+    site = Site(secret=None)
+    answer = await site.client.post(path, json=BODY, headers={"host": "evil.example"})
+    assert (answer.status_code, site.inner.seen) == (403, [])
+    assert "127.0.0.1 or localhost" in answer.json()["error"]["message"]
+    assert (await site.client.get("/health", headers={"host": "evil.example"})).status_code == 200
 
 
 async def test_without_a_recorder_attempts_have_no_addresses() -> None:

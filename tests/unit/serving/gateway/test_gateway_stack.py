@@ -50,18 +50,18 @@ class Stack:
     def openai(self, path: str = MINE) -> openai.AsyncOpenAI:
         http_client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app))
         return openai.AsyncOpenAI(
-            base_url=f"http://replica{path}/v1", api_key=KEY, http_client=http_client, max_retries=0
+            base_url=f"http://localhost{path}/v1", api_key=KEY, http_client=http_client, max_retries=0
         )
 
     def anthropic(self) -> anthropic.AsyncAnthropic:
         http_client = anthropic.DefaultAsyncHttpxClient(transport=httpx2.ASGITransport(app=self.app))
         return anthropic.AsyncAnthropic(
-            base_url=f"http://replica{MINE}", api_key=KEY, http_client=http_client, max_retries=0
+            base_url=f"http://localhost{MINE}", api_key=KEY, http_client=http_client, max_retries=0
         )
 
     async def post(self, path: str, key: str = KEY, body: Any = BODY, **headers: str) -> httpx.Response:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client, within():
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client, within():
             return await client.post(path, headers={"authorization": f"Bearer {key}"} | headers, json=body)
 
     def value(self, name: str, **labels: str) -> float | None:

@@ -438,7 +438,7 @@ def test_a_server_without_sessions_says_so() -> None:
     async def main() -> None:
         app = build_gateway(FakeApp(), ENGINE, None, None, None)
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.post(SESSIONS, json={"task": 1})
             assert (answer.status_code, "serve --learn" in message(answer)) == (404, True)
 
