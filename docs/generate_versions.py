@@ -24,13 +24,14 @@ FRAMEWORKS = {
     "agent-framework": ["agent-framework-core", "agent-framework-openai"],
     "LangGraph, LangChain": ["langgraph", "langchain-openai"],
     "pydantic-ai": ["pydantic-ai-slim[openai]"],
-    "instructor": ["instructor"],
+    "instructor": ["instructor>=1.17"],
     "CrewAI": ["crewai"],
     "smolagents": ["smolagents[openai]"],
-    "AutoGen": ["autogen-agentchat", "autogen-ext[openai]"],
+    "AutoGen": ["autogen-agentchat>=0.7", "autogen-ext[openai]>=0.7"],
     "DSPy": ["dspy"],
     "LlamaIndex": ["llama-index-core", "llama-index-llms-openai-like"],
     "Google ADK": ["google-adk>=2", "litellm", "mcp"],
+    "Strands Agents": ["strands-agents[openai]>=1", "mcp"],
     "Haystack": ["haystack-ai"],
     "Semantic Kernel": ["semantic-kernel"],
     "agno": ["agno", "openai"],
@@ -48,7 +49,10 @@ here, or whose release you cannot choose, can run in [an environment of its own]
 last column is about `raylight[frameworks]`, raylight's own test environment, which has several frameworks.
 
 Name the version of the framework, as in `crewai==1.15.30`, if you install both with one command or lock file:
-a resolver that decides on another package first may silently choose an old release of the framework.
+a resolver that decides on another package first may silently choose an old release of the framework. So it is
+with google-adk and strands-agents, which need an OpenTelemetry before the newest: without a version, uv takes
+google-adk 1.10 and strands-agents 0.2 or older, and pip searches for google-adk for more than five minutes if
+raylight comes first. raylight itself accepts what they need: `google-adk>=2`, `strands-agents>=1`.
 
 | framework | version | replaces | beside `raylight[frameworks]` |
 |---|---|---|---|

@@ -17,6 +17,7 @@ from raylight.agent.hooks import LoggingHook as LoggingHook
 from raylight.agent.litagent import LitAgent as LitAgent
 from raylight.agent.operations import operation as operation
 from raylight.agent.prompts import PromptTemplate as PromptTemplate
+from raylight.agent.prompts import ResourceUnion as ResourceUnion
 from raylight.agent.resources import LLM as LLM
 from raylight.agent.resources import NamedResources as NamedResources
 from raylight.agent.resources import ProxyLLM as ProxyLLM
@@ -75,6 +76,7 @@ from raylight.harnesses.command import CommandAgent as CommandAgent
 from raylight.harnesses.program import CommandResult as CommandResult
 from raylight.harnesses.rewards import RewardCommand as RewardCommand
 from raylight.log import setup_logging as setup_logging
+from raylight.log import setup_module_logging as setup_module_logging
 from raylight.rewards.group import GroupRollout as GroupRollout
 from raylight.rewards.reward_model import RewardModel as RewardModel
 from raylight.rewards.reward_model import RewardModelConfig as RewardModelConfig
@@ -99,6 +101,7 @@ from raylight.starter.make import make_starter as make_starter
 from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
 from raylight.tasks.curriculum import Curriculum as Curriculum
+from raylight.tasks.dev_loader import DevTaskLoader as DevTaskLoader
 from raylight.tasks.mixture import Mixture as Mixture
 from raylight.tasks.stages import Stages as Stages
 from raylight.tasks.stream import Stream as Stream
@@ -116,6 +119,7 @@ from raylight.traces.tracer import Tracer as Tracer
 from raylight.traces.tracer import get_active_tracer as get_active_tracer
 from raylight.traces.triplets import LlmProxyTraceToTriplet as LlmProxyTraceToTriplet
 from raylight.traces.triplets import TraceToTriplet as TraceToTriplet
+from raylight.traces.triplets import TraceToTripletBase as TraceToTripletBase
 from raylight.traces.triplets import TracerTraceToTriplet as TracerTraceToTriplet
 from raylight.trainer.run_records import print_traces as print_traces
 from raylight.trainer.run_records import read_rollouts as read_rollouts
@@ -131,7 +135,9 @@ from raylight.types import PaginatedResult as PaginatedResult
 from raylight.types import ResourcesUpdate as ResourcesUpdate
 from raylight.types import Rollout as Rollout
 from raylight.types import RolloutConfig as RolloutConfig
+from raylight.types import RolloutMode as RolloutMode
 from raylight.types import RolloutState as RolloutState
+from raylight.types import RolloutStatus as RolloutStatus
 from raylight.types import Span as Span
 from raylight.types import SpanContext as SpanContext
 from raylight.types import SpanCoreFields as SpanCoreFields

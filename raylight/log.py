@@ -17,14 +17,24 @@ def setup_logging(level: int | str = "INFO", *, apply_to: Sequence[str] = ()) ->
     Raises:
         ValueError: the level is unknown.
     """
+    for name in dict.fromkeys(("raylight", *apply_to)):
+        setup_module_logging(level, name=name)
+
+
+def setup_module_logging(level: int | str = "INFO", *, name: str = "raylight") -> logging.Logger:
+    """Log one logger's messages of at least this level to the console; return the logger.
+
+    Raises:
+        ValueError: the level is unknown.
+    """
     from rich.logging import RichHandler
 
-    for name in dict.fromkeys(("raylight", *apply_to)):
-        logger = logging.getLogger(name)
-        logger.setLevel(level)
-        if not any(isinstance(handler, RichHandler) for handler in logger.handlers):
-            logger.addHandler(RichHandler(show_path=False, log_time_format="%H:%M:%S"))
-            logger.propagate = False
+    logger = logging.getLogger(name)
+    logger.setLevel(level)
+    if not any(isinstance(handler, RichHandler) for handler in logger.handlers):
+        logger.addHandler(RichHandler(show_path=False, log_time_format="%H:%M:%S"))
+        logger.propagate = False
+    return logger
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ PROTECTED = frozenset(
             "media_io_kwargs",
             "mm_processor_kwargs",
         ),
-        *("return_token_ids", "stream", "stream_options", "include_usage"),
+        *("return_token_ids", "stream", "stream_options", "include_usage", "thread"),
     }
 )
 """Names of fields that shape what is sampled, recorded or answered, at any depth of a request."""

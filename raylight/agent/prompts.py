@@ -10,7 +10,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from raylight.agent.resources import Resource
+from raylight.agent.resources import LLM, ProxyLLM, Resource
 from raylight.errors import PromptError
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ def _missing(names: Sequence[str], values: Mapping[str, Any]) -> str:
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(map(repr, sorted(values))) or "nothing"
+
+
+ResourceUnion = LLM | ProxyLLM | PromptTemplate
+"""The resources that the package has, for annotations."""
 
 
 class _PlainFormatter(string.Formatter):

@@ -129,7 +129,9 @@ class Baseline(FastAlgorithm):
             queued = await store.enqueue_many_rollouts([left.popleft() for _ in range(free)])
             running |= {rollout.rollout_id for rollout in queued}
             interval = self.settings.polling_interval
-            decided = await store.wait_for_rollouts(rollout_ids=sorted(running), at_least=1, timeout=interval)
+            decided = await store.wait_until_decided(
+                rollout_ids=sorted(running), at_least=1, timeout=interval
+            )
             for finished in await store.collect(decided):
                 done += 1
                 await self._print_rollout(store, finished, f"{done}/{len(requests)}", report)

@@ -133,7 +133,7 @@ def algo(function: Callable[..., Any]) -> FunctionalAlgorithm:
         @algo
         async def evaluate(*, store: StoreClient, train_dataset: list) -> None:
             queued = [await store.enqueue_rollout(task, mode="train") for task in train_dataset]
-            await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id for rollout in queued])
+            await store.wait_until_decided(rollout_ids=[rollout.rollout_id for rollout in queued])
 
     Raises:
         ConfigError: it is not a function, or has a required parameter of another name.

@@ -62,6 +62,7 @@ class RequestError(Exception):
         code: its `code` in OpenAI's shape; None: the default of the kind.
         param: field of the request that is wrong. By default the one that the message of a status 400 begins
             with: "field: reason".
+        details: `error.details` in Anthropic's shape, by which its SDK decides how to go on; None: none.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class RequestError(Exception):
         *,
         code: str | None = None,
         param: str | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message.encode("utf-8", "replace").decode()  # quotes of lone surrogates cannot be sent
@@ -81,6 +83,7 @@ class RequestError(Exception):
         if param is None and status == 400 and (field := _FIELD.match(message)):
             param = field[1]
         self.param = param
+        self.details = details
 
 
 class UnknownModelError(RequestError):

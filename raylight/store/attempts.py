@@ -1,8 +1,6 @@
 """Table of the attempts: how they begin, change, end and decide their rollouts.
 
-No Ray, no network, no wall clock.
-
-Laws:
+It has no Ray, no network and no wall clock. Laws:
 - The latest attempt alone decides its rollout, and what a user decided by hand stays.
 - An attempt succeeds only when every call that was opened for it has been closed.
 - A client that lost a response and repeats the request gets the same response.
@@ -142,6 +140,11 @@ class Attempts:
             raise UnknownIdError(f"rollout {rollout_id!r} has no attempt {attempt_id!r}")
         return attempt
 
+    def get_or_latest(self, rollout_id: str, attempt_id: str) -> AttemptState:
+        """State of an attempt, or of the "latest"; raises as `get` does."""
+        latest = self.latest(rollout_id) if attempt_id == "latest" else None
+        return latest or self.get(rollout_id, attempt_id)
+
     def find(self, rollout_id: str, attempt_id: str) -> AttemptState | None:
         """State of an attempt; None if the rollout has no such attempt."""
         return next(iter(self.select("a.attempt_id = ? AND a.rollout_id = ?", attempt_id, rollout_id)), None)
@@ -237,11 +240,9 @@ class Attempts:
         """Change columns of an attempt (or of the "latest"); a status changes as ATTEMPT_TRANSITIONS allows.
 
         Raises:
-            InvalidTransitionError: the table does not allow the change, or the attempt would succeed while
-                calls are open.
+            InvalidTransitionError: the table does not allow the change, or calls are open at a success.
         """
-        latest = self.latest(rollout_id) if attempt_id == "latest" else None
-        attempt = latest or self.get(rollout_id, attempt_id)
+        attempt = self.get_or_latest(rollout_id, attempt_id)
         self._change(attempt, values)
         row = self._journal.fetch_one(
             f"SELECT {ATTEMPT} FROM attempts WHERE attempt_id = ?", (attempt.attempt_id,)

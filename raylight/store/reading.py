@@ -102,8 +102,7 @@ class StoreReader:
         limit: int = -1,
         offset: int = 0,
     ) -> PaginatedResult[Rollout]:
-        """Return rollouts with their latest attempts; without `sort_by` in the order in which they were
-        enqueued."""
+        """Return rollouts with their latest attempts; without `sort_by` in the order of enqueueing."""
         page = Page(sort_by, sort_order, limit, offset)
         args = (
             _checked_list(status_in),
@@ -115,10 +114,7 @@ class StoreReader:
         return await self._query(rollout_from_row, page, "rollouts", *args)
 
     async def get_rollout_states(self, rollout_ids: Sequence[str]) -> list[RolloutState]:
-        """Return the states of those of these rollouts that exist, in the order of enqueueing.
-
-        Unlike `query_rollouts`, it does not read their inputs.
-        """
+        """Return the states, without inputs, of these rollouts, if they exist, in order of enqueueing."""
         return [state_from_row(row) for row in await self._channel.send("query", "states", list(rollout_ids))]
 
     async def count_sampled_tokens(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTokens]:
@@ -291,17 +287,24 @@ class StoreReader:
         return workers[0]
 
     async def wait_for_rollouts(
+        self, *, rollout_ids: Sequence[str], timeout: float | None = None
+    ) -> list[Rollout]:
+        """Wait until rollouts are decided, or for `timeout` seconds; return the decided ones in order."""
+        ids = await self.wait_until_decided(rollout_ids=rollout_ids, timeout=timeout)
+        found = {rollout.rollout_id: rollout for rollout in await self.query_rollouts(rollout_id_in=ids)}
+        return [found[rollout_id] for rollout_id in ids]
+
+    async def wait_until_decided(
         self, *, rollout_ids: Sequence[str], timeout: float | None = None, at_least: int | None = None
     ) -> list[str]:
         """Wait until `at_least` of these rollouts are decided (default: all), or for `timeout` seconds;
-        returns the ids of the decided ones."""
-        return await self._channel.send("wait_for_rollouts", list(rollout_ids), at_least, timeout)
+        returns the ids of the decided ones, without reading the rollouts."""
+        return await self._channel.send("wait_until_decided", list(rollout_ids), at_least, timeout)
 
     async def collect(
         self, rollout_ids: Sequence[str], with_spans: bool = False, with_span_tokens: bool = True
     ) -> list[FinishedRollout]:
-        """Return each rollout with the final reward and the generations of its latest attempt, and on request
-        its spans.
+        """Return each rollout with the reward and generations of its latest attempt, and spans on request.
 
         Args:
             with_span_tokens: add the tokens of the generations to the spans of their calls too, as lists, as

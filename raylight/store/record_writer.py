@@ -63,7 +63,7 @@ class RecordWriter:
         return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
-        """Reserve a sequence id for a span of each attempt; an attempt that is listed twice gets two."""
+        """Reserve a sequence id for a span of each attempt, or of the "latest". One listed twice gets two."""
         return await self._channel.call("next_sequence_ids", [tuple(ids) for ids in rollout_attempt_ids])
 
     async def capture(

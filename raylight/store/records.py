@@ -244,11 +244,13 @@ class Records:
                 self._journal.increment("total_spans")
 
     def next_sequence_ids(self, attempts: list[tuple[str, str]]) -> list[int]:
-        """Reserve the next sequence id of each attempt; an attempt that is listed twice gets two."""
+        """Reserve the next sequence id of each attempt (or of the "latest"); an attempt that is listed twice
+        gets two."""
         sequence_ids = []
         for rollout_id, attempt_id in attempts:
-            sequence_ids.append(self._attempts.get(rollout_id, attempt_id).next_sequence_id)
-            self._attempts.set_next_sequence_id(attempt_id, sequence_ids[-1] + 1)
+            attempt = self._attempts.get_or_latest(rollout_id, attempt_id)
+            sequence_ids.append(attempt.next_sequence_id)
+            self._attempts.set_next_sequence_id(attempt.attempt_id, sequence_ids[-1] + 1)
         return sequence_ids
 
     # calls

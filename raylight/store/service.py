@@ -296,7 +296,7 @@ class StoreService(Mailbox):
 
         return await condition.wait_for(check, timeout)
 
-    async def wait_for_rollouts(
+    async def wait_until_decided(
         self, rollout_ids: list[str], at_least: int | None, timeout: float | None, final: bool = False
     ) -> list[str]:
         """Wait until `at_least` rollouts are decided (default: all), or for `timeout` seconds; returns the

@@ -62,7 +62,7 @@ class SessionClient:
     async def wait_until_final(self, rollout_ids: Sequence[str]) -> None:
         """Wait until all of these rollouts are decided for good: not only failed because their session
         expired, which may still be rewarded."""
-        await self._channel.send("wait_for_rollouts", list(rollout_ids), None, None, True)
+        await self._channel.send("wait_until_decided", list(rollout_ids), None, None, True)
 
 
 def _session(row: Row) -> Session:

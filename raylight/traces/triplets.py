@@ -96,7 +96,11 @@ class _Call:
         return min(node.span.end_time or node.span.start_time or 0.0 for node in self.nodes)
 
 
-class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
+class TraceToTripletBase(TraceAdapter[list[Triplet]]):
+    """Base of the adapters to triplets."""
+
+
+class TracerTraceToTriplet(TraceToTripletBase):
     """Adapter to the triplets of an attempt's calls, in order of their starts, from the tree of spans.
 
     Several spans may record one call (`call_key_of`). A span without a key belongs to the call of a span
@@ -216,7 +220,7 @@ class TracerTraceToTriplet(TraceAdapter[list[Triplet]]):
 TraceToTriplet = TracerTraceToTriplet
 
 
-class LlmProxyTraceToTriplet(TraceAdapter[list[Triplet]]):
+class LlmProxyTraceToTriplet(TraceToTripletBase):
     """Adapter to the triplets of calls with token ids.
 
     It orders spans by sequence ids only, as the clocks of several machines may differ.

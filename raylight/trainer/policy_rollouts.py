@@ -176,7 +176,7 @@ class PolicyRollouts:
             queued = end
             self._note_evaluation(queued - done)
             at_least = min(done + max(share // 4, 1), queued)
-            decided = self._store.wait_for_rollouts(rollout_ids=ids[:queued], at_least=at_least)
+            decided = self._store.wait_until_decided(rollout_ids=ids[:queued], at_least=at_least)
             done = len(await decided)
 
     def _note_evaluation(self, rollouts: int) -> None:

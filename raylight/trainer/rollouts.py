@@ -47,7 +47,7 @@ async def wait_for_rollouts(run: Run, ids: Sequence[str], progress: Progress) ->
     done = 0
     while done < len(ids):
         at_least = min(done + max(len(ids) // 20, 1), len(ids))
-        done = len(await run.store.wait_for_rollouts(rollout_ids=ids, at_least=at_least))
+        done = len(await run.store.wait_until_decided(rollout_ids=ids, at_least=at_least))
         progress(done, len(ids))
 
 

@@ -107,7 +107,7 @@ class SessionGroups(TrainingGroups):
             if timeout is not None and timeout <= 0:
                 await store.cancel_rollouts(ids, waiting_only=True)
             else:
-                await store.wait_for_rollouts(rollout_ids=ids, at_least=done + 1, timeout=timeout)
+                await store.wait_until_decided(rollout_ids=ids, at_least=done + 1, timeout=timeout)
 
     def _is_overdue(self, rollouts: list[FinishedRollout]) -> bool:
         """Return True for a group without a reward that may still get one, because a session expired."""

@@ -20,6 +20,7 @@ from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
 from raylight.synonyms import accept_synonyms
+from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
@@ -59,14 +60,12 @@ class Trainer:
 
     A component (`algorithm`, `agent`, `tracer`, `adapter`, `llm_proxy`, `group_reward`, each of `hooks` and
     `loggers`) is an instance, a class, a dotted name, or a dict of a class or name as `type` with arguments.
-    An argument that nothing would read is an error.
 
     `n_workers` and `resources` are accepted for `n_runners` and `initial_resources`, and `val_data` for
     `val_dataset` (agent-lightning's names).
 
     Args:
-        algorithm: the model and how it is trained, for example `GRPO(model=...)`, or an `Algorithm` with its
-            own `run`.
+        algorithm: such as `GRPO(model=...)`, or an `Algorithm` with its own `run`.
         agent: the agent to train; may be passed to `fit` instead.
         train_dataset: training tasks; may be passed to `fit` instead.
         val_dataset: validation tasks; may be passed to `fit` instead.
@@ -254,8 +253,7 @@ class Trainer:
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
-        """Try the agent with a fast algorithm; the default is `Baseline`, which executes the agent and prints
-        its rollouts.
+        """Try the agent with a fast algorithm, by default `Baseline`, which prints the agent's rollouts.
 
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
@@ -338,6 +336,8 @@ class Trainer:
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
             agent, train_dataset = None, agent  # fit(train_dataset)
         agent = agent if agent is not None else self.agent
+        if isinstance(train_dataset, DevTaskLoader):
+            self.initial_resources = train_dataset.resources | self.initial_resources
         name = self.run_name or f"raylight-{_new_suffix()}"
         folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
         if isinstance(algorithm, SupervisedAlgorithm):

@@ -67,7 +67,7 @@ class TimedRollouts(rl.Algorithm):
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=f"task {i}", mode="train") for i in range(count)]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids)
+        await store.wait_until_decided(rollout_ids=ids)
         states = await store.get_rollout_states(ids)
         assert {state.status for state in states} == {"succeeded"}, "a no-op rollout did not succeed"
 

@@ -78,7 +78,7 @@ async def execute(store: Any, count: int) -> None:
     """Have the runners execute rollouts."""
     requests = [rl.EnqueueRolloutRequest(input=i, mode="train") for i in range(count)]
     ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-    await store.wait_for_rollouts(rollout_ids=ids)
+    await store.wait_until_decided(rollout_ids=ids)
     states = await store.get_rollout_states(ids)
     assert {state.status for state in states} == {"succeeded"}, [state.failure for state in states][:3]
 

@@ -52,7 +52,7 @@ class Waves(rl.Algorithm):
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=seconds, mode="train")] * count
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids)
+        await store.wait_until_decided(rollout_ids=ids)
         states = await store.get_rollout_states(ids)
         assert {state.status for state in states} == {"succeeded"}, "a rollout did not succeed"
 

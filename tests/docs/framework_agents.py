@@ -39,7 +39,8 @@ def requirements(page: Path) -> list[str]:
     text = page.read_text()
     line = " ".join(INSTALL.findall(text))
     versions = dict(VERSION.findall(text.partition("Tested with")[2]))
-    names = {name: re.sub(r"\[.*", "", name) for name in shlex.split(line)}
+    given = [re.sub(r"[<>=].*", "", package) for package in shlex.split(line)]
+    names = {name: re.sub(r"\[.*", "", name) for name in given}
     missing = [name for name in names.values() if name not in versions]
     assert not missing, f'{page.name} does not say after "Tested with" which version of {missing} it means'
     sign = "@" if "npm install" in text else "=="
@@ -115,7 +116,7 @@ class RunTasks(rl.FastAlgorithm):
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
+        await store.wait_until_decided(rollout_ids=ids, timeout=120)
         self.results = await store.collect(ids, with_spans=True)
 
 

@@ -72,7 +72,7 @@ def test_a_store_is_read(
         store = rl.StoreClient(service)
         async with runner(store):
             queued = await store.enqueue_rollout(5)
-            await store.wait_for_rollouts(rollout_ids=[queued.rollout_id])
+            await store.wait_until_decided(rollout_ids=[queued.rollout_id])
         await service.close()
 
     monkeypatch.chdir(tmp_path)

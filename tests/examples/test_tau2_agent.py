@@ -88,7 +88,7 @@ class RunTasks(rl.FastAlgorithm):
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=row, mode="train") for row in train_dataset]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
+        await store.wait_until_decided(rollout_ids=ids, timeout=120)
         self.results = {item.rollout.input["id"]: item for item in await store.collect(ids, with_spans=True)}
 
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import threading
 from argparse import Namespace
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import uvicorn
@@ -23,6 +24,7 @@ from raylight.types import Span
 
 T = TypeVar("T")
 ENGINES = ("transformers", "upstream", "vllm")
+NONE: Mapping[str, Any] = MappingProxyType({})
 MODEL, SECRET = "policy", "run-secret"
 MAX_MODEL_LEN = 2048
 DEADLINE_S = 60.0
@@ -39,10 +41,13 @@ TEMPLATE = (
 )
 
 
-def build_tiny(folder: Path) -> str:
+def build_tiny(folder: Path, template: str = TEMPLATE, markers: Sequence[str] = ()) -> str:
     """Build a Qwen3 of two layers that samples ASCII characters about equally often.
 
     Its chat template supports tools.
+
+    Args:
+        markers: words that are one token each.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -60,7 +65,8 @@ def build_tiny(folder: Path) -> str:
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens([*markers])
+    tokenizer.chat_template = template
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -86,13 +92,17 @@ class EngineServer:
     Attributes:
         kind: kind of the engine.
         engine: the engine.
+        vllm_options: arguments of vLLM.
         gateway_options: further arguments of `build_gateway`.
         port: port on which the application is served.
         tokenizer: tokenizer of the model; None if the engine does not return tokens.
     """
 
-    def __init__(self, kind: str, model_path: str, **gateway_options: Any) -> None:
+    def __init__(
+        self, kind: str, model_path: str, vllm_options: Mapping[str, Any] = NONE, **gateway_options: Any
+    ) -> None:
         self.kind = kind
+        self.vllm_options = vllm_options
         self.gateway_options = gateway_options
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -124,7 +134,7 @@ class EngineServer:
         if self.kind == "transformers":
             return small_engine(path)
         if self.kind == "vllm":
-            return vllm_engine(path)
+            return vllm_engine(path, self.vllm_options)
         from raylight.engines.upstream import UpstreamEngine
 
         upstream = small_engine(path)
@@ -154,7 +164,7 @@ def small_engine(path: str) -> Engine:
     return TransformersEngine(path, MODEL, slots=16, max_model_len=MAX_MODEL_LEN)
 
 
-def vllm_engine(path: str) -> Engine:
+def vllm_engine(path: str, engine_args: Mapping[str, Any] = NONE) -> Engine:
     """Build a vLLM engine as a replica runs it, without Ray."""
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -167,7 +177,7 @@ def vllm_engine(path: str) -> Engine:
 
     options = vllm_args(
         path,
-        {},
+        engine_args,
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         max_concurrent=16,

@@ -48,7 +48,7 @@ class RunTasks(rl.FastAlgorithm):
             ) < self.n_runners:
                 await pause(0.05)
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids, timeout=100)
+        await store.wait_until_decided(rollout_ids=ids, timeout=100)
         self.results = await store.collect(ids, with_spans=True)
         self.workers = await store.query_workers()
 

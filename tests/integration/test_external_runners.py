@@ -60,7 +60,7 @@ class SumRewards(rl.Algorithm):
         store = self.get_store()
         requests = [rl.EnqueueRolloutRequest(input=task, mode="train") for task in train_dataset]
         ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_for_rollouts(rollout_ids=ids, timeout=120)
+        await store.wait_until_decided(rollout_ids=ids, timeout=120)
         self.total = sum(item.reward or 0.0 for item in await store.collect(ids))
 
 

@@ -56,7 +56,7 @@ class EnqueueUntilDone(rl.Algorithm):
             rollouts = await store.enqueue_many_rollouts(requests)
             self.acknowledged |= {rollout.rollout_id: rollout.input for rollout in rollouts}
             self.started.set()
-            await store.wait_for_rollouts(
+            await store.wait_until_decided(
                 rollout_ids=[rollout.rollout_id for rollout in rollouts], timeout=120
             )
         self.results = await store.collect(list(self.acknowledged), with_spans=True)

@@ -52,7 +52,7 @@ class BarrierTraining:
             for group in groups:
                 await rollouts.enqueue(rollouts.group_requests(group, sampler.draw(group)))
             ids = [name for group in groups for name in rollouts.group_ids(group)]
-            await run.store.wait_for_rollouts(rollout_ids=ids)
+            await run.store.wait_until_decided(rollout_ids=ids)
             batch, content = algorithm.build_train_batch(await rollouts.collect(ids), run.training.learner)
             if content.has_signal:
                 await run.learners.update(batch)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raylight.log import kept_root_logger, log_level, setup_logging
+from raylight.log import kept_root_logger, log_level, setup_logging, setup_module_logging
 
 OWN = "an_agent_of_a_test"
 
@@ -29,6 +29,14 @@ def test_further_loggers_are_set_up_once(capsys: pytest.CaptureFixture[str]) -> 
     logging.getLogger("raylight.store").debug("the store's")
     printed = capsys.readouterr().out
     assert printed.count("the agent's own") == printed.count("the store's") == 1
+
+
+def test_one_logger_is_set_up_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = setup_module_logging("DEBUG", name=OWN)
+    assert (logger.name, logger.level) == (OWN, logging.DEBUG)
+    logger.debug("the agent's own")
+    assert capsys.readouterr().out.count("the agent's own") == 1
+    assert logging.getLogger("raylight").level != logging.DEBUG
 
 
 def test_an_unknown_level_is_an_error() -> None:

@@ -35,7 +35,8 @@ def test_a_body_without_the_field_stays_the_same_object(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["messages", "model", "temperature", "n", "stream", "logprobs", "tools", "tools.function.name"]
+    "name",
+    ["messages", "model", "temperature", "n", "stream", "logprobs", "tools", "tools.function.name", "thread"],
 )
 def test_a_field_that_shapes_an_answer_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"ignore_fields: .*'{name}' cannot be dropped: it shapes"):

@@ -199,3 +199,30 @@ async def test_labels_of_other_types_reach_vllm_without_a_value() -> None:
             scope = {"type": "http", "method": "POST", "path": path, "headers": []}
             await app(request.put_into(scope), wait_forever, fail)
             assert received.pop() == {"model": "m", "user": kept, "metadata": 5}
+
+
+@pytest.mark.parametrize(("unparsed", "lines"), [(True, 1), (False, 0)])
+async def test_an_answer_that_cannot_begin_with_reasoning_is_logged_once(
+    unparsed: bool, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    from raylight.engines.vllm.fields import NO_THOUGHTS, RejectUnknownFields
+    from raylight.http.request import JsonRequest
+
+    received: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        received.append(scope)
+
+    async def fail(*message: Any) -> None:
+        raise AssertionError(message)
+
+    app = RejectUnknownFields(vllm, None, 512, unparsed_reasoning=unparsed)
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    await app(JsonRequest({"messages": [], "tools": [tool]}, fail).put_into(scope), fail, fail)
+    assert caplog.messages == []
+    for _ in range(2):
+        body = {"messages": [], "tools": [tool], "tool_choice": "required"}
+        await app(JsonRequest(body, fail).put_into(scope), fail, fail)
+    assert caplog.messages == [NO_THOUGHTS] * lines
+    assert len(received) == 3

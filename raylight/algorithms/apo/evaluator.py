@@ -73,7 +73,7 @@ class PromptEvaluator:
             for i in tasks
         ]
         ids = [rollout.rollout_id for rollout in await self._store.enqueue_many_rollouts(requests)]
-        decided = await self._store.wait_for_rollouts(rollout_ids=ids, timeout=self._timeout)
+        decided = await self._store.wait_until_decided(rollout_ids=ids, timeout=self._timeout)
         if len(decided) < len(ids):
             await self._store.cancel_rollouts(ids)
         finished = await self._store.collect(ids, with_spans=True, with_span_tokens=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylight.engines.transformers.choices import Choices
-from raylight.engines.transformers.message import THINK, MessageParser, MessagePiece
+from raylight.engines.transformers.message import END_THINK, THINK, MessageParser, MessagePiece, think_first
 from raylight.engines.transformers.prompt import render
 from raylight.engines.transformers.reply import (
     ChoiceReader,
@@ -26,6 +26,9 @@ from raylight.engines.transformers.text import Vocabulary
 from raylight.http.errors import RequestError
 from raylight.request_fields import log_dropped
 
+PROMPT_END = 16
+"""Tokens at the end of a prompt that show whether it opens or closes the model's reasoning."""
+
 
 async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
     """Start sampling for a chat completions request.
@@ -38,12 +41,13 @@ async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
     adapter = resolve_adapter(engine, request.model)
     _check_tools(engine, request)
     prompt = request.prompt_ids or render(engine, request)
-    grammar = await _grammar(engine, request)
+    prompt_end = engine.vocabulary.text(prompt[-PROMPT_END:]) if engine.style.thinks else None
+    grammar = await _grammar(engine, request, prompt_end)
     max_tokens = request.max_completion_tokens or request.max_tokens or engine.max_model_len
     params = request.params(max_tokens, engine.vocab_size, request.top_logprobs or 0, grammar)
     count = request.n or 1
     choices = engine.begin([prompt] * count, params_per_choice(params, count), adapter, bool(request.stream))
-    return ChatReply(engine, request, prompt, choices, thinks=engine.style.thinks and grammar is None)
+    return ChatReply(engine, request, prompt, choices, prompt_end)
 
 
 def _may_call_tools(request: ChatRequest) -> bool:
@@ -64,20 +68,32 @@ def _check_tools(engine: Sampler, request: ChatRequest) -> None:
         raise RequestError(f"tool_choice: the request has no tool {request.tool_choice.function.name!r:.200}")
 
 
-async def _grammar(engine: Sampler, request: ChatRequest) -> Any:
-    """Compile the grammar of the answer; None if the answer is unconstrained."""
-    format, tags = request.response_format, _tags(engine, request)
+async def _grammar(engine: Sampler, request: ChatRequest, prompt_end: str | None) -> Any:
+    """Compile the grammar of the answer; None if the answer is unconstrained.
+
+    Args:
+        prompt_end: last text of the prompt of a model that thinks, which it does before what is constrained.
+    """
+    format, structure = request.response_format, _tags(engine, request)
+    grammars = engine.grammars
     if format is None or format.type == "text":
-        return None if tags is None else await engine.grammars.compile_structure(tags)
-    schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
-    if tags is None:
-        strict = format.json_schema is None or format.json_schema.strict
-        if not strict and engine.grammars.skip("the schema of response_format (without strict)"):
+        if structure is None:
             return None
-        return await engine.grammars.compile_schema(schema)
-    return await engine.grammars.compile_structure(
-        {"type": "or", "elements": [{"type": "json_schema", "json_schema": schema}, tags]}
-    )
+        grammar = await grammars.compile_structure(structure)
+    else:
+        schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
+        as_json = {"type": "json_schema", "json_schema": schema}
+        if structure is not None:
+            structure = {"type": "or", "elements": [as_json, structure]}
+            grammar = await grammars.compile_structure(structure)
+        else:
+            strict = format.json_schema is None or format.json_schema.strict
+            if not strict and grammars.skip("the schema of response_format (without strict)"):
+                return None
+            structure, grammar = as_json, await grammars.compile_schema(schema)
+    if prompt_end is None:
+        return grammar
+    return await grammars.compile_structure(think_first(structure, prompt_end))
 
 
 def _tags(engine: Sampler, request: ChatRequest) -> dict[str, Any] | None:
@@ -121,6 +137,10 @@ class _Choice:
     text: dict[str, str] = field(default_factory=lambda: {"reasoning": "", "content": ""})
     calls: list[dict[str, Any]] = field(default_factory=list)
     started: bool = False
+    reasoning_tokens: int = 0
+    """Tokens of the reasoning so far, with its markers."""
+    thought: bool = False
+    """True once the reasoning is finished."""
 
     def delta(self, new: Increment, parallel: bool) -> dict[str, Any]:
         """Return the increment as the `delta` of a chunk."""
@@ -133,6 +153,10 @@ class _Choice:
                 delta[name] = delta.get(name, "") + piece.text
             elif parallel or not self.calls:
                 self._add_call(piece, delta)
+        if self.parser.is_reasoning:
+            self.reasoning_tokens = new.first + len(new.ids)
+        elif self.parser.reasoned and not self.thought:
+            self.thought, self.reasoning_tokens = True, self.reader.count_until(END_THINK)
         return delta
 
     def _add_call(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
@@ -170,12 +194,12 @@ class ChatReply:
         request: ChatRequest,
         prompt: list[int],
         choices: Choices,
-        thinks: bool,
+        prompt_end: str | None,
     ) -> None:
         self.choices, self.streams = choices, bool(request.stream)
         self._engine, self._request, self._prompt = engine, request, prompt
         self._envelope = Envelope("chatcmpl", "chat.completion", request.model)
-        thinking = engine.vocabulary.text(prompt[-8:]).rstrip().endswith(THINK) if thinks else None
+        thinking = None if prompt_end is None else prompt_end.rstrip().endswith(THINK)
         tool_format, schemas = (
             (engine.style.tool_format, request.schemas()) if _may_call_tools(request) else (None, {})
         )
@@ -183,6 +207,7 @@ class ChatReply:
             _Choice(ChoiceReader(s, engine.vocabulary), MessageParser(tool_format, schemas, thinking))
             for s in choices.sequences
         ]
+        self._thinks = prompt_end is not None
         self._parallel = request.parallel_tool_calls is not False
 
     async def body(self) -> dict[str, Any]:
@@ -253,8 +278,12 @@ class ChatReply:
             "refusal": None,
         }
 
-    def _usage(self) -> dict[str, int]:
-        return usage(self.choices.sequences, [self._prompt])
+    def _usage(self) -> dict[str, Any]:
+        counts = usage(self.choices.sequences, [self._prompt])
+        if not self._thinks:
+            return counts
+        reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+        return counts | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
 def token_logprobs(sequence: Sequence, new: Increment, vocabulary: Vocabulary) -> list[dict[str, Any]]:

@@ -47,6 +47,33 @@ def find_style(
     return MessageStyle(template, FORMATS[tool_parser] if tool_parser else None, thinks)
 
 
+def think_first(structure: dict[str, Any], prompt_end: str) -> dict[str, Any]:
+    """Return the structural tag of an answer that may think before it has a structure.
+
+    Args:
+        structure: xgrammar's structural tag of the answer without its reasoning.
+        prompt_end: last text of the prompt. A template opens the reasoning there, closes it, or leaves it to
+            the model.
+    """
+    prompt_end = prompt_end.rstrip()
+    if prompt_end.endswith(END_THINK):
+        return structure
+    is_open = prompt_end.endswith(THINK)
+    thought = {
+        "type": "tag",
+        "begin": "" if is_open else THINK,
+        "content": {"type": "any_text"},
+        "end": END_THINK,
+    }
+    first: dict[str, Any] = {
+        "type": "sequence",
+        "elements": [thought, {"type": "regex", "pattern": r"\n{0,2}"}],
+    }
+    if not is_open:
+        first = {"type": "optional", "content": first}
+    return {"type": "sequence", "elements": [first, structure]}
+
+
 @dataclass(frozen=True)
 class MessagePiece:
     """A part of a message."""
@@ -64,6 +91,9 @@ class MessageParser:
         tools: tool name to the schema of its parameters.
         thinking: True if the prompt ends within reasoning, False if the answer may start with it, None if it
             has none.
+
+    Attributes:
+        reasoned: True once the answer has reasoning, finished or not.
     """
 
     def __init__(
@@ -71,12 +101,18 @@ class MessageParser:
     ) -> None:
         self._format, self._tools = tool_format, tools
         self._step = {None: self._content, False: self._start, True: self._reasoning}[thinking]
+        self.reasoned = bool(thinking)
         self._text = ""
         self._last = False
         self._space = ""
         """Trailing white space, emitted only if more of the same kind follows."""
         self._fresh = bool(thinking)
         """True right after a marker, where white space is dropped."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True while the reasoning is not finished."""
+        return self._step == self._reasoning
 
     def feed(self, text: str, last: bool = False) -> list[MessagePiece]:
         """Add text; returns the pieces that have become certain.
@@ -99,6 +135,7 @@ class MessageParser:
         text = self._text.lstrip()
         if text.startswith(THINK):
             self._text, self._step, self._fresh = text[len(THINK) :], self._reasoning, True
+            self.reasoned = True
         elif self._last or not THINK.startswith(text):
             self._step = self._content
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -67,6 +68,7 @@ class ChoiceReader:
 
     def __init__(self, sequence: Sequence, vocabulary: Vocabulary) -> None:
         self.sequence = sequence
+        self._decode = vocabulary.text
         self._stream = TextStream(vocabulary.text, sequence.params.stop, sequence.params.min_tokens)
         self._read = 0
         self._ended = False
@@ -84,6 +86,11 @@ class ChoiceReader:
         reason = "abort" if sample.finish_reason == "aborted" else sample.finish_reason
         stop_word = self._stream.stop_word if ended else None
         return Increment(first, ids, text, reason if ended else None, stop_word)
+
+    def count_until(self, word: str) -> int:
+        """Return the number of read tokens up to the one that completes a word; without it, all of them."""
+        ids = self.sequence.sample.output_ids[: self._read]
+        return bisect.bisect_left(range(len(ids)), True, key=lambda count: word in self._decode(ids[:count]))
 
 
 class Envelope:
@@ -133,7 +140,7 @@ def usage(sequences: list[Sequence], prompts: list[list[int]]) -> dict[str, int]
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def usage_field(request: SamplingBody, count: Callable[[], dict[str, int]]) -> dict[str, Any]:
+def usage_field(request: SamplingBody, count: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the field `usage` of a chunk with a choice, if its request asks for one.
 
     Args:

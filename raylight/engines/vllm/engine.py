@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from raylight.engines.grammar import Grammars
 from raylight.engines.protocol import EngineLoad, LoraAdapter, UpdateMode
+from raylight.engines.transformers.message import find_style
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
@@ -109,6 +110,7 @@ class VllmEngine:
             config.model_config.max_model_len,
             thinking_budgets=getattr(config, "reasoning_config", None) is not None,
             schemas=self._schema_check(),
+            unparsed_reasoning=self._leaves_reasoning(),
         )
 
         async def open_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,6 +128,13 @@ class VllmEngine:
                 await checked(scope, receive, send)
 
         return open_app
+
+    def _leaves_reasoning(self) -> bool:
+        """Return True if the model's template shows reasoning for which vLLM has no parser."""
+        has_parser = self._client.vllm_config.structured_outputs_config.reasoning_parser
+        return (
+            not has_parser and self.tokenizer is not None and find_style(self.tokenizer, None, "auto").thinks
+        )
 
     def _schema_check(self) -> SchemaCheck | None:
         config = self._client.vllm_config

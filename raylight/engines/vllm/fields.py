@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from raylight.engines.vllm.schemas import SchemaCheck
+from raylight.engines.vllm.schemas import SchemaCheck, constraining_schemas
 from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hint
 from raylight.http.bounds import check_answer_size
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
 from raylight.request_fields import LABELS, log_dropped
+
+logger = logging.getLogger(__name__)
 
 
 def _field_names(model: Any) -> frozenset[str]:
@@ -24,6 +27,10 @@ def _field_names(model: Any) -> frozenset[str]:
 
 NO_BUDGETS = (
     "vLLM enforces only with the arguments reasoning_parser and reasoning_config (or thinking.budget_tokens)"
+)
+NO_THOUGHTS = (
+    "a request holds an answer to a schema, and vLLM does so from the first token, so that the model cannot "
+    "think before; with engine.args.reasoning_parser, such as qwen3, vLLM begins after the reasoning"
 )
 LIMITS = ("max_tokens", "max_completion_tokens")
 KNOWN = {
@@ -42,6 +49,7 @@ class RejectUnknownFields:
             because vLLM would reject it instead of answering up to its own limit.
         thinking_budgets: True if vLLM was started so that it can enforce `thinking_token_budget`.
         schemas: check of schemas; None if vLLM constrains answers without xgrammar.
+        unparsed_reasoning: True if the model thinks before it answers, and vLLM does not parse that.
     """
 
     def __init__(
@@ -51,12 +59,14 @@ class RejectUnknownFields:
         max_model_len: int,
         thinking_budgets: bool = False,
         schemas: SchemaCheck | None = None,
+        unparsed_reasoning: bool = False,
     ) -> None:
         self._app = app
         self._max_choices = max_choices
         self._max_model_len = max_model_len
         self._thinking_budgets = thinking_budgets
         self._schemas = schemas
+        self._unparsed_reasoning = unparsed_reasoning
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         known = KNOWN.get(scope.get("path", "")) if scope.get("method") == "POST" else None
@@ -72,6 +82,9 @@ class RejectUnknownFields:
             await error_response(error)(scope, receive, send)
         else:
             request = request.with_receive(receive)
+            if self._unparsed_reasoning and any(constraining_schemas(request.fields)):
+                self._unparsed_reasoning = False  # logged once
+                logger.warning(NO_THOUGHTS)
             dropped = [*_invalid_labels(request.fields), *self._unenforced(request.fields, scope["path"])]
             if dropped:
                 request = JsonRequest(request.fields | dict.fromkeys(dropped), receive)

@@ -11,7 +11,12 @@ from raylight.http.context_length import anthropic_message
 from raylight.http.errors import CONTEXT_LENGTH, RequestError
 from raylight.semconv import MESSAGES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
-from raylight.serving.dialects.messages_request import INVALID_JSON, CountTokensRequest, MessagesRequest
+from raylight.serving.dialects.messages_request import (
+    INVALID_JSON,
+    CountTokensRequest,
+    MessagesRequest,
+    sign,
+)
 from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -40,6 +45,8 @@ DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 """Type of a delta, and its field with the text, by the kind of its block."""
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details of the error after which Anthropic's SDK sends the whole conversation, without `thread`."""
 
 
 class MessagesDialect(Dialect):
@@ -53,6 +60,12 @@ class MessagesDialect(Dialect):
     error_statuses: ClassVar[Mapping[int, int]] = {503: 529}
 
     def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+        if body.get("thread") is not None:
+            raise RequestError(
+                "thread: this endpoint holds no conversations; send all messages of the conversation in each "
+                "request, without thread",
+                details=NO_THREADS,
+            )
         if path == COUNT_TOKENS:
             count = CountTokensRequest.read(body)
             return TokenCount(count.to_chat(), count.field_names())
@@ -66,9 +79,10 @@ class MessagesDialect(Dialect):
         default = "invalid_request_error" if error.status < 500 else "api_error"
         too_long = error.code == CONTEXT_LENGTH
         message = anthropic_message(error.message) if too_long else error.message
+        details = {"details": error.details} if error.details else {}
         return {
             "type": "error",
-            "error": {"type": ERROR_TYPES.get(error.status, default), "message": message},
+            "error": {"type": ERROR_TYPES.get(error.status, default), "message": message} | details,
             "request_id": None,
         }
 
@@ -112,12 +126,12 @@ class MessagesStream(AnswerStream):
         steps = self._reader.feed(chunk)
         start = [] if self._started else [self._start()]
         self._started = True
-        return start + [_event(step) for step in steps]
+        return start + [event for step in steps for event in _events(step)]
 
     def finish(self) -> list[Event]:
         turn = self._reader.turn
         stop = _stop(turn)
-        events = [_event(step) for step in self._reader.finish()]
+        events = [event for step in self._reader.finish() for event in _events(step)]
         end = {"type": "message_delta", "delta": stop, "usage": _usage(turn)}
         return [*events, end, {"type": "message_stop"}]
 
@@ -130,15 +144,22 @@ class MessagesStream(AnswerStream):
         return {"type": "message_start", "message": _message(turn) | empty | {"usage": _usage(turn)}}
 
 
-def _event(step: Step) -> Event:
+def _events(step: Step) -> list[Event]:
     index = step.block.index
     if step.kind == "start":
         empty = _content_block(Block(**vars(step.block) | {"text": ""}), {})
-        return {"type": "content_block_start", "index": index, "content_block": empty}
+        return [{"type": "content_block_start", "index": index, "content_block": empty}]
     if step.kind == "stop":
-        return {"type": "content_block_stop", "index": index}
+        return [*_signature_delta(step.block), {"type": "content_block_stop", "index": index}]
     kind, field = DELTAS[step.block.kind]
-    return {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: step.text}}
+    return [{"type": "content_block_delta", "index": index, "delta": {"type": kind, field: step.text}}]
+
+
+def _signature_delta(block: Block) -> list[Event]:
+    if block.kind != "reasoning":
+        return []
+    delta = {"type": "signature_delta", "signature": sign(block.text)}
+    return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
 
 def _message(turn: Turn) -> dict[str, Any]:
@@ -150,7 +171,11 @@ def _content_block(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {
+            "type": "thinking",
+            "thinking": block.text,
+            "signature": sign(block.text) if block.text else "",
+        }
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
@@ -166,7 +191,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {INVALID_JSON: arguments}
 
 
-def _usage(turn: Turn) -> dict[str, int]:
+def _usage(turn: Turn) -> dict[str, Any]:
     """Return counts of tokens. As in Anthropic's API, tokens from the prefix cache count separately."""
     cached = turn.cached_tokens
     return {
@@ -174,6 +199,7 @@ def _usage(turn: Turn) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": turn.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": turn.reasoning_tokens},
     }
 
 

@@ -1,7 +1,7 @@
 """Requests of Anthropic's messages dialect, translated to chat requests.
 
-Cache hints (`cache_control`), labels (`metadata`, `service_tier`) and signatures of thinking are accepted and
-ignored. So is `context_management`, by which a provider shortens a conversation: here one that is too long is
+Cache hints (`cache_control`) and labels (`metadata`, `service_tier`) are accepted and ignored. So is
+`context_management`, by which a provider shortens a conversation: here one that is too long is
 an error. Tools that a provider runs are dropped: no model here can use them. The result of a failed tool
 begins with "Error: ", because chat has no field for failures. A conversation cannot end with a message of the
 assistant.
@@ -10,9 +10,11 @@ assistant.
 from __future__ import annotations
 
 import json
+from base64 import urlsafe_b64encode
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
@@ -46,6 +48,8 @@ CHAT_FIELDS = {
     "tool_choice.function": "tool_choice",
 }
 """Fields of a messages request by those of its chat request."""
+SIGNATURE = "raylight_"
+"""Start of the signatures of thinking."""
 INVALID_JSON = "INVALID_JSON"
 """Key of a call's input for arguments that are no JSON object; Anthropic's own."""
 
@@ -76,10 +80,30 @@ class ImageBlock(CacheableBlock):
     source: Annotated[UrlSource | Base64Source, Field(discriminator="type")]
 
 
+def sign(thinking: str) -> str:
+    """Return the signature of an answer's thinking, by which a changed one is recognised.
+
+    It depends on the text alone, so that all replicas and a resumed run accept it. Some SDKs send back only
+    thinking that has one.
+    """
+    digest = blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=24).digest()
+    return SIGNATURE + urlsafe_b64encode(digest).decode()
+
+
 class ThinkingBlock(CacheableBlock):
+    """Thinking of an earlier answer. Signatures of other providers, and none, are accepted."""
+
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
+
+    @model_validator(mode="after")
+    def _check_signature(self) -> ThinkingBlock:
+        if self.signature.startswith(SIGNATURE) and self.signature != sign(self.thinking):
+            raise ValueError(
+                "the thinking does not match its signature; send the block back as it was received"
+            )
+        return self
 
 
 class DirectCaller(RequestModel):

@@ -205,7 +205,7 @@ async def run_all(
     """Run an agent on each task. Return the finished rollouts in the order of the tasks."""
     ids = await enqueue(store, tasks, **config)
     async with serving(store, agent, **(how or {})) as task:
-        deciding = asyncio.create_task(store.wait_for_rollouts(rollout_ids=ids))
+        deciding = asyncio.create_task(store.wait_until_decided(rollout_ids=ids))
         await asyncio.wait([deciding, task], return_when=asyncio.FIRST_COMPLETED)
         if not deciding.done():
             deciding.cancel()
@@ -215,5 +215,5 @@ async def run_all(
 
 async def wait_and_read(store: StoreClient, rollout_ids: list[str], **how: Any) -> list[Rollout]:
     """Wait for rollouts, and return the decided ones."""
-    decided = await store.wait_for_rollouts(rollout_ids=rollout_ids, **how)
+    decided = await store.wait_until_decided(rollout_ids=rollout_ids, **how)
     return [await store.get_rollout_by_id(rollout_id) for rollout_id in decided]

@@ -161,7 +161,7 @@ async def running(cluster: Cluster, n: int, **settings: Any) -> AsyncIterator[tu
 async def finished_once(cluster: Cluster, ids: list[str]) -> list[int]:
     """Let the agents return; return the number of attempts of each rollout, all of which succeeded."""
     cluster.finish.set()
-    await cluster.store.wait_for_rollouts(rollout_ids=ids)
+    await cluster.store.wait_until_decided(rollout_ids=ids)
     rollouts = [await cluster.store.get_rollout_by_id(rollout_id) for rollout_id in ids]
     assert {rollout.status for rollout in rollouts} == {"succeeded"}
     return [rollout.attempt.sequence_id for rollout in rollouts if rollout.attempt]

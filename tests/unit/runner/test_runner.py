@@ -70,7 +70,7 @@ async def test_rollouts_run_at_once_up_to_the_bound_and_no_further(store: StoreC
         waiting = await store.statistics()
         assert waiting["rollouts_queuing"] == 15  # what does not run stays with the store, for other runners
         leave.set()
-        await store.wait_for_rollouts(rollout_ids=ids)
+        await store.wait_until_decided(rollout_ids=ids)
     assert most == bound
 
 
@@ -103,7 +103,7 @@ async def test_a_place_that_becomes_free_is_used_while_others_still_run(store: S
     async with serving(store, agent, 2):
         await quick_ones.wait()
         leave.set()
-        await store.wait_for_rollouts(rollout_ids=ids)
+        await store.wait_until_decided(rollout_ids=ids)
     assert done == ["quick"] * 6 + ["slow"]
 
 

@@ -224,7 +224,7 @@ async def test_an_attempt_that_is_just_being_decided_is_not_cancelled(store: Sto
         (decided,) = await wait_and_read(store, [rollout_id])
         telling.telling.clear()
         (other,) = await enqueue(store, [2])
-        await store.wait_for_rollouts(rollout_ids=[other])
+        await store.wait_until_decided(rollout_ids=[other])
         assert not task.done()
     assert (decided.status, decided.attempt.failure) == ("succeeded", None)
 
@@ -325,7 +325,7 @@ async def test_a_runner_is_replaced_by_agents_that_hang_and_ends_the_others_firs
     runner = make_runner(store, agent, 2)
     task = asyncio.create_task(runner.serve())
     async with within():
-        await store.wait_for_rollouts(rollout_ids=hanging)
+        await store.wait_until_decided(rollout_ids=hanging)
         await until(inside.is_set)
         await asyncio.wait([task], timeout=0.05)
         assert not task.done()
@@ -347,11 +347,11 @@ async def test_a_runner_that_recovered_is_not_replaced(
         return 1.0
 
     async with serving(store, agent, 1, heartbeat_s=0.01) as task:
-        await store.wait_for_rollouts(rollout_ids=await enqueue(store, ["hang"], timeout_seconds=0.05))
+        await store.wait_until_decided(rollout_ids=await enqueue(store, ["hang"], timeout_seconds=0.05))
         await abandoned_are(store, 1)
         leave.set()
         await abandoned_are(store, 0)
         leave.clear()
-        await store.wait_for_rollouts(rollout_ids=await enqueue(store, ["hang"], timeout_seconds=0.05))
-        await store.wait_for_rollouts(rollout_ids=await enqueue(store, ["good"]))
+        await store.wait_until_decided(rollout_ids=await enqueue(store, ["hang"], timeout_seconds=0.05))
+        await store.wait_until_decided(rollout_ids=await enqueue(store, ["good"]))
         assert not task.done()

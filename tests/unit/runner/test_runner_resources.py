@@ -50,7 +50,7 @@ async def test_the_agent_gets_the_resources_that_the_rollout_names(store: StoreC
     ]
     ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     async with serving(store, agent):
-        await store.wait_for_rollouts(rollout_ids=ids)
+        await store.wait_until_decided(rollout_ids=ids)
     assert sorted(given) == [(0, "old"), (1, "new"), (2, "new"), (3, "old")]
 
 
@@ -92,7 +92,7 @@ async def test_a_version_that_was_changed_in_its_place_is_seen_by_later_rollouts
             if version != "one":
                 await store.update_resources(first.resources_id, {"table": version})
             for _ in range(2):
-                await store.wait_for_rollouts(rollout_ids=await enqueue(store, [1]))
+                await store.wait_until_decided(rollout_ids=await enqueue(store, [1]))
     assert seen == ["one", "one", "two", "two", "three", "three"]
     assert len(counting.fetched) == 3
 
@@ -121,7 +121,7 @@ async def test_a_runner_keeps_no_more_than_a_few_versions(store: StoreClient) ->
     async with serving(counting, lambda task, table: seen.append(table), 1):
         for which in [*added, *added[-module.MAX_RESOURCES :], added[0]]:
             rollout = await store.enqueue_rollout(1, resources_id=which)
-            await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])
+            await store.wait_until_decided(rollout_ids=[rollout.rollout_id])
     assert counting.fetched == [*added, added[0]]
     assert seen == [*range(number), *range(3, number), 0]
 

@@ -150,7 +150,7 @@ async def test_spans_are_in_the_store_while_the_attempt_goes_on(
         await go_on.wait()
         assert (await store.get_rollout_by_id(rollout_id)).status == "running"
         assert len(await store.query_spans(rollout_id)) == 3
-        await store.wait_for_rollouts(rollout_ids=[rollout_id])
+        await store.wait_until_decided(rollout_ids=[rollout_id])
     assert batches == [3, 1]  # the last one travels with the decision
     spans = await store.query_spans(rollout_id)
     assert [span.attributes["agentlightning.message.body"] for span in spans] == [
@@ -185,7 +185,7 @@ async def test_an_agent_never_waits_for_the_store(
     async with serving(Slow(store._channel.target), agent):
         await done.wait()  # while the store has not answered
         gate.set()
-        await store.wait_for_rollouts(rollout_ids=[rollout_id])
+        await store.wait_until_decided(rollout_ids=[rollout_id])
         await until(lambda: asked.is_set())
     assert (await store.statistics())["total_spans"] == 101
 
@@ -387,7 +387,7 @@ async def test_a_rollout_succeeds_after_its_calls_are_recorded(store: StoreClien
     (rollout_id,) = await enqueue(store, [1])
     async with serving(store, agent):
         await returned.wait()
-        assert await store.wait_for_rollouts(rollout_ids=[rollout_id], timeout=0.05) == []
+        assert await store.wait_until_decided(rollout_ids=[rollout_id], timeout=0.05) == []
         await store.capture([], [(keys[0], None, None)])
         (decided,) = await wait_and_read(store, [rollout_id])
     assert decided.status == "succeeded"

@@ -114,7 +114,7 @@ async def test_a_runner_records_the_truncation() -> None:
 
         async with serving(box.store, agent):
             (rollout,) = await box.store.query_rollouts()
-            await box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])
+            await box.store.wait_until_decided(rollout_ids=[rollout.rollout_id])
         (finished,) = await box.store.collect([rollout.rollout_id])
         assert (finished.rollout.status, finished.reward) == ("succeeded", 0.125)
         assert finished.rollout.attempt.truncated == "max_seconds"

@@ -215,7 +215,7 @@ async def test_an_input_travels_with_its_request_and_with_its_lease_only(box: Bo
     ids = [rollout.rollout_id for rollout in queued]
     await store.update_rollout(ids[0], metadata=task)
     await store.cancel_rollout(ids[0])
-    assert await store.wait_for_rollouts(rollout_ids=ids, at_least=1) == ids[:1]
+    assert await store.wait_until_decided(rollout_ids=ids, at_least=1) == ids[:1]
     assert [state.status for state in await store.get_rollout_states(ids)] == ["cancelled"] + ["queuing"] * 2
     assert sent == []
     leased = await store.dequeue_rollout("w")
@@ -279,7 +279,7 @@ async def test_many_callers_at_once(box: Box) -> None:
         ]
     )
     ids = [rollout.rollout_id for rollouts in produced for rollout in rollouts]
-    await box.store.wait_for_rollouts(rollout_ids=ids, timeout=10)
+    await box.store.wait_until_decided(rollout_ids=ids, timeout=10)
     found = await box.store.get_rollout_states(ids)
     assert [rollout.status for rollout in found] == ["succeeded"] * 100
     assert sum(await asyncio.gather(*working)) == 120

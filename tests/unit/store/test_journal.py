@@ -333,7 +333,7 @@ async def finish_the_rest(box: Box, ids: list[str]) -> None:
     ]
     for rollout in taken:
         await box.store.finish_attempt(rollout, "succeeded")
-    assert len(await box.store.wait_for_rollouts(rollout_ids=ids, timeout=0)) == len(ids)
+    assert len(await box.store.wait_until_decided(rollout_ids=ids, timeout=0)) == len(ids)
 
 
 def test_the_configuration_of_the_file_is_what_the_laws_need(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ async def use_everything(box: Box) -> None:
     await store.add_span(span_of(first))
     await store.release_worker("v", "died")
     await store.cancel_rollouts([second.rollout_id])
-    await store.wait_for_rollouts(rollout_ids=[second.rollout_id, first.rollout_id], at_least=1)
+    await store.wait_until_decided(rollout_ids=[second.rollout_id, first.rollout_id], at_least=1)
     await store.collect([first.rollout_id, second.rollout_id], with_spans=True)
     await store.get_latest_attempt(first.rollout_id)
     await store.count_sampled_tokens([first.rollout_id])

@@ -132,8 +132,9 @@ async def test_a_span_of_an_unknown_attempt_is_an_error(box: Box, which: str) ->
         await box.store.add_span(
             span_of(rollout).model_copy(update=dict(zip(("rollout_id", "attempt_id"), ids, strict=True)))
         )
-    with pytest.raises(UnknownIdError):
-        await box.store.get_next_span_sequence_id(*ids)
+    if which != "latest":
+        with pytest.raises(UnknownIdError):
+            await box.store.get_next_span_sequence_id(*ids)
     assert await box.count("total_spans") == 0
     assert await box.store.get_next_span_sequence_id(*ids_of(rollout)) == 1
 
@@ -224,6 +225,11 @@ async def test_many_sequence_ids_at_once(box: Box) -> None:
     with pytest.raises(UnknownIdError, match="at-none"):
         await box.store.get_many_span_sequence_ids([one, (two[0], "at-none")])
     assert await box.store.get_many_span_sequence_ids([one, two]) == [4, 2]
+    assert await box.store.get_many_span_sequence_ids([(one[0], "latest"), one]) == [5, 6]
+    assert await box.store.get_next_span_sequence_id(two[0], "latest") == 3
+    (waiting,) = await box.enqueue()
+    with pytest.raises(UnknownIdError, match="has no attempt 'latest'"):
+        await box.store.get_next_span_sequence_id(waiting, "latest")
 
 
 async def test_a_hundred_who_ask_together_get_a_hundred_numbers(box: Box) -> None:

@@ -283,7 +283,7 @@ async def test_a_finished_rollout_is_run_again_by_hand(box: Box) -> None:
     await box.store.finish_attempt(first, "succeeded")
     requeued = await box.store.update_rollout(first.rollout_id, status="requeuing")
     assert (requeued.end_time, requeued.attempt.status) == (None, "succeeded")
-    assert await box.store.wait_for_rollouts(rollout_ids=[first.rollout_id], timeout=0) == []
+    assert await box.store.wait_until_decided(rollout_ids=[first.rollout_id], timeout=0) == []
     second = await box.again()
     assert (second.rollout_id, second.attempt.sequence_id) == (first.rollout_id, 2)
     assert (await box.store.finish_attempt(second, "failed", BROKEN)).status == "failed"

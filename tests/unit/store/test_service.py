@@ -222,7 +222,7 @@ async def test_time_ends_attempts_without_anybody_calling() -> None:
         leased = await store.enqueue_rollout(1, config=RolloutConfig(infrastructure_retries=0))
         limited = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=0.02))
         await store.dequeue_rollout("w")
-        ids = await store.wait_for_rollouts(rollout_ids=[leased.rollout_id, limited.rollout_id])
+        ids = await store.wait_until_decided(rollout_ids=[leased.rollout_id, limited.rollout_id])
         assert time.monotonic() - started > 0.03
         found = await store.get_rollout_states(ids)
     assert [(rollout.status, rollout.attempt.status) for rollout in found] == [
@@ -241,7 +241,7 @@ async def test_an_earlier_deadline_is_not_missed_behind_a_later_one() -> None:
         await store.dequeue_rollout("w")
         await asyncio.sleep(0.01)
         first = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=0.02))
-        assert len(await store.wait_for_rollouts(rollout_ids=[first.rollout_id])) == 1
+        assert len(await store.wait_until_decided(rollout_ids=[first.rollout_id])) == 1
     await service.close()
 
 
@@ -250,7 +250,7 @@ async def test_a_failure_of_the_timer_is_told_once_and_the_store_goes_on(
 ) -> None:
     async with within():
         rollout = await box.store.start_rollout(1)
-        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        waiting = await begun(box.store.wait_until_decided(rollout_ids=[rollout.rollout_id]))
 
         def fail() -> int:
             raise StoreError("the disk is full")
@@ -262,7 +262,7 @@ async def test_a_failure_of_the_timer_is_told_once_and_the_store_goes_on(
                 await waiting
         assert await box.status(limited) == ("preparing", "preparing")
         box.clock.now += 1  # and a new timer does what the old one could not
-        assert len(await box.store.wait_for_rollouts(rollout_ids=[limited.rollout_id])) == 1
+        assert len(await box.store.wait_until_decided(rollout_ids=[limited.rollout_id])) == 1
         assert await box.status(limited) == ("failed", "timeout")
 
 
@@ -274,7 +274,7 @@ async def test_whoever_waits_when_the_store_is_closed_hears_of_it() -> None:
         rollout = await box.take()
         await box.store.capture([(call_of(rollout), 0.0)], [])
         waiting = [
-            await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id])),
+            await begun(box.store.wait_until_decided(rollout_ids=[rollout.rollout_id])),
             await begun(box.store.dequeue_rollout("w", timeout=60)),
             await begun(box.store.finish_attempt(rollout, "succeeded", timeout=60)),
         ]
@@ -325,7 +325,7 @@ async def test_nothing_of_a_finished_rollout_stays_in_memory(box: Box) -> None:
         if i == 3:
             before = held(box.service)  # with the names of the counters
         rollout = await box.take(f"w{i % 3}", max_attempts=2, retry_condition={"failed"})
-        waiting = await begun(box.store.wait_for_rollouts(rollout_ids=[rollout.rollout_id]))
+        waiting = await begun(box.store.wait_until_decided(rollout_ids=[rollout.rollout_id]))
         key = call_of(rollout)
         await box.store.capture([(key, 0.0)], [(key, make_generation([1], [2], key=key), span_of(rollout))])
         if i % 3:

@@ -310,7 +310,7 @@ async def test_a_poison_among_runners_that_work_side_by_side(box: Box) -> None:
                     deaths[slot] += 1
 
         runners = [asyncio.create_task(runner(slot)) for slot in "abc"]
-        await box.store.wait_for_rollouts(rollout_ids=ids)
+        await box.store.wait_until_decided(rollout_ids=ids)
         for task in runners:
             task.cancel()
         await asyncio.wait(runners)

@@ -147,7 +147,7 @@ def test_a_late_reward_decides_an_expired_session(tmp_path: Path) -> None:
             session = await begin(box)
             await box.pass_time(61)
             ids = [session.state.rollout_id]
-            assert await box.store.wait_for_rollouts(rollout_ids=ids) == ids, "it failed"
+            assert await box.store.wait_until_decided(rollout_ids=ids) == ids, "it failed"
             waiting = asyncio.create_task(box.store.wait_until_final(ids))
             await asyncio.sleep(0)
             assert not waiting.done()

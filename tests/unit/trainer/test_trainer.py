@@ -20,6 +20,7 @@ from raylight.errors import ConfigError, DatasetError, HookError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.synonyms import take_synonyms
+from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.traces.triplets import TracerTraceToTriplet
@@ -469,6 +470,18 @@ async def test_train_checks_as_fit_does() -> None:
         await Trainer().train(plain, [1])
     with pytest.raises(ReachedRay):
         await Trainer(algorithm=Fast()).train(plain, [1])
+
+
+def test_a_loader_brings_tasks_and_resources(planned_runs: list[Fit]) -> None:
+    loader = DevTaskLoader(
+        tasks=[1, 2], resources={"main_llm": LLM(endpoint="http://h/v1", model="m"), "a": 1}
+    )
+    with pytest.raises(ReachedRay):
+        Trainer(n_workers=1, resources={"a": 2}).dev(plain, loader)
+    (run,) = planned_runs
+    assert (run.inputs.train, run.settings.resources) == ([1, 2], loader.resources | {"a": 2})
+    with pytest.raises(ValueError, match="at least one task"):
+        DevTaskLoader(tasks=[], resources={})
 
 
 def test_a_generator_of_tasks_reaches_the_algorithm(planned_runs: list[Fit]) -> None:

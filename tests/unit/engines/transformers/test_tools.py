@@ -200,6 +200,86 @@ async def test_strict_tools_are_held_to_their_schema(make_engine: MakeEngine) ->
     assert json.loads(answer.message.tool_calls[0].function.arguments)["a"] in (1, 2)
 
 
+THOUGHT = "<think>\nmaybe <tool_call>{7}</tool_call> or {}\n</think>\n\n"
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+OPENS_THOUGHT = THINKING + "{% if add_generation_prompt %}<think>\n{% endif %}"
+HELD: dict[str, dict[str, Any]] = {
+    "strict": {"tools": [STRICT]},
+    "required": {"tools": [ADD], "tool_choice": "required"},
+    "named": {"tools": [ADD, SUB], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+    "schema": {"response_format": AS_JSON},
+    "schema and tools": {"response_format": AS_JSON, "tools": [STRICT]},
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+@pytest.mark.parametrize("template", [THINKING, OPENS_THOUGHT], ids=["optional", "opened"])
+async def test_a_model_thinks_before_what_is_held_to_a_schema(
+    make_engine: MakeEngine, template: str, how: str
+) -> None:
+    engine, context = make_caller(make_engine, template), open_context()
+    said = '{"x": "c"}' if how == "schema" else CALL.replace("1", "7")  # neither value is allowed
+    text = (THOUGHT if template == THINKING else THOUGHT.removeprefix("<think>")) + said
+    script(engine, text)
+    choice = (await ask(engine, **HELD[how], max_tokens=400)).choices[0]
+    assert choice.message.reasoning_content == "maybe <tool_call>{7}</tool_call> or {}"
+    if how == "schema":
+        assert json.loads(choice.message.content)["x"] in ("a", "b")
+    else:
+        assert json.loads(choice.message.tool_calls[0].function.arguments)["a"] in (1, 2)
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    sampled = engine.tokenizer.decode(context.samples[0].output_ids)
+    assert sampled.startswith(text.partition(said)[0])
+    chunks = await ask_stream(engine, **HELD[how], max_tokens=400)
+    assert "".join(getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks) == (
+        choice.message.reasoning_content
+    )
+
+
+async def test_a_model_may_leave_out_its_thought(make_engine: MakeEngine) -> None:
+    engine = make_caller(make_engine, THINKING)
+    script(engine, CALL)
+    message = (await ask(engine, tools=[ADD], tool_choice="required", max_tokens=300)).choices[0].message
+    assert (len(message.tool_calls), hasattr(message, "reasoning_content")) == (1, False)
+
+
+async def test_a_prompt_that_ends_the_thought_leaves_no_other(make_engine: MakeEngine) -> None:
+    closed = THINKING + "{% if add_generation_prompt %}<think>\n\n</think>\n\n{% endif %}"
+    engine = make_caller(make_engine, closed)
+    script(engine, f"<think>no</think>{CALL}")
+    message = (await ask(engine, tools=[ADD], tool_choice="required", max_tokens=300)).choices[0].message
+    assert (len(message.tool_calls), hasattr(message, "reasoning_content")) == (1, False)
+
+
+async def test_a_schema_without_a_value_is_refused_for_a_model_that_thinks(make_engine: MakeEngine) -> None:
+    endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    as_json = {"type": "json_schema", "json_schema": {"name": "x", "schema": endless}}
+    with pytest.raises(openai.BadRequestError, match=r"response_format.json_schema.schema: "):
+        await ask(make_caller(make_engine, THINKING), response_format=as_json)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "tokens"),
+    [
+        (THINKING, "<think>hm</think>four", 17),
+        (OPENS_THOUGHT, "hm</think>four", 10),
+        (THINKING, "<think>hm", None),
+        (THINKING, "four</think>", 0),
+    ],
+)
+async def test_tokens_of_reasoning_are_counted(
+    make_engine: MakeEngine, template: str, text: str, tokens: int | None
+) -> None:
+    engine = make_caller(make_engine, template)
+    script(engine, text, text + "!")
+    limit = 9 if tokens is None else 300  # None: the thought is cut off
+    answer = await ask(engine, n=2, max_tokens=limit)
+    expected = 2 * (limit if tokens is None else tokens)
+    assert answer.usage.completion_tokens_details.reasoning_tokens == expected
+    chunks = await ask_stream(engine, n=2, max_tokens=limit, stream_options={"include_usage": True})
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == expected
+
+
 async def test_a_schema_and_tools_together_allow_either(make_engine: MakeEngine) -> None:
     engine = make_caller(make_engine)
     for text, called in ((CALL, True), ('{"x": "a"}', False)):

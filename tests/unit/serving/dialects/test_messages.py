@@ -49,6 +49,7 @@ async def test_a_plain_question_and_answer() -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 4,
             "output_tokens": 7,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -229,6 +230,7 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
         ("message_start", None),
         (start, 0),
         (delta, 0),
+        (delta, 0),
         (stop, 0),
         (start, 1),
         (delta, 1),
@@ -246,6 +248,7 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     assert fake.asked[0]["stream_options"] == {"include_usage": True}
     assert [e.delta.type for e in events if e.type == delta] == [
         "thinking_delta",
+        "signature_delta",
         "text_delta",
         "text_delta",
         *["input_json_delta"] * 5,
@@ -253,6 +256,40 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
     assert events[-2].delta.stop_reason == "tool_use"
     assert events[-2].usage.output_tokens == 7
     assert events[-2].usage.input_tokens == 7
+
+
+async def test_tokens_of_thinking_are_counted() -> None:
+    usage = {
+        "prompt_tokens": 11,
+        "completion_tokens": 7,
+        "completion_tokens_details": {"reasoning_tokens": 5},
+    }
+    _, app = translated(*[Say("four", reasoning="hm", usage=usage)] * 2)
+    client = anthropic_client(app)
+    answer = await client.messages.create(**ASK)
+    async with client.messages.stream(**ASK) as stream:
+        streamed = await stream.get_final_message()
+    counted = [message.usage.output_tokens_details for message in (answer, streamed)]
+    assert [details.thinking_tokens if details else None for details in counted] == [5, 5]
+
+
+async def test_changed_thinking_is_refused() -> None:
+    fake, app = translated(Say("four", reasoning="hm"), Say("ok"), Say("ok"))
+    client = anthropic_client(app)
+    first = await client.messages.create(**ASK)
+    thinking, text = (block.to_dict() for block in first.content)
+    assert thinking["signature"]
+
+    async def send_back(block: dict[str, Any]) -> Any:
+        turns = [{"role": "assistant", "content": [block, text]}, {"role": "user", "content": "and?"}]
+        return await client.messages.create(**ASK | {"messages": ASK["messages"] + turns})
+
+    await send_back(thinking)
+    await send_back(thinking | {"signature": "of another provider"})
+    shown = [asked["messages"][1] for asked in fake.asked[1:]]
+    assert shown == [{"role": "assistant", "content": "four", "reasoning_content": "hm"}] * 2
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[1\]\.content\[0\].*does not match"):
+        await send_back(thinking | {"thinking": "well"})
 
 
 async def test_a_stream_starts_with_the_size_of_its_prompt() -> None:
