@@ -70,7 +70,7 @@ class Outages:
             return 0
         if source in self._since:
             return 0
-        since = self._clock.lived() - seconds
+        since = max(self._clock.lived() - seconds, self._clock.resumed_at)
         self._set_since(self._since | {source: since})
         self._journal.increment("outages")
         return self._lose_attempts(since, f"{LOST_IN_OUTAGE}: {reason}")

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from raylight.store.journal import Journal
 
 SECONDS_LIVED = "seconds_lived"
-"""Counter of whole seconds. A store that is killed repeats the time since its last transaction."""
+"""Counter of the seconds lived. A store that is killed repeats the time since its last transaction."""
 
 
 class RunClock:
@@ -47,6 +47,8 @@ class RunClock:
         self._journal, self._clock, self._monotonic = journal, clock, monotonic
         self._lived: float = journal.counter(SECONDS_LIVED)
         self._running_since: float | None = monotonic()
+        self.resumed_at = 0.0
+        """Lived time before which nothing ended in this process."""
 
     def __call__(self) -> float:
         """Return the time of the day, in seconds since the epoch."""
@@ -64,6 +66,7 @@ class RunClock:
     def stop(self) -> None:
         """Let lived time stand still."""
         self._lived, self._running_since = self.lived(), None
+        self.resumed_at = self._lived
 
     def go_on(self) -> None:
         """Let lived time go on."""
@@ -72,4 +75,4 @@ class RunClock:
 
     def save(self) -> None:
         """Within a transaction: store the seconds lived."""
-        self._journal.increment(SECONDS_LIVED, by=int(self.lived()) - self._journal.counter(SECONDS_LIVED))
+        self._journal.increment(SECONDS_LIVED, by=self.lived() - self._journal.counter(SECONDS_LIVED))
