@@ -9,6 +9,7 @@ from typing import Any
 from raylight.engines.transformers.message import END_THINK, THINK, find_style
 from raylight.engines.transformers.tools import FORMATS
 from raylight.engines.vllm.args import chat_template, find_tool_parser
+from raylight.errors import ModelNotFoundError
 
 REASONING = f"{THINK}...{END_THINK}"
 
@@ -82,17 +83,28 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
         path: the model's folder.
         engine: "transformers" or "vllm".
         args: `EngineConfig.args`, which override what is detected.
+
+    Raises:
+        ModelNotFoundError: transformers cannot read the model's configuration.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     args = args or {}
-    limit = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # no question to the user
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).partition("\n")[0].rstrip(" .")
+        raise ModelNotFoundError(
+            f"transformers cannot read {path}: {reason:.300}. Code in a model's folder (auto_map) is never "
+            "run; choose a model of an architecture that transformers has, or copy the folder again"
+        ) from None
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if engine == "vllm":
         template = chat_template(path, args.get("chat_template")) or ""
         parser = args.get("tool_call_parser") or find_tool_parser(template)
         reasoning = args.get("reasoning_parser")
     else:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         style = find_style(tokenizer, args.get("tool_parser", "auto"), args.get("reasoning", "auto"))
         template = style.template
         parser = next((name for name, known in FORMATS.items() if known is style.tool_format), None)

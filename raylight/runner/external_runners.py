@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any, NamedTuple
 
 import ray
@@ -127,25 +126,22 @@ class ExternalRunners:
         """Raise RunnerLostError when no runner has sent a heartbeat for `start_timeout_s`."""
         clock = asyncio.get_running_loop().time
         limit = max(self._config.start_timeout_s, HEARTBEAT_TIMEOUT_S)
-        last_beat, known = clock(), set[tuple[str, float | None]]()
+        last_beat, beats = clock(), dict[tuple[str, float | None], float]()
         while True:
             await pause(min(self._config.stuck_after_s, self._config.start_timeout_s))
             workers = await self._store.query_workers(status_in=["idle", "busy"])
-            now = time.time()
-            self.size = sum(
-                now - (worker.last_heartbeat_time or 0.0) < HEARTBEAT_TIMEOUT_S for worker in workers
-            )
-            beats = {(worker.worker_id, worker.last_heartbeat_time) for worker in workers}
-            if beats - known:  # a killed worker stays in the store, without further heartbeats
-                last_beat, known = clock(), beats
-            elif clock() - last_beat >= limit:
+            known = [(worker.worker_id, worker.last_heartbeat_time) for worker in workers]
+            # a killed worker stays in the store, without further heartbeats
+            beats = {beat: beats.get(beat, clock()) for beat in known}
+            self.size = sum(clock() - noticed < HEARTBEAT_TIMEOUT_S for noticed in beats.values())
+            last_beat = max([last_beat, *beats.values()])
+            if clock() - last_beat < HEARTBEAT_TIMEOUT_S:
+                continue
+            if clock() - last_beat >= limit:
                 raise RunnerLostError(self._no_runner_message(clock() - last_beat))
-            elif clock() - last_beat >= HEARTBEAT_TIMEOUT_S:
-                logger.warning(
-                    "%s has no live runner; start one with `raylight runner AGENT --run %s`",
-                    self._run,
-                    self._run,
-                )
+            logger.warning(
+                "%s has no live runner; start one with `raylight runner AGENT --run %s`", self._run, self._run
+            )
 
     async def resize(self, n: int) -> None:
         """Raise ConfigError: their own processes start and end the runners."""

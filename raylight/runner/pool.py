@@ -35,6 +35,11 @@ logger = logging.getLogger(__name__)
 RUNNER_PREFIX = "runner-"
 """Beginning of the names of a pool's actors."""
 RELEASE_TIMEOUT_S = 5.0
+EXIT_REASONS = {
+    "retired": "the store has released it",
+    "hung_agents": "too many of its agents neither returned nor ended when cancelled",
+    "limited": "an agent has lowered a resource limit of its process for good, such as RLIMIT_AS",
+}
 PROBE_INTERVAL_S = 10.0
 """Longest interval between two probes of a runner's event loop."""
 
@@ -284,11 +289,7 @@ class RunnerPool:
             return
         if error is None:
             self.replaced += 1
-            reason = (
-                "the store has released it"
-                if serving.result() == "retired"
-                else "too many of its agents neither returned nor ended when cancelled"
-            )
+            reason = EXIT_REASONS[serving.result()]
         else:
             self.lost += 1
             reason = summarize_ray_error(error)

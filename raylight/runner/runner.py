@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import resource
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -59,9 +60,11 @@ MAX_HUNG_AGENTS = 16
 MAX_RESOURCES = 8
 """Versions of the named resources that a runner caches."""
 
-RunnerExit = Literal["hung_agents", "max_rollouts", "retired"]
-"""Reason why a runner ended by itself: too many agents hang in it, it has executed `max_rollouts`, or the
-store leases nothing more to it."""
+RunnerExit = Literal["hung_agents", "max_rollouts", "retired", "limited"]
+"""Reason why a runner ended by itself: too many agents hang in it, it has executed `max_rollouts`, the store
+leases nothing more to it, or an agent has limited its process for good."""
+LIMITS = tuple({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+"""Limits of a process on its resources, which an agent that runs in it can change."""
 
 
 class Runner:
@@ -111,6 +114,8 @@ class Runner:
         self._obsolete: set[str] = set()
         """Running attempts that are being cancelled because the store reported them as obsolete."""
         self._process = psutil.Process()
+        self._limits = {limit: resource.getrlimit(limit) for limit in LIMITS}
+        self._is_limited = False
 
     @property
     def running(self) -> int:
@@ -141,8 +146,8 @@ class Runner:
             for loop in loops:
                 if loop.done():
                     loop.result()
-            if self._retired:
-                return "retired"
+            if self._retired or self._is_limited:
+                return "retired" if self._retired else "limited"
             return "max_rollouts" if self._remaining == 0 else "hung_agents"
         finally:
             tasks = [*loops, *self._running.values()]
@@ -200,6 +205,19 @@ class Runner:
             self._error.cancel()
         elif error := task.exception():
             self._error.set_exception(error)
+        elif not self._restore_limits():
+            self._is_limited = True
+            self._error.set_result(None)
+
+    def _restore_limits(self) -> bool:
+        """Undo an agent's changes of this process's limits; False if it has lowered one for good."""
+        try:
+            for limit, values in self._limits.items():
+                if resource.getrlimit(limit) != values:
+                    resource.setrlimit(limit, values)
+        except (OSError, ValueError):  # the hard limit is raised by root only
+            return False
+        return True
 
     async def run_attempt(self, rollout: AttemptedRollout) -> None:
         """Execute an attempt and decide it."""

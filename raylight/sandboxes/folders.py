@@ -7,10 +7,10 @@ ends, so a folder whose lock is free has been abandoned, also in a container tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,18 +85,61 @@ def _remove_locked(folder: str, lock: FileLock) -> None:
             the folder is found again.
     """
     try:
-        for parent, folders, _ in os.walk(folder):
-            for path in (os.path.join(parent, name) for name in folders):
-                if not os.path.islink(path):
-                    with contextlib.suppress(PermissionError):  # the removal fails if it has files
-                        os.chmod(path, 0o700)
-        shutil.rmtree(folder, ignore_errors=True)
         if os.path.lexists(folder):
-            raise OSError(f"a part of {folder} cannot be removed; ask its owner or root to remove the folder")
+            _remove_tree(folder)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(lock.lock_file)
     finally:
         lock.release()
+
+
+def _remove_tree(folder: str) -> None:
+    """Remove a folder, however deep its parts are nested: each is moved to the top before it is emptied, so
+    that no path is longer than the system takes.
+
+    Raises:
+        OSError: a part cannot be removed.
+    """
+    places = (os.path.join(folder, f"{secrets.token_hex(8)}-{number}") for number in itertools.count())
+    found, reasons = [folder], list[str | None]()
+    while found:
+        path = found.pop()
+        try:
+            with os.scandir(path) as scanned:
+                entries = list(scanned)
+        except OSError as error:
+            reasons.append(error.strerror)
+            continue
+        for entry in entries:
+            try:
+                found += _remove_or_move(entry, next(places))
+            except OSError as error:
+                reasons.append(error.strerror)
+        if path != folder:
+            with contextlib.suppress(OSError):  # one of its entries stays, for a reason that is known
+                os.rmdir(path)
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        reasons.append(error.strerror)
+    if reasons:
+        raise OSError(
+            f"a part of {folder} cannot be removed ({reasons[0]}); ask its owner or root to remove it"
+        )
+
+
+def _remove_or_move(entry: os.DirEntry[str], place: str) -> list[str]:
+    """Remove an entry of a folder, or move it to a place if it is a folder; return the places to empty."""
+    if not entry.is_dir(follow_symlinks=False):
+        os.unlink(entry.path)
+        return []
+    try:
+        os.chmod(entry.path, 0o700)
+        os.rename(entry.path, place)
+        return [place]
+    except PermissionError:  # a folder of another user can be removed if it is empty
+        os.rmdir(entry.path)
+        return []
 
 
 def _lock_of(path: str) -> FileLock:

@@ -24,7 +24,7 @@ class AttemptState(NamedTuple):
     """Number of the attempt within its rollout, from 1."""
     status: AttemptStatus
     worker_id: str | None
-    start_time: float
+    began: float
     last_heartbeat_time: float | None
     leased: bool
     """True if the attempt came from the queue; one that was started by hand has no lease."""
@@ -32,6 +32,8 @@ class AttemptState(NamedTuple):
     """Time without a span or a call after which the attempt is unresponsive."""
     timeout_at: float | None
     unresponsive_at: float | None
+    deadline: float | None
+    """The earliest limit. It, the limits and `began` are in seconds that the run has lived."""
     next_sequence_id: int = 1
     """Sequence id of the attempt's next span."""
     lost: bool = False
@@ -45,9 +47,9 @@ class AttemptState(NamedTuple):
 
 
 SELECT_STATE = (
-    "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.start_time, "
-    "a.last_heartbeat_time, a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.next_span, "
-    "json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts, r.suspect, "
-    "a.charged FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
+    "SELECT a.attempt_id, a.rollout_id, a.sequence_id, a.status, a.worker_id, a.began, "
+    "a.last_heartbeat_time, a.request_id IS NOT NULL, a.silence, a.timeout_at, a.silent_at, a.deadline, "
+    "a.next_span, json_extract(a.failure, '$.kind') IS 'infrastructure', a.sequence_id = r.n_attempts, "
+    "r.suspect, a.charged FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id"
 )
 """Columns of AttemptState."""

@@ -8,7 +8,6 @@ It has no Ray, no network and no wall clock. Laws:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
@@ -16,6 +15,7 @@ from raylight.store.attempt_state import HOLD, SELECT_STATE, AttemptState
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ATTEMPT, N_STATE, Row, config_from_json, failure_from_json, failure_json
+from raylight.store.run_clock import RunClock
 from raylight.store.transitions import (
     InfrastructureLosses,
     backoff_seconds,
@@ -40,7 +40,6 @@ class Attempts:
     """Attempts in the journal.
 
     Args:
-        clock: seconds since the epoch.
         lease_seconds: time that a dequeued attempt may go without a heartbeat, a span or a call.
     """
 
@@ -49,7 +48,7 @@ class Attempts:
         journal: Journal,
         rollouts: Rollouts,
         workers: Workers,
-        clock: Callable[[], float],
+        clock: RunClock,
         lease_seconds: float,
     ) -> None:
         self._journal = journal
@@ -69,9 +68,8 @@ class Attempts:
         if self._rollouts.insert(request, "preparing", self._rollouts.latest_resources()):
             return self._begin_by_hand(request[0], "preparing", attempt_id, worker_id)
         if self.find(request[0], attempt_id) is None:
-            raise InvalidTransitionError(
-                f"rollout {request[0]} exists; begin another attempt of it with start_attempt"
-            )
+            message = f"rollout {request[0]} exists; begin another attempt of it with start_attempt"
+            raise InvalidTransitionError(message)
         return self._rollouts.state(request[0])
 
     def start_attempt(self, rollout_id: str, attempt_id: str, worker_id: str | None) -> Row:
@@ -111,20 +109,20 @@ class Attempts:
                 which has no lease because no other worker may take it over.
         """
         state, rest, sequence_id = self._rollouts.begin_attempt(rollout_id, before)
-        now, config = self._clock(), config_from_json(rest[0])
-        status: AttemptStatus = "preparing"
-        own = (attempt_id, rollout_id, sequence_id, status, worker_id, now)
-        timeout_at = now + config.timeout_seconds if config.timeout_seconds else None
-        unresponsive_at = now + config.unresponsive_seconds if config.unresponsive_seconds else None
-        limits = (config.unresponsive_seconds, timeout_at, unresponsive_at)
-        attempt = AttemptState(*own, None, request_id is not None, *limits)
+        start_time, now, config = self._clock(), self._clock.lived(), config_from_json(rest[0])
+        own: tuple[str, str, int, AttemptStatus, str | None]
+        own = (attempt_id, rollout_id, sequence_id, "preparing", worker_id)
+        silence, timeout_s = config.unresponsive_seconds, config.timeout_seconds
+        limits = (silence, timeout_s and now + timeout_s, silence and now + silence)
+        attempt = AttemptState(*own, now, None, request_id is not None, *limits, None)
         self._journal.execute(
             "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, status, worker_id, start_time, "
-            "request_id, silence, timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*own, request_id, *limits, self._deadline(attempt, now)),
+            "began, request_id, silence, timeout_at, silent_at, deadline) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
+            "?, ?, ?)",
+            (*own, start_time, now, request_id, *limits, self._deadline(attempt, now)),
         )
         self._journal.increment("total_attempts")
-        return *state, *own, None, None, None, None, *rest
+        return *state, *own, start_time, None, None, None, None, *rest
 
     # reading
 
@@ -160,9 +158,8 @@ class Attempts:
 
     def count_open_calls(self, attempt_id: str) -> int:
         """Number of the attempt's calls whose end has not been recorded."""
-        row = self._journal.fetch_one(
-            "SELECT COUNT(*) FROM calls WHERE attempt_id = ? AND generation IS NULL", (attempt_id,)
-        )
+        is_open = "SELECT COUNT(*) FROM calls WHERE attempt_id = ? AND generation IS NULL"
+        row = self._journal.fetch_one(is_open, (attempt_id,))
         return row[0] if row else 0
 
     # liveness
@@ -176,54 +173,57 @@ class Attempts:
         if attempt.status != "running":
             self._journal.increment("attempts_revived", by=attempt.status == "unresponsive")
             self.set_status(attempt, "running")
-            attempt = attempt._replace(status="running")
-        now = self._clock()
-        self.renew(attempt, now, self._unresponsive_at(attempt, now), heartbeat=now)
+        self.renew_fully(attempt._replace(status="running", last_heartbeat_time=self._clock()))
 
     def apply_config(self, rollout_id: str) -> None:
         """Apply the changed limits of a rollout to its latest attempt."""
-        attempt, config, now = self.latest(rollout_id), self._rollouts.config(rollout_id), self._clock()
+        attempt, config = self.latest(rollout_id), self._rollouts.config(rollout_id)
         if attempt is None or attempt.status in ATTEMPT_FINISHED:
             return
-        timeout_at = attempt.start_time + config.timeout_seconds if config.timeout_seconds else None
+        timeout_at = attempt.began + config.timeout_seconds if config.timeout_seconds else None
         attempt = attempt._replace(unresponsive_seconds=config.unresponsive_seconds, timeout_at=timeout_at)
-        self._journal.execute(
-            "UPDATE attempts SET silence = ?, timeout_at = ? WHERE attempt_id = ?",
-            (attempt.unresponsive_seconds, timeout_at, attempt.attempt_id),
-        )
-        self.renew_fully(attempt, now)
+        self.renew_fully(attempt)
 
-    def renew_fully(self, attempt: AttemptState, now: float) -> None:
+    def renew_fully(self, attempt: AttemptState) -> None:
         """Restart both clocks of an attempt: its lease and its time until it is unresponsive."""
-        self.renew(attempt, now, self._unresponsive_at(attempt, now), heartbeat=attempt.last_heartbeat_time)
+        silent_at = attempt.unresponsive_seconds and self._clock.lived() + attempt.unresponsive_seconds
+        self.renew(attempt._replace(unresponsive_at=silent_at))
 
-    def renew(
-        self, attempt: AttemptState, now: float, unresponsive_at: float | None, heartbeat: float | None
-    ) -> None:
-        """Restart the lease of an attempt."""
-        if unresponsive_at != attempt.unresponsive_at:
-            attempt = attempt._replace(unresponsive_at=unresponsive_at)
+    def renew(self, attempt: AttemptState) -> None:
+        """Restart the lease of an attempt, and store its limits, its heartbeat and its next sequence id."""
         self._journal.execute(
-            "UPDATE attempts SET last_heartbeat_time = ?, silent_at = ?, deadline = ?, next_span = ? WHERE "
-            "attempt_id = ?",
+            "UPDATE attempts SET last_heartbeat_time = ?, silence = ?, timeout_at = ?, silent_at = ?, "
+            "deadline = ?, next_span = ? WHERE attempt_id = ?",
             (
-                heartbeat,
-                unresponsive_at,
-                self._deadline(attempt, now),
+                attempt.last_heartbeat_time,
+                attempt.unresponsive_seconds,
+                attempt.timeout_at,
+                attempt.unresponsive_at,
+                self._deadline(attempt, self._clock.lived()),
                 attempt.next_sequence_id,
                 attempt.attempt_id,
             ),
         )
+
+    def renew_after_absence(self, attempt: AttemptState) -> None:
+        """Restart both clocks of an attempt after a time in which nothing could renew them.
+
+        Of a leased attempt the lease ends first: if its worker is gone, the infrastructure has lost it. A
+        worker that is alive reports a timeout itself.
+        """
+        if not attempt.leased:
+            self.renew_fully(attempt)
+            return
+        now = self._clock.lived()
+        ends = (attempt.timeout_at, attempt.unresponsive_seconds and now + attempt.unresponsive_seconds)
+        timeout_at, silent_at = (end and max(end, now + 2 * self.lease_seconds) for end in ends)
+        self.renew(attempt._replace(timeout_at=timeout_at, unresponsive_at=silent_at))
 
     def set_next_sequence_id(self, attempt_id: str, sequence_id: int) -> None:
         """Store the sequence id of an attempt's next span."""
         self._journal.execute(
             "UPDATE attempts SET next_span = ? WHERE attempt_id = ?", (sequence_id, attempt_id)
         )
-
-    @staticmethod
-    def _unresponsive_at(attempt: AttemptState, now: float) -> float | None:
-        return now + attempt.unresponsive_seconds if attempt.unresponsive_seconds else None
 
     def _deadline(self, attempt: AttemptState, now: float) -> float | None:
         """Time at which the attempt ends unless activity or a heartbeat renews it."""
@@ -278,7 +278,7 @@ class Attempts:
         now, previous_worker = self._clock(), attempt.worker_id
         attempt = self.get(attempt.rollout_id, attempt.attempt_id)
         if attempt.status in LIVE and {"worker_id", "last_heartbeat_time"} & columns.keys():
-            self.renew_fully(attempt, now)
+            self.renew_fully(attempt)
             if attempt.worker_id is not None:
                 self._workers.mark_busy(attempt.worker_id, now)
             if previous_worker is not None:
@@ -296,9 +296,9 @@ class Attempts:
             InvalidTransitionError: the status is not final.
         """
         if values["status"] not in ATTEMPT_FINISHED:
+            allowed, which = ", ".join(sorted(ATTEMPT_FINISHED)), f"attempt {attempt.attempt_id}"
             raise InvalidTransitionError(
-                f"attempt {attempt.attempt_id}: {values['status']} does not finish it; use one of "
-                f"{', '.join(sorted(ATTEMPT_FINISHED))}"
+                f"{which}: {values['status']} does not finish it; use one of {allowed}"
             )
         if attempt.status in ATTEMPT_FINISHED:
             self._journal.increment("attempts_late", by=attempt.status != values["status"])
@@ -323,15 +323,16 @@ class Attempts:
                 while; a rollout whose worker was lost can go to another worker at once.
         """
         check_attempt_transition(attempt.attempt_id, attempt.status, status)
-        now, finished = self._clock(), status in ATTEMPT_FINISHED
+        now, lived, finished = self._clock(), self._clock.lived(), status in ATTEMPT_FINISHED
         self._journal.execute(
-            "UPDATE attempts SET status = ?, end_time = ?, failure = ?, deadline = ?, next_span = ?, "
-            "last_heartbeat_time = ? WHERE attempt_id = ?",
+            "UPDATE attempts SET status = ?, end_time = ?, ended = ?, failure = ?, deadline = ?, "
+            "next_span = ?, last_heartbeat_time = ? WHERE attempt_id = ?",
             (
                 status,
                 now if finished else None,
+                lived if finished else None,
                 failure_json(failure) if failure else None,
-                None if finished else self._deadline(attempt._replace(status=status), now),
+                None if finished else self._deadline(attempt._replace(status=status), lived),
                 attempt.next_sequence_id,
                 attempt.last_heartbeat_time,
                 attempt.attempt_id,
@@ -341,7 +342,7 @@ class Attempts:
             self._workers.mark_idle(attempt.worker_id, now)
         if finished and status != "succeeded":
             self._drop_open_calls(attempt.attempt_id)
-        if failure:
+        if failure and not (attempt.lost and failure.kind == "infrastructure"):  # counted before
             self._journal.increment(f"attempts_failed_{failure.kind}")
         kind = failure.kind if failure else None
         if attempt.suspect and status not in LIVE:

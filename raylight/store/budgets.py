@@ -8,7 +8,7 @@ recorded yet come with the question.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cachetools import LRUCache
@@ -19,6 +19,7 @@ from raylight.store.call_rows import sampled_tokens
 from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload, encode_payload
 from raylight.store.rollouts import Rollouts
+from raylight.store.run_clock import RunClock
 from raylight.types import ATTEMPT_FINISHED, TRUNCATED, Budget, FinishReason
 
 REMEMBERED = 10_000
@@ -42,15 +43,9 @@ class _Used:
 
 
 class Budgets:
-    """Budgets of the attempts in the journal. What is kept in memory is read from the journal.
+    """Budgets of the attempts in the journal. What is kept in memory is read from the journal."""
 
-    Args:
-        clock: seconds since the epoch.
-    """
-
-    def __init__(
-        self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: RunClock) -> None:
         self._journal, self._rollouts, self._attempts, self._clock = journal, rollouts, attempts, clock
         self._used: LRUCache[str, _Used] = LRUCache(REMEMBERED)
 
@@ -75,7 +70,7 @@ class Budgets:
         )
         left = None if config.max_tokens is None else config.max_tokens - tokens
         spent: Budget | None = None
-        if config.max_seconds is not None and self._clock() - attempt.start_time >= config.max_seconds:
+        if config.max_seconds is not None and self._clock.lived() - attempt.began >= config.max_seconds:
             spent = "max_seconds"
         elif config.max_turns is not None and self._count_turns(attempt_id, used) >= config.max_turns:
             spent = "max_turns"

@@ -22,7 +22,7 @@ class DeadlineTimer:
         next_deadline: returns the earliest deadline; None if there is none.
         expire: enforces the deadlines that have passed.
         on_failure: called when the timer has failed.
-        clock: seconds since the epoch, as the deadlines.
+        clock: time of the deadlines, in seconds.
     """
 
     def __init__(

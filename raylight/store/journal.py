@@ -273,7 +273,7 @@ class Journal:
         """Run an SQL statement; returns its first row, or None."""
         return self.execute(statement, values).fetchone()
 
-    def increment(self, name: str, by: int = 1) -> None:
+    def increment(self, name: str, by: Any = 1) -> None:
         """Add to a counter."""
         if by:
             self._increments[name] += by

@@ -9,11 +9,10 @@ Laws:
 - Nothing is leased while serving is away.
 - A worker leases one crash suspect at a time, so that its next crash identifies the rollout that caused it.
 - A planned departure of a worker makes no suspect and charges no rollout.
+- An attempt whose worker is gone is lost to the infrastructure, also if its timeout passed meanwhile.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from raylight.errors import WorkerGoneError
 from raylight.store.attempt_state import IS_LIVE, AttemptState
@@ -22,16 +21,13 @@ from raylight.store.journal import Journal
 from raylight.store.outages import Outages
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import Row, new_id
+from raylight.store.run_clock import RunClock
 from raylight.store.workers import Workers
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, AttemptStatus, Failure
 
 
 class Leases:
-    """Leases of attempts, and their deadlines.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Leases of attempts, and their deadlines."""
 
     def __init__(
         self,
@@ -40,7 +36,7 @@ class Leases:
         attempts: Attempts,
         workers: Workers,
         outages: Outages,
-        clock: Callable[[], float],
+        clock: RunClock,
     ) -> None:
         self._journal = journal
         self._rollouts = rollouts
@@ -125,7 +121,7 @@ class Leases:
             if attempt is None or self._is_obsolete(attempt):
                 obsolete.append(attempt_id)
             elif attempt.status in LIVE:
-                self._attempts.renew(attempt, now, attempt.unresponsive_at, heartbeat=now)
+                self._attempts.renew(attempt._replace(last_heartbeat_time=now))
         return obsolete
 
     def _is_obsolete(self, attempt: AttemptState) -> bool:
@@ -170,12 +166,24 @@ class Leases:
 
         After a restart of the store, workers need time to send heartbeats again.
         """
-        now = self._clock()
         for attempt in self._attempts.select(IS_LIVE):
-            self._attempts.renew_fully(attempt, now)
+            self._attempts.renew_after_absence(attempt)
+
+    def stop_time(self) -> None:
+        """Stop the time of all deadlines, and restart the leases, because nothing can renew them."""
+        self.renew_all()
+        self._clock.stop()
+
+    def continue_time(self) -> None:
+        """Let the time of all deadlines go on."""
+        self._clock.go_on()
+        self._rollouts.events.add_deadline(self._clock.lived())  # the timer reads the deadlines again
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of any attempt, or end of a rollout's delay, in seconds since the epoch."""
+        """The earliest deadline of any attempt, or end of a rollout's delay, in seconds that the run has
+        lived; None too while this time stands still."""
+        if self._clock.is_stopped:
+            return None
         row = self._journal.fetch_one("SELECT MIN(deadline) FROM attempts WHERE deadline IS NOT NULL")
         times = (row[0] if row else None, self._rollouts.next_release())
         return min((time for time in times if time is not None), default=None)
@@ -183,26 +191,26 @@ class Leases:
     def expire(self) -> int:
         """End the attempts whose deadline has passed, and the delays that are over; returns the number of
         attempts."""
-        now = self._clock()
         self._rollouts.release_held_back()
+        now = self._clock.lived()
         expired = self._attempts.select("a.deadline <= ?", now)
         for attempt in expired:
             self._attempts.set_status(attempt, *self._expiry(attempt, now))
         return len(expired)
 
     def _expiry(self, attempt: AttemptState, now: float) -> tuple[AttemptStatus, Failure]:
-        """Status and failure of an attempt whose deadline has passed."""
-        if attempt.timeout_at is not None and attempt.timeout_at <= now:
-            seconds = attempt.timeout_at - attempt.start_time
+        """Status and failure of an attempt whose deadline has passed.
+
+        It is lost to the infrastructure if its lease ended first. Otherwise the most severe limit counts.
+        """
+        is_over = attempt.timeout_at is not None and attempt.timeout_at <= now
+        if attempt.lost or attempt.deadline not in (attempt.timeout_at, attempt.unresponsive_at):
+            worker = attempt.worker_id or "its worker"
+            error = f"LeaseExpired: {worker} sent no heartbeat for {self._attempts.lease_seconds:g} s"
+            return "failed" if is_over else "unresponsive", Failure(kind="infrastructure", error=error)
+        if is_over:
+            seconds = self._rollouts.config(attempt.rollout_id).timeout_seconds
             error = f"TimeoutError: the attempt took longer than {seconds:g} s"
             return "timeout", Failure(kind="timeout", error=error)
-        if (
-            attempt.unresponsive_seconds is not None
-            and attempt.unresponsive_at is not None
-            and attempt.unresponsive_at <= now
-        ):
-            error = f"Unresponsive: no span or call arrived for {attempt.unresponsive_seconds:g} s"
-            return "unresponsive", Failure(kind="unresponsive", error=error)
-        worker = attempt.worker_id or "its worker"
-        error = f"LeaseExpired: {worker} sent no heartbeat for {self._attempts.lease_seconds:g} s"
-        return "unresponsive", Failure(kind="infrastructure", error=error)
+        error = f"Unresponsive: no span or call arrived for {attempt.unresponsive_seconds:g} s"
+        return "unresponsive", Failure(kind="unresponsive", error=error)

@@ -13,13 +13,13 @@ Laws:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from raylight.store.attempt_state import IS_LIVE, AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import failure_json
+from raylight.store.run_clock import RunClock
 from raylight.store.transitions import InfrastructureLosses
 from raylight.types import AttemptStatus, Failure, RolloutStatus
 
@@ -39,42 +39,38 @@ class Outages:
 
     They are kept in memory only: the reporter repeats each report while the outage lasts. A report whose
     transaction is undone leaves no trace, so that its repetition has the effect.
-
-    Args:
-        clock: seconds since the epoch.
     """
 
-    def __init__(
-        self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: RunClock) -> None:
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
         self._clock = clock
         self._since: dict[str, float] = {}
-        """Begin of the outage of each source that is away."""
+        """Begin of the outage of each source that is away, in seconds that the run has lived."""
 
     @property
     def is_away(self) -> bool:
         """True while any source is away."""
         return bool(self._since)
 
-    def report(self, source: str, since: float | None, reason: str) -> int:
+    def report(self, source: str, seconds: float | None, reason: str) -> int:
         """Record that a source is away or back; returns the number of attempts that are lost to it.
 
         A report that repeats the last one changes nothing.
 
         Args:
-            since: time at which the source was last known to be reachable; None if it is back.
+            seconds: time since the source was last known to be reachable; None if it is back.
         """
-        if since is None:
+        if seconds is None:
             if (began := self._since.get(source)) is not None:
                 self._set_since({name: at for name, at in self._since.items() if name != source})
-                self._journal.increment("outage_seconds", by=round(self._clock() - began))
+                self._journal.increment("outage_seconds", by=round(self._clock.lived() - began))
                 self._rollouts.events.queued = True
             return 0
         if source in self._since:
             return 0
+        since = max(self._clock.lived() - seconds, self._clock.resumed_at)
         self._set_since(self._since | {source: since})
         self._journal.increment("outages")
         return self._lose_attempts(since, f"{LOST_IN_OUTAGE}: {reason}")
@@ -88,7 +84,7 @@ class Outages:
         failure = Failure(kind="infrastructure", error=error)
         running = self._attempts.select(f"a.request_id IS NOT NULL AND {IS_LIVE} ORDER BY a.rowid")
         ended = self._attempts.select(
-            "a.request_id IS NOT NULL AND (a.end_time >= ? OR (a.status = 'unresponsive' AND a.silent_at >= "
+            "a.request_id IS NOT NULL AND (a.ended >= ? OR (a.status = 'unresponsive' AND a.silent_at >= "
             "?)) ORDER BY a.rowid",
             since,
             since,

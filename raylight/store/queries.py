@@ -12,6 +12,7 @@ from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
+from raylight.store.run_clock import SECONDS_LIVED
 from raylight.store.workers import WORKERS
 from raylight.types import RolloutStatus
 
@@ -134,7 +135,7 @@ class Queries:
     """Queries on a read-only connection, so that a long one does not block the writer.
 
     Args:
-        clock: seconds since the epoch.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, reader: sqlite3.Connection, clock: Callable[[], float]) -> None:
@@ -205,7 +206,9 @@ class Queries:
         are not 0."""
         counts = {f"total_{kind}": 0 for kind in ("rollouts", "attempts", "spans")}
         counts |= {f"rollouts_{status}": 0 for status in get_args(RolloutStatus)}
-        counts |= dict(self._fetch_all("SELECT name, value FROM counts WHERE value != 0", []))
+        counts |= dict(
+            self._fetch_all("SELECT name, value FROM counts WHERE value != 0 AND name != ?", [SECONDS_LIVED])
+        )
         for table in ("resources", "workers"):
             counts[f"total_{table}"] = self._fetch_all(f"SELECT COUNT(*) FROM {table}", [])[0][0]
         return {"uptime": self._clock() - self._start, **counts}

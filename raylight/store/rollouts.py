@@ -9,7 +9,6 @@ Laws:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from raylight.store.rows import (
     Row,
     config_from_json,
 )
+from raylight.store.run_clock import RunClock
 from raylight.store.transitions import InfrastructureLosses, check_manual_transition
 from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
 
@@ -53,7 +53,7 @@ class CommitEvents:
     calls_closed: bool = False
     """True if a call to the engine ended, or its record is no longer awaited."""
     deadline: float | None = None
-    """The earliest deadline that was set, in seconds since the epoch."""
+    """The earliest deadline that was set, in seconds that the run has lived."""
 
     def add_deadline(self, deadline: float | None) -> None:
         """Keep the earlier of this deadline and those before."""
@@ -62,13 +62,9 @@ class CommitEvents:
 
 
 class Rollouts:
-    """Rollouts in the journal, without their attempts.
+    """Rollouts in the journal, without their attempts."""
 
-    Args:
-        clock: seconds since the epoch.
-    """
-
-    def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
+    def __init__(self, journal: Journal, clock: RunClock) -> None:
         self._journal = journal
         self._clock = clock
         self.events = CommitEvents()
@@ -153,14 +149,14 @@ class Rollouts:
         return row[:N_ROLLOUT], row[N_ROLLOUT:-1], row[-1]
 
     def next_release(self) -> float | None:
-        """The earliest time at which a rollout is no longer held back, in seconds since the epoch."""
+        """The earliest time at which a rollout is no longer held back, in seconds that the run has lived."""
         row = self._journal.fetch_one("SELECT MIN(not_before) FROM rollouts WHERE not_before IS NOT NULL")
         return row[0] if row else None
 
     def release_held_back(self) -> None:
         """Let workers take the rollouts whose delay is over."""
         released = self._journal.execute(
-            "UPDATE rollouts SET not_before = NULL WHERE not_before <= ?", (self._clock(),)
+            "UPDATE rollouts SET not_before = NULL WHERE not_before <= ?", (self._clock.lived(),)
         )
         self.events.queued |= released.rowcount > 0
 
@@ -293,7 +289,7 @@ class Rollouts:
             delay: seconds for which no worker may take the rollout from the queue.
         """
         position = self._next_position() if status in WAITING else None
-        not_before = self._clock() + delay if delay else None
+        not_before = self._clock.lived() + delay if delay else None
         self.events.add_deadline(not_before)
         end = self._clock() if status in FINISHED else None
         self._journal.execute(

@@ -1,15 +1,16 @@
 """Tables of the store's file."""
 
-VERSION = 7
+VERSION = 8
 """Version of the schema. A file with another version, or of another program, is refused."""
 
 # Columns that need a word: `queue` is the position in the queue; `not_before` is the time until which a
 # waiting rollout is held back; `lost` and `charged` of a rollout are InfrastructureLosses, and `charged`
 # marks an attempt that is one of them; `suspect` marks a rollout that may have crashed its runner; `silence`
-# is `unresponsive_seconds`, and `silent_at` the time at which it is over; `gone` marks a released worker;
-# `base` and `shared` are explained at SPAN and CALL; `tokens` and `late` are the numbers of tokens that an
-# attempt sampled before and after its rollout was decided; `updated` orders resources by their last change,
-# and `used` clients by their last message.
+# is `unresponsive_seconds`, and `silent_at` the time at which it is over; `not_before`, `began`, `ended`,
+# `timeout_at`, `silent_at` and `deadline` are in seconds that the run has lived; `gone` marks a released
+# worker; `base` and `shared` are explained at SPAN and CALL; `tokens` and `late` are the numbers of tokens
+# that an attempt sampled before and after its rollout was decided; `updated` orders resources by their last
+# change, and `used` clients by their last message.
 SCHEMA = """
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY,
@@ -50,6 +51,8 @@ CREATE TABLE attempts (
     request_id TEXT,
     next_span INTEGER NOT NULL DEFAULT 1,
     silence REAL,
+    began REAL NOT NULL,
+    ended REAL,
     timeout_at REAL,
     silent_at REAL,
     deadline REAL,

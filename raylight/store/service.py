@@ -39,6 +39,7 @@ from raylight.store.records import Records
 from raylight.store.resources import Resources
 from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
+from raylight.store.run_clock import RunClock
 from raylight.store.sessions import Sessions
 from raylight.store.steps import Steps
 from raylight.store.workers import Workers
@@ -64,6 +65,7 @@ class StoreService(Mailbox):
     Args:
         path: the journal's file; None keeps it in a temporary folder, which is removed on close.
         clock: seconds since the epoch.
+        monotonic: seconds since any moment, as of `time.monotonic`.
         read_only: allow queries only; for reading a run's store, also while the run is in progress.
     """
 
@@ -72,26 +74,29 @@ class StoreService(Mailbox):
         path: Path | str | None = None,
         config: StoreConfig | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         read_only: bool = False,
     ) -> None:
         super().__init__()
         config = config or StoreConfig()
         self._read_only = read_only
         self._journal = Journal(path, read_only)
-        self._clock = clock
+        self._clock = run_clock = RunClock(self._journal, clock, monotonic)
         self._max_queued = config.max_queued
-        self._rollouts = Rollouts(self._journal, clock)
+        self._rollouts = Rollouts(self._journal, run_clock)
         self._workers = Workers(self._journal, clock)
-        self._attempts = Attempts(self._journal, self._rollouts, self._workers, clock, config.lease_seconds)
+        self._attempts = Attempts(
+            self._journal, self._rollouts, self._workers, run_clock, config.lease_seconds
+        )
         tables = (self._journal, self._rollouts, self._attempts)
-        self._outages = Outages(*tables, clock)
-        self._leases = Leases(*tables, self._workers, self._outages, clock)
+        self._outages = Outages(*tables, run_clock)
+        self._leases = Leases(*tables, self._workers, self._outages, run_clock)
         self._records = Records(*tables, clock)
-        self._budgets = Budgets(*tables, clock)
+        self._budgets = Budgets(*tables, run_clock)
         self._resources = Resources(self._journal, clock)
         self._steps = Steps(self._journal)
-        self._sessions = Sessions(self._journal, self._rollouts, self._attempts)
-        self._queries = Queries(self._journal.reader, clock)
+        self._sessions = Sessions(*tables, run_clock)
+        self._queries = Queries(self._journal.reader, monotonic)
         self._answered = AnsweredMessages(self._journal)
         self._methods = self._callable_methods()
         self._queue_changed = BroadcastCondition()
@@ -100,7 +105,7 @@ class StoreService(Mailbox):
         self._n_polls = 0
         self._waiters = FinishWaiters()
         self._reader_thread = ThreadPoolExecutor(1, thread_name_prefix="store-reader")
-        self._timer = DeadlineTimer(self._leases.next_deadline, self.expire, self._wake_all, clock)
+        self._timer = DeadlineTimer(self._leases.next_deadline, self.expire, self._wake_all, run_clock.lived)
         self._is_closed = False
         if not read_only:
             with self._journal.transaction():
@@ -132,6 +137,8 @@ class StoreService(Mailbox):
             "renew_session": self._sessions.renew,
             "update_worker": self._leases.record_heartbeat,
             "report_outage": self._outages.report,
+            "stop_time": self._leases.stop_time,
+            "continue_time": self._leases.continue_time,
         }
 
     # calls that never wait
@@ -205,6 +212,7 @@ class StoreService(Mailbox):
         try:
             with self._journal.transaction():
                 yield
+                self._clock.save()
         except BaseException:
             self._rollouts.events = CommitEvents()
             raise

@@ -55,6 +55,14 @@ class SessionClient:
         """Renew a session that has not ended, as each of its calls does."""
         return _session(await self._channel.call("renew_session", session_id))
 
+    async def stop_time(self) -> None:
+        """Let no attempt or session expire until `continue_time`: the run is not there yet to serve them."""
+        await self._channel.call("stop_time")
+
+    async def continue_time(self) -> None:
+        """Let the time of attempts and sessions go on."""
+        await self._channel.call("continue_time")
+
     async def has_open_call(self, session_id: str) -> bool:
         """Return True if a call of a session has begun and is not recorded yet."""
         return not await self._channel.send("wait_for_records", session_id, 0.0)

@@ -19,6 +19,7 @@ from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ROLLOUT_STATE, Row
+from raylight.store.run_clock import RunClock
 from raylight.types import ATTEMPT_FINISHED, RolloutStatus
 
 NAMED = "session:"
@@ -31,10 +32,11 @@ _NAME = f"substr(group_id, {len(NAMED) + 1} + instr(substr(group_id, {len(NAMED)
 class Sessions:
     """Sessions in the journal."""
 
-    def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts) -> None:
+    def __init__(self, journal: Journal, rollouts: Rollouts, attempts: Attempts, clock: RunClock) -> None:
         self._journal = journal
         self._rollouts = rollouts
         self._attempts = attempts
+        self._clock = clock
 
     def begin(self, session_id: str, task: bytes, group: str | None) -> Row | None:
         """Take the oldest free place for a session; None if there is none. Returns as `state` does.
@@ -96,11 +98,11 @@ class Sessions:
             UnknownIdError: there is no such session.
         """
         row = self._journal.fetch_one(
-            f"SELECT {ROLLOUT_STATE}, r.config, r.input, a.silent_at, (SELECT COUNT(*) FROM calls c WHERE "
-            "c.attempt_id = a.attempt_id AND c.generation IS NOT NULL), COALESCE((SELECT s.tokens + s.late "
-            "FROM sampled s WHERE s.rollout_id = a.rollout_id AND s.attempt_id = a.attempt_id), 0) FROM "
-            "attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id WHERE a.attempt_id = ?",
-            (session_id,),
+            f"SELECT {ROLLOUT_STATE}, r.config, r.input, a.silent_at + ?, (SELECT COUNT(*) FROM calls c "
+            "WHERE c.attempt_id = a.attempt_id AND c.generation IS NOT NULL), COALESCE((SELECT s.tokens + "
+            "s.late FROM sampled s WHERE s.rollout_id = a.rollout_id AND s.attempt_id = a.attempt_id), 0) "
+            "FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id WHERE a.attempt_id = ?",
+            (self._clock() - self._clock.lived(), session_id),
         )
         if row is None:
             raise UnknownIdError(f"there is no session {session_id!r}")

@@ -132,6 +132,7 @@ class Run:
             rollouts = settings.runner.n * settings.runner.max_concurrent
         self.serving.prepare(await self._sampling_seed(), rollouts)
         await self._start(runners)
+        await self.store.continue_time()
         resizable: dict[str, Resizable] = {} if runners is None else {"runners": runners.pool}
         scaling = ScaleRequests(settings.name, self.store, resizable | self.serving.resizable, show)
         metrics = ComponentMetrics(settings.name, self.store, self.runners.metrics, self.serving.metrics)

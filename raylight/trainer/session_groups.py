@@ -14,7 +14,6 @@ Laws:
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,20 +30,18 @@ and no reward came in time. empty: it has a reward, and no call that can be trai
 few sessions with a reward to compare them."""
 
 
-def closing_time(states: Sequence[RolloutState], since: float, lease_s: float | None) -> float | None:
-    """Return the time at which the free places of a group are cancelled, in seconds since the epoch.
+def closing_delay(states: Sequence[RolloutState], lease_s: float | None) -> float | None:
+    """Return the seconds from the last end of a session to the time at which the free places of its group are
+    cancelled.
 
     None: an open session keeps them, or no session has begun.
 
     Args:
-        since: time from which on sessions could begin in this process.
         lease_s: longest pause between two sessions; None: there is no limit.
     """
-    begun = [state for state in states if state.attempt is not None]
+    has_begun = any(state.attempt is not None for state in states)
     is_open = any(state.status not in FINISHED | WAITING for state in states)
-    if lease_s is None or len(states) == 1 or not begun or is_open:
-        return None
-    return max(since, *(state.end_time or since for state in begun)) + lease_s
+    return None if len(states) == 1 or not has_begun or is_open else lease_s
 
 
 class SessionGroups(TrainingGroups):
@@ -57,8 +54,6 @@ class SessionGroups(TrainingGroups):
         sessions = self._run.settings.sessions
         assert sessions is not None, "the run has sessions"
         self._most_overdue = sessions.max_open
-        self._since = time.time()
-        """Time from which on sessions could begin in this process."""
         self._late_used = 0
         """Number of groups that were overdue and got a reward in time."""
 
@@ -96,14 +91,17 @@ class SessionGroups(TrainingGroups):
     async def _wait_for_sessions(self, ids: list[str], show: Progress) -> None:
         """Wait until the rollouts of a group are decided. Cancel places that no session takes any more."""
         store, lease_s = self._run.store, self._algorithm.rollout.unresponsive_seconds
+        clock, n_done, changed_at = asyncio.get_running_loop().time, -1, 0.0
         while True:
             states = await store.get_rollout_states(ids)
             done = sum(state.status in FINISHED for state in states)
             show(done, len(ids))
             if done == len(ids):
                 return
-            end = closing_time(states, self._since, lease_s)
-            timeout = None if end is None else end - time.time()
+            if done != n_done:  # as this process sees it: sessions could begin from its start on
+                n_done, changed_at = done, clock()
+            delay = closing_delay(states, lease_s)
+            timeout = None if delay is None else changed_at + delay - clock()
             if timeout is not None and timeout <= 0:
                 await store.cancel_rollouts(ids, waiting_only=True)
             else:

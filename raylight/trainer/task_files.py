@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ def read_tasks(path: str | Path, limit: int | None = None) -> FileTasks:
         DatasetError: the file does not exist, has an unknown suffix, is malformed, or has no tasks.
     """
     path = Path(path).expanduser().absolute()
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name of 300 letters
         raise DatasetError(f"there is no file {path}; give the path of a {', '.join(SUFFIXES)} file")
     if path.suffix not in SUFFIXES:
         raise DatasetError(
@@ -82,14 +84,20 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
+            repeated = [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]
+            if repeated:
+                raise DatasetError(
+                    f"{path} has several columns of the name {repeated[0]!r:.200}, of which a task has one; "
+                    "rename them"
+                )
             for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise DatasetError(f"{path} is not a valid Parquet file: {error}") from None
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # such as a date after the year 9999
+        raise DatasetError(f"{path} is not a valid Parquet file of tasks: {error}") from None
 
 
 def _parse(text: str, source: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{source} is not valid JSON: {error}") from None

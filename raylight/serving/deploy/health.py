@@ -27,7 +27,7 @@ class Probe:
     """A request for the model's health.
 
     Attributes:
-        sent: seconds since the epoch.
+        sent: monotonic time in seconds.
         reason: cause of its failure.
     """
 
@@ -41,7 +41,7 @@ class Outage:
     """A time without any replica in reach.
 
     Attributes:
-        since: last time at which the model was known to be in reach, in seconds since the epoch.
+        since: last time at which the model was known to be in reach, as `Probe.sent`.
     """
 
     since: float
@@ -52,7 +52,7 @@ class ServingHealth:
     """State machine of a model's availability.
 
     Args:
-        now: time at which the model is known to be in reach, in seconds since the epoch.
+        now: time at which the model is known to be in reach, as `Probe.sent`.
     """
 
     def __init__(self, now: float) -> None:
@@ -66,11 +66,11 @@ class ServingHealth:
         """Number of outages so far."""
 
     def observe(self, probe: Probe) -> None:
-        """Take the result of the next probe into account. The clock may have been set back since the last."""
+        """Take the result of the next probe into account."""
         if probe.result == "answered" or (probe.result == "busy" and self.outage is None):
             self._reachable_at, self._refused, self._failed = probe.sent, 0, 0
             if self.outage is not None:
-                self._past_seconds += max(probe.sent - self.outage.since, 0.0)
+                self._past_seconds += probe.sent - self.outage.since
                 self.outage = None
             return
         self._failed += 1

@@ -23,6 +23,9 @@ PROBE_TIMEOUT_S = 5.0
 INGRESS_TIMEOUT_S = 2.0
 """Further time in which the ingress itself must answer, or it is late too."""
 
+DELIVERY_S = 1.0
+"""Time that the report of an outage may take to the store."""
+
 REPLICA_CHECK_S = 1.0
 """Interval at which live replicas are counted while a probe has no answer."""
 
@@ -43,7 +46,7 @@ class IngressProbe:
         self,
         url: str,
         count_replicas: CountReplicas = lambda: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = f"{url}/health"
         self._ingress_url = httpx2.URL(url).join("/-/healthz")
@@ -105,7 +108,7 @@ class ServingMonitor:
         store: StoreClient,
         timeout_s: float,
         show: Callable[[str], None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._probe = probe
@@ -139,9 +142,9 @@ class ServingMonitor:
             outage = self._health.outage
             if outage is not None and self._clock() - outage.since > self._timeout_s:
                 raise ServingLostError(
-                    f"the model of {self._name} has been away since {_time_of_day(outage.since)}, for longer "
-                    f"than {self._timeout_s:g} s (engine.start_timeout_s): {outage.reason}. See `serve "
-                    "status` and the logs of its replicas and of the Serve proxy on the Ray dashboard. "
+                    f"the model of {self._name} has been away since {self._time_of_day(outage.since)}, for "
+                    f"longer than {self._timeout_s:g} s (engine.start_timeout_s): {outage.reason}. See "
+                    "`serve status` and the logs of its replicas and of the Serve proxy on Ray's dashboard. "
                     "Rollouts that the outage interrupted are not lost: a training run goes on with "
                     "resume='auto'"
                 )
@@ -172,14 +175,15 @@ class ServingMonitor:
         reported = outage or self._reported
         if reported is not None:  # repeated, because a restarted store forgets it
             self._reported = reported
-            await self._store.report_outage(self._name, reported.since, reported.reason)
+            seconds = self._clock() - reported.since + DELIVERY_S
+            await self._store.report_outage(self._name, seconds, reported.reason)
         if outage is None and reported is not None:
             await self._store.report_outage(self._name, None)
             self._reported = None
         if outage is not None and before is None:
             self._show(
-                f"serving is away since {_time_of_day(outage.since)}: {outage.reason}. Rollouts wait until "
-                f"it is back, for up to {self._timeout_s:g} s (engine.start_timeout_s)"
+                f"serving is away since {self._time_of_day(outage.since)}: {outage.reason}. Rollouts wait "
+                f"until it is back, for up to {self._timeout_s:g} s (engine.start_timeout_s)"
             )
         elif outage is None and before is not None:
             self._show(f"serving is back after {probe.sent - before.since:.0f} s; rollouts go on")
@@ -188,6 +192,5 @@ class ServingMonitor:
     async def _pause(self) -> None:
         await pause(RECHECK_S if self._health.is_in_doubt else PROBE_INTERVAL_S)
 
-
-def _time_of_day(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(seconds))
+    def _time_of_day(self, moment: float) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(time.time() - (self._clock() - moment)))

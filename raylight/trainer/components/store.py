@@ -40,7 +40,8 @@ class RunStore:
         self._settings, self._reopens, self._show_stage = settings, reopens, show_stage
 
     async def open(self, stack: contextlib.AsyncExitStack) -> StoreClient:
-        """Start the run's own store, or use the one that the user passed in.
+        """Start the run's own store, or use the one that the user passed in. A reopened
+        one expires nothing before `continue_time`.
 
         Raises:
             ConfigError: the store's path belongs to an existing file.
@@ -54,6 +55,8 @@ class RunStore:
             await wait_for_store(Path(path))
             self._show_stage("reopening the store")
         self._start(config, path, stack)
+        if self._reopens:
+            await self.client.stop_time()
         return self.client
 
     def _start(self, config: StoreConfig, path: str, stack: contextlib.AsyncExitStack) -> None:

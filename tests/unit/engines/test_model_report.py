@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from raylight.engines.model_report import REASONING, report_model
+from raylight.errors import ModelNotFoundError
 from raylight.quickstart import STARTER_MODEL
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -84,3 +85,19 @@ def test_reasoning_that_an_engine_leaves_in_the_answer(model: Path) -> None:
     report = report_model(path, "vllm")
     assert report.rows()["reasoning"] == "left in the answer"
     assert "reasoning_parser" in next(iter(report.remedies().values()))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"model_type": "foreign", "auto_map": {"AutoConfig": "configuration_foreign.ForeignConfig"}}',
+        '{"model_type": "foreign"}',
+        "{",
+    ],
+)
+def test_a_configuration_that_transformers_cannot_read_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    code = tmp_path / "configuration_foreign.py"
+    code.write_text("raise SystemExit('it ran')")
+    with pytest.raises(ModelNotFoundError, match=r"transformers cannot read .*is never run"):
+        report_model(str(tmp_path), "transformers")

@@ -28,10 +28,20 @@ _numbers = itertools.count()
 
 @dataclass
 class Clock:
+    """Time of the day; what it is set forward or back by is not lived."""
+
     now: float = 1000.0
+    set_by: float = 0.0
 
     def __call__(self) -> float:
         return self.now
+
+    def lived(self) -> float:
+        return self.now - self.set_by
+
+    def jump(self, seconds: float) -> None:
+        self.now += seconds
+        self.set_by += seconds
 
 
 @dataclass
@@ -90,7 +100,7 @@ class Box:
 async def open_box(path: Path | None = None, clock: Clock | None = None, **config: Any) -> AsyncIterator[Box]:
     """Yield a store, and close it at the end."""
     clock = clock or Clock()
-    service = StoreService(path, StoreConfig(**({"lease_seconds": LEASE_S} | config)), clock)
+    service = StoreService(path, StoreConfig(**({"lease_seconds": LEASE_S} | config)), clock, clock.lived)
     try:
         yield Box(StoreClient(service), service, clock)
     finally:

@@ -35,6 +35,9 @@ class Try:
     """Time of its last heartbeat, span or call."""
     spoke: float = 0.0
     """Time of its last span."""
+    timeout_from: float = 0.0
+    silent_from: float = 0.0
+    """Earliest times of its limits, after the store was away."""
     lost: bool = False
     charged: bool = False
     infrastructure: bool = False
@@ -45,16 +48,30 @@ class Try:
     open: set[str] = field(default_factory=set)
     recorded: dict[str, Generation] = field(default_factory=dict)
 
+    def silent_at(self) -> float | None:
+        seconds = self.rollout.config.unresponsive_seconds
+        return max(self.spoke + seconds, self.silent_from) if seconds else None
+
+    def timeout_at(self) -> float:
+        return max(self.start + (self.rollout.config.timeout_seconds or 1e99), self.timeout_from)
+
+    def what_ended(self, end: tuple[float, str, bool], now: float) -> tuple[float, str, bool]:
+        """If its lease ended first, it is lost; of its other limits, the most severe one counts."""
+        when, how, infrastructure = end
+        if self.timeout_at() <= now:
+            return when, "failed" if infrastructure else "timeout", infrastructure
+        return when, how, infrastructure
+
     def end(self) -> tuple[float, str, bool] | None:
         """Deadline, final status, and True if the infrastructure is the cause; None without a deadline."""
         config, ends = self.rollout.config, []
         if self.status in FINAL:
             return None
         if config.timeout_seconds:
-            ends.append((self.start + config.timeout_seconds, 0, "timeout", False))
+            ends.append((self.timeout_at(), 0, "timeout", self.lost))
         if self.status != "unresponsive":
-            if config.unresponsive_seconds:
-                ends.append((self.spoke + config.unresponsive_seconds, 1, "unresponsive", False))
+            if (silent_at := self.silent_at()) is not None:
+                ends.append((silent_at, 1, "unresponsive", False))
             if self.leased:
                 ends.append((self.heard + LEASE_S, 2, "unresponsive", True))
         if not ends:

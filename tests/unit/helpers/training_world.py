@@ -260,7 +260,7 @@ class Serving:
 
     def __init__(self, world: World, store: StoreClient) -> None:
         self.world, self.store = world, store
-        self.confirmations, self.outages, self.confirmed = 0, 0, time.time()
+        self.confirmations, self.outages, self.confirmed = 0, 0, time.monotonic()
 
     def watches(self) -> list[Any]:
         return [self.run()]
@@ -272,9 +272,9 @@ class Serving:
         self.confirmations += 1
         if self.confirmations in self.world.outages_at:
             self.outages += 1
-            await self.store.report_outage("policy", self.confirmed, "refused")
+            await self.store.report_outage("policy", time.monotonic() - self.confirmed, "refused")
             await self.store.report_outage("policy", None)
-        self.confirmed = time.time()
+        self.confirmed = time.monotonic()
         return self.outages
 
     def metrics(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from collections.abc import Awaitable
 from typing import Any
@@ -346,3 +347,46 @@ async def test_a_tracer_that_cannot_be_set_up_ends_the_runner_at_once(store: Sto
     with pytest.raises(TracerError, match="no provider"):
         await make_runner(store, never, tracer=Broken()).serve()
     assert (await store.get_rollout_by_id(ids[0])).status == "queuing"
+
+
+# limits of its process
+
+
+async def test_a_limit_that_an_agent_lowered_is_raised_again(store: StoreClient) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+
+    async def agent(task: int) -> float:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+        return 1.0
+
+    try:
+        assert {rollout.status for rollout in await run_all(store, range(3), agent)} == {"succeeded"}
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (soft, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+
+
+async def test_a_runner_whose_limits_stay_low_is_replaced_at_once(
+    store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root could raise them again."""
+
+    def refuse(limit: int, values: tuple[int, int]) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    async def agent(task: str) -> float:
+        if task == "never":
+            await asyncio.Event().wait()
+        given = resource.getrlimit
+        monkeypatch.setattr(resource, "setrlimit", refuse)
+        monkeypatch.setattr(resource, "getrlimit", lambda limit: (given(limit)[0], 2**40))
+        return 1.0
+
+    first, *others = await enqueue(store, ["limits", "never", "never"])
+    async with serving(store, agent, 2) as task:
+        assert await task == "limited"
+    states = await store.query_rollouts(rollout_id_in=[first, *others])
+    assert sorted(rollout.status for rollout in states) in (
+        ["preparing", "queuing", "succeeded"],
+        ["preparing", "preparing", "succeeded"],
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -21,6 +22,10 @@ folder = SandboxFolder()
 print(folder.path, flush=True)
 input()
 """
+
+
+def refuse(path: str, *arguments: object) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +75,39 @@ def test_the_next_process_removes_it(temporary: Path) -> None:
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.parametrize("name", ["d", "d" * 250])
+def test_a_folder_that_is_nested_deeper_than_a_path_is_removed(temporary: Path, name: str) -> None:
+    folder, before = SandboxFolder(), os.open(".", os.O_RDONLY)
+    os.chdir(folder.path)
+    try:
+        for _ in range(3000):
+            os.mkdir(name)
+            os.chdir(name)
+        Path("file").write_text("at the bottom")
+        os.symlink("/", "root")
+        os.chmod(".", 0o500)
+    finally:
+        os.fchdir(before)
+        os.close(before)
+    folder.remove()
+    assert os.listdir(temporary) == []
+
+
+def test_the_warning_about_a_part_that_stays_is_short(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = SandboxFolder()
+    Path(folder.path, "kept" * 60).touch()
+    monkeypatch.setattr(os, "unlink", refuse)
+    folder.remove()
+    monkeypatch.undo()
+    (warning,) = caplog.messages
+    assert f"a part of {folder.path} cannot be removed (Operation not permitted)" in warning
+    assert len(warning) < 300
+    remove_abandoned(folder.path)
+    assert os.listdir(temporary) == []
+
+
 def test_a_folder_in_use_is_left_alone() -> None:
     folder = SandboxFolder()
     remove_abandoned(folder.path)
@@ -92,14 +130,10 @@ def test_a_part_that_cannot_be_removed_keeps_its_lock_and_stops_no_sandbox(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = abandon()
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise PermissionError("another user's")
-
     folders._swept.clear()
     with monkeypatch.context() as patch:
         patch.setattr(os, "chmod", refuse)
-        patch.setattr(folders.shutil, "rmtree", lambda folder, ignore_errors: None)
+        patch.setattr(os, "rmdir", refuse)
         own = SandboxFolder()
         assert f"a part of {path} cannot be removed" in caplog.text
         own.remove()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from store_helpers import BROKEN, LEASE_S, Box, Clock, call_of, ids_of, open_box, span_of
+from store_helpers import BROKEN, LEASE_S, LOST, Box, Clock, call_of, ids_of, open_box, span_of
 
 from raylight.types import RolloutConfig
 
@@ -105,6 +105,11 @@ async def test_but_it_has_the_limits_of_its_config(box: Box) -> None:
     ]
 
 
+# time that is not lived
+
+JUMPS = [5 * 60, 86_400, -86_400, -5 * 60]
+
+
 async def test_after_a_restart_a_lease_gets_a_new_period(tmp_path: Path) -> None:
     clock = Clock()
     async with open_box(tmp_path / "s.db", clock) as box:
@@ -122,14 +127,114 @@ async def test_after_a_restart_a_lease_gets_a_new_period(tmp_path: Path) -> None
         ]
 
 
-async def test_time_that_passed_while_the_store_was_down_counts_for_the_timeout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("away", [0, 99, 1e6])
+async def test_what_a_dead_run_left_is_lost_to_the_infrastructure_and_tried_again(
+    tmp_path: Path, away: float
+) -> None:
     clock = Clock()
     async with open_box(tmp_path / "s.db", clock) as box:
-        rollout = await box.take(timeout_seconds=100)
-    clock.now += 100
+        rollout = await box.take(timeout_seconds=100, unresponsive_seconds=10)
+        await box.pass_time(9)
+    clock.now += away
     async with open_box(tmp_path / "s.db", clock) as box:
-        assert await box.pass_time(0) == 1
+        assert await box.pass_time(LEASE_S - 1) == 0
+        assert await box.pass_time(LEASE_S) == 1
+        assert await box.status(rollout) == ("requeuing", "unresponsive")
+        assert (await box.attempt(rollout)).failure.kind == "infrastructure"
+        second = await box.again("v")
+        assert (await box.store.finish_attempt(second, "succeeded")).status == "succeeded"
+        await box.pass_time(100)
+        first = await box.attempt(rollout)
+        assert (first.status, first.failure.kind) == ("failed", "infrastructure")
+        assert await box.count("attempts_failed_timeout") == 0
+
+
+async def test_a_worker_that_outlives_the_store_keeps_its_attempts_and_their_timeouts(tmp_path: Path) -> None:
+    clock = Clock()
+    async with open_box(tmp_path / "s.db", clock) as box:
+        rollout = await box.take(timeout_seconds=1000)
+        await box.pass_time(0)
+        for _ in range(16):
+            await box.pass_time(50)
+            await box.store.update_worker("w")
+    clock.now += 1e6
+    async with open_box(tmp_path / "s.db", clock) as box:
+        for _ in range(3):
+            await box.store.update_worker("w")
+            assert await box.pass_time(50) == 0
+        await box.store.update_worker("w")
+        assert await box.pass_time(50) == 1, "it has lived for 1000 s"
         assert await box.status(rollout) == ("failed", "timeout")
+
+
+async def test_what_agents_outside_the_run_execute_keeps_the_rest_of_its_time(tmp_path: Path) -> None:
+    clock = Clock()
+    config = RolloutConfig(timeout_seconds=100, unresponsive_seconds=60)
+    async with open_box(tmp_path / "s.db", clock) as box:
+        started = await box.store.start_rollout(1, config=config)
+        assert await box.pass_time(55) == 0
+    clock.now += 1e6
+    async with open_box(tmp_path / "s.db", clock) as box:
+        assert await box.pass_time(44) == 0
+        assert await box.pass_time(1) == 1
+        assert await box.status(started) == ("failed", "timeout")
+
+
+async def test_nothing_expires_while_a_resumed_run_starts(tmp_path: Path) -> None:
+    clock = Clock()
+    async with open_box(tmp_path / "s.db", clock) as box:
+        started = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=100))
+        await box.pass_time(90)
+        await box.store.stop_time()
+        assert await box.pass_time(1e6) == 0
+        assert box.service._leases.next_deadline() is None
+        await box.store.stop_time()
+        await box.store.continue_time()
+        await box.store.continue_time()
+        assert await box.pass_time(9) == 0
+        assert await box.pass_time(1) == 1
+        assert await box.status(started) == ("failed", "timeout")
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+async def test_a_clock_that_is_set_moves_no_deadline(box: Box, seconds: float) -> None:
+    limited = await box.take(timeout_seconds=50)
+    silent = await box.take(unresponsive_seconds=50)
+    budgeted = await box.take(max_seconds=50)
+    lost = await box.take()
+    await box.store.finish_attempt(lost, "failed", LOST)
+    done = await box.take()
+    await box.store.finish_attempt(done, "succeeded")
+    await box.pass_time(49)
+    box.clock.jump(seconds)
+    assert await box.pass_time(0) == 0
+    assert await box.store.check_budgets(budgeted.rollout_id, ids_of(budgeted)[1], {}) == (None, None, [])
+    assert (await box.store.dequeue_rollout("v")).rollout_id == lost.rollout_id, "its delay is over"
+    assert await box.pass_time(1) == 2
+    assert [await box.status(limited), await box.status(silent)] == [
+        ("failed", "timeout"),
+        ("failed", "unresponsive"),
+    ]
+    spent, _, _ = await box.store.check_budgets(budgeted.rollout_id, ids_of(budgeted)[1], {})
+    assert spent == "max_seconds"
+    await box.store.report_outage("policy", 10.0, "refused")
+    assert await box.status(done) == ("succeeded", "succeeded"), "it ended 50 s before"
+    assert (await box.store.get_rollout_by_id(done.rollout_id)).end_time == 1000.0
+
+
+@pytest.mark.parametrize("seconds", JUMPS)
+async def test_a_clock_that_is_set_between_two_processes_moves_no_deadline(
+    tmp_path: Path, seconds: float
+) -> None:
+    clock = Clock()
+    async with open_box(tmp_path / "s.db", clock) as box:
+        started = await box.store.start_rollout(1, config=RolloutConfig(timeout_seconds=100))
+        await box.pass_time(60)
+    clock.jump(seconds)
+    async with open_box(tmp_path / "s.db", clock) as box:
+        assert await box.pass_time(39) == 0
+        assert await box.pass_time(1) == 1
+        assert await box.status(started) == ("failed", "timeout")
 
 
 # silence and timeouts

@@ -44,7 +44,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.service = StoreService(
-            Path(self.folder.name, "s.db"), StoreConfig(lease_seconds=LEASE_S), self.clock
+            Path(self.folder.name, "s.db"), StoreConfig(lease_seconds=LEASE_S), self.clock, self.clock.lived
         )
         self.store = StoreClient(self.service)
 
@@ -67,7 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.away:
             return []
         queue = [
-            rollout_id for rollout_id in self.queue if self.known[rollout_id].held_until <= self.clock.now
+            rollout_id for rollout_id in self.queue if self.known[rollout_id].held_until <= self.clock.lived()
         ]
         suspects = [rollout_id for rollout_id in queue if self.known[rollout_id].suspect]
         if worker is not None and any(attempt.rollout.suspect for attempt in self.held_by(worker)):
@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def begin(self, rollout: Rollout, worker: str | None, leased: bool) -> None:
         known = self.known[rollout.rollout_id]
-        now = self.clock.now
+        now = self.clock.lived()
         known.tries.append(Try(known, rollout, worker, leased, now, heard=now, spoke=now))
         self.put(known, "preparing")
         assert (rollout.status, rollout.attempt.sequence_id) == ("preparing", len(known.tries))
@@ -107,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
         attempt.infrastructure = infrastructure
         if status in FINAL:
             attempt.open.clear()
-            attempt.ended = self.clock.now
+            attempt.ended = self.clock.lived()
         if known.tries[-1] is attempt and status not in LIVE and not infrastructure:
             known.suspect = False
         if known.tries[-1] is not attempt or known.status == "cancelled":
@@ -130,14 +130,15 @@ class StoreMachine(RuleBasedStateMachine):
             )
             if infrastructure and reported and known.status == "requeuing":
                 delay = backoff_seconds(known.charged, attempt.taken.attempt.attempt_id)
-                known.held_until = self.clock.now + delay
+                known.held_until = self.clock.lived() + delay
 
     def heard(self, attempt: Try) -> None:
         """A span or a call came."""
         if attempt.status not in FINAL:
             if attempt.status != "running":
                 self.become(attempt, "running")
-            attempt.heard = attempt.spoke = self.clock.now
+            attempt.heard = attempt.spoke = self.clock.lived()
+            attempt.silent_from = 0.0
 
     # events
 
@@ -279,10 +280,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(age=st.sampled_from([0, 5, 30]))
     def go_away(self, age: float) -> None:
-        since = self.clock.now - age
+        since = self.clock.lived() - age
         lost = [] if self.away else [attempt for attempt in self.tries if self.overlaps(attempt, since)]
         for _ in range(2):  # a report is repeated while the outage lasts
-            reported = self.do(self.store.report_outage("policy", since, "nothing listens"))
+            reported = self.do(self.store.report_outage("policy", age, "nothing listens"))
             assert reported == (0 if self.away else len(lost))
             self.away = True
         for attempt in sorted(lost, key=lambda attempt: (attempt.status in LIVE, self.age(attempt))):
@@ -305,8 +306,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not attempt.leased or attempt.status in LIVE:
             return attempt.leased
         if attempt.status == "unresponsive":
-            seconds = attempt.rollout.config.unresponsive_seconds
-            recent = seconds is not None and attempt.spoke + seconds >= since
+            silent_at = attempt.silent_at()
+            recent = silent_at is not None and silent_at >= since
         else:
             recent = attempt.ended is not None and attempt.ended >= since
         by_hand = attempt.rollout.tries[-1] is attempt and attempt.rollout.status not in (
@@ -337,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
             unwanted |= known.status == "failed" and attempt.status != "unresponsive"
             assert (attempt.taken.attempt.attempt_id in over) == unwanted
             if not unwanted and attempt.status != "unresponsive":
-                attempt.heard = self.clock.now
+                attempt.heard = self.clock.lived()
 
     @rule(slot=st.sampled_from(["a", "b"]))
     def update_worker(self, slot: str) -> None:
@@ -346,7 +347,7 @@ class StoreMachine(RuleBasedStateMachine):
         for attempt in self.tries:
             wanted = attempt.rollout.tries[-1] is attempt and attempt.rollout.status not in OVER
             if attempt.worker == worker and attempt.status in LIVE and wanted:
-                attempt.heard = self.clock.now
+                attempt.heard = self.clock.lived()
 
     @rule(slot=st.sampled_from(["a", "b"]))
     def release_worker(self, slot: str) -> None:
@@ -366,23 +367,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.expire()
 
     def expire(self) -> None:
-        due = [
-            (end, attempt) for attempt in self.tries if (end := attempt.end()) and end[0] <= self.clock.now
-        ]
+        now = self.clock.lived()
+        due = [(end, attempt) for attempt in self.tries if (end := attempt.end()) and end[0] <= now]
         assert self.do(self.service.expire()) == len(due)
-        for _, attempt in sorted(due, key=lambda found: (found[0][0], self.age(found[1]))):
-            _, how, infrastructure = self.what_ended(attempt)
-            self.late["calls_lost"] += len(attempt.open) if how == "timeout" else 0
+        for end, attempt in sorted(due, key=lambda found: (found[0][0], self.age(found[1]))):
+            _, how, infrastructure = attempt.what_ended(end, now)
+            self.late["calls_lost"] += len(attempt.open) if how in FINAL else 0
             self.become(attempt, how, infrastructure)
-
-    def what_ended(self, attempt: Try) -> tuple[float, str, bool]:
-        """If several limits expire together, the most severe one counts."""
-        config, now = attempt.rollout.config, self.clock.now
-        if config.timeout_seconds and attempt.start + config.timeout_seconds <= now:
-            return now, "timeout", False
-        if config.unresponsive_seconds and attempt.spoke + config.unresponsive_seconds <= now:
-            return now, "unresponsive", False
-        return now, "unresponsive", True
 
     def age(self, attempt: Try) -> int:
         """Attempts with the same start are ordered by their position in the store."""
@@ -392,16 +383,17 @@ class StoreMachine(RuleBasedStateMachine):
         assert row is not None
         return row[0]
 
-    @rule()
-    def reopen(self) -> None:
+    @rule(seconds=st.sampled_from([5, 86_400, -5, -86_400]))
+    def reopen(self, seconds: float) -> None:
         self.do(self.service.close())
-        self.clock.now += 5
+        self.clock.jump(seconds)
         self.away = False  # until the monitor repeats its report
         self.open()
         for attempt in self.tries:
             if attempt.status in LIVE:
-                attempt.heard = attempt.spoke = self.clock.now
-        self.expire()  # as the timer does at once
+                attempt.heard = attempt.spoke = self.clock.lived()
+                if attempt.leased:
+                    attempt.timeout_from = attempt.silent_from = attempt.heard + 2 * LEASE_S
 
     # what must hold
 

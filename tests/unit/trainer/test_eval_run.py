@@ -209,12 +209,45 @@ def test_tasks_are_read_from_files(tmp_path: Path) -> None:
         ("a.csv", b"a\n1", r"is not a \.jsonl"),
         ("a.parquet", b"junk", "is not a valid Parquet"),
         ("a.jsonl", b"\xff\xfe\n", "cannot be read"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not valid JSON"),
+        ("a.json", b"[" * 100_000, r"a\.json is not valid JSON"),
     ],
 )
 def test_a_file_that_holds_no_tasks_is_an_error(name: str, content: bytes, says: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DatasetError, match=says):
         read_tasks(tmp_path / name)
+
+
+def test_a_name_that_no_file_can_have_is_an_error(tmp_path: Path) -> None:
+    for name in (f"{'n' * 300}.jsonl", "a\0.jsonl", "a.jsonl/b.jsonl"):
+        with pytest.raises(DatasetError, match="there is no file"):
+            read_tasks(tmp_path / name)
+
+
+def test_a_column_is_not_lost_in_silence(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table([[1], [2], [3]], names=["a", "b", "a"]), path)
+    with pytest.raises(DatasetError, match="several columns of the name 'a'"):
+        read_tasks(path)
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    parquet.write_table(pyarrow.table([twice], names=["inner"]), path)
+    with pytest.raises(DatasetError, match="valid Parquet file of tasks"):
+        read_tasks(path)
+
+
+def test_a_date_that_python_does_not_have_is_an_error(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    far = pyarrow.array([3_093_527_980_800_000], pyarrow.timestamp("ms"))
+    parquet.write_table(pyarrow.table([far], names=["when"]), path)
+    with pytest.raises(DatasetError, match="valid Parquet file of tasks"):
+        read_tasks(path)
 
 
 # what it writes

@@ -51,13 +51,6 @@ def test_only_an_answer_of_a_replica_ends_an_outage() -> None:
     assert health.seconds_away(20.0) == 11.0
 
 
-def test_an_outage_ends_though_the_clock_was_set_back() -> None:
-    health = health_after("answered", "refused", "refused")
-    health.observe(Probe(-3600.0, "answered"))
-    assert health.outage is None
-    assert health.seconds_away(-3600.0) == 0
-
-
 @given(RESULTS)
 def test_laws(results: list[str]) -> None:
     health, began = ServingHealth(0.0), 0
