@@ -235,7 +235,7 @@ def evaluate(
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="As --temperature.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="As --temperature.")] = None,
     failure_reward: Annotated[
-        float | None, typer.Option(help="Reward of a rollout whose agent failed; left out by default.")
+        float | None, typer.Option(help="Reward of a rollout whose agent failed. Default: 0, or the lowest.")
     ] = None,
     pass_reward: Annotated[
         float, typer.Option(help="Lowest reward with which a rollout passes, for pass@k.")

@@ -11,7 +11,7 @@ from raylight.trainer.model_selection import ModelSaver, ModelSelection
 from raylight.trainer.outcome import by_source, raise_if_hopeless
 from raylight.trainer.report import Metrics, Report
 from raylight.trainer.sampled_rollouts import example_ids, sampled_rollout
-from raylight.trainer.scores import Scores, measure
+from raylight.trainer.scores import Scores, measure, reward_of_failures
 from raylight.trainer.served_adapter import PinnedAdapter
 from raylight.trainer.settings import MODEL_NAME
 from raylight.types import FinishedRollout
@@ -88,7 +88,8 @@ class Evaluator(ModelSelection):
         metrics = describe_scores(
             measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward)
         )
-        for source, values in by_source(finished, algorithm.failure_reward).items():
+        of_failures = reward_of_failures(finished, algorithm.failure_reward)
+        for source, values in by_source(finished, of_failures).items():
             metrics[f"val/source/{source}/reward"] = statistics.fmean(values)
         metrics["time/val_s"] = time.perf_counter() - started
         return metrics

@@ -248,12 +248,18 @@ class Report(ProgressReporter):
                 "rollouts_lost": self._lost,
                 "failures": dict(self._failures.most_common(MAX_SHOWN_ERRORS)),
                 "rollouts_failed": self._failed,
+                "val_failed_share": self._val_failed_share(),
                 "drifts": self._drifts.summary(),
                 "masked_calls": self._total("off_policy/calls"),
                 "overridden_calls": self._total("off_policy/overridden_calls"),
                 "tokens": self._tokens,
             }
         )
+
+    def _val_failed_share(self) -> float | None:
+        """Return the share of the last evaluation's rollouts that failed; None without an evaluation."""
+        rows = [row for row in self._history if row.get("val/rollouts")]
+        return rows[-1]["val/failed"] / rows[-1]["val/rollouts"] if rows else None
 
     def finish_supervised(self, counts: dict[str, int]) -> dict[str, Any]:
         """Write the summary of a run that trains a model on given examples, and finish the loggers; return

@@ -63,14 +63,15 @@ def measure(
 ) -> Scores:
     """Score rollouts; rollouts of the same group are of the same task.
 
-    A rollout whose agent failed counts with `failure_reward`, or is left out if that is None. A failure of
-    the infrastructure is always left out. A reward other than the primary one counts only where it was given.
-    If fewer than k rollouts of a task are left, best of k and pass@k use these.
+    A rollout whose agent failed counts, see `reward_of_failures`. A failure of the infrastructure is always
+    left out. A reward other than the primary one counts only where it was given. If fewer than k rollouts of
+    a task are left, best of k and pass@k use these.
 
     Args:
         samples: rollouts per task, which is the highest k.
         pass_reward: lowest primary reward with which a rollout passes.
     """
+    failure_reward = reward_of_failures(finished, failure_reward)
     primary: dict[str, list[float]] = {}
     others: dict[str, dict[str, list[float]]] = {}
     for item in finished:
@@ -99,6 +100,21 @@ def measure(
         calls=len(lengths),
         tokens=sum(lengths),
     )
+
+
+def reward_of_failures(finished: list[FinishedRollout], failure_reward: float | None) -> float | None:
+    """Return the reward with which rollouts whose agent failed count in a score.
+
+    If they were left out, a model that makes the agent fail on what it cannot do would be the best one.
+
+    Args:
+        failure_reward: the user's choice. None: 0, or the lowest reward of the others if that is negative;
+            None as well if no other has a reward.
+    """
+    if failure_reward is not None:
+        return failure_reward
+    rewards = [reward for item in finished if (reward := effective_reward(item, None)) is not None]
+    return min(0.0, *rewards) if rewards else None
 
 
 def spread(groups: Groups) -> Spread:

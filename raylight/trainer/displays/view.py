@@ -47,6 +47,8 @@ DRIFT_COLUMNS: list[Column] = [
     ("rows/rollout", "trace/rows_per_rollout", "{:.2f}"),
 ]
 """Columns that are shown once calls start new rows although they continue a conversation."""
+FAILED_COLUMN: Column = ("failed there", "val/failed", "{:.0f}")
+"""Column beside the validation reward, once a rollout of it has failed."""
 BARS = "▁▂▃▄▅▆▇█"
 MAX_WIDTH = 120
 LINES_BELOW = 10
@@ -76,6 +78,8 @@ def columns_of(rows: list[Metrics]) -> list[Column]:
     if any("train/loss" in row or "val/loss" in row for row in rows):
         return list(SUPERVISED_COLUMNS)
     columns = list(COLUMNS)
+    if any(row.get("val/failed") for row in rows):
+        columns.insert(2, FAILED_COLUMN)
     if any("async/staleness_mean" in row for row in rows):
         columns += OVERLAP_COLUMNS
     if any(row.get("trace/drifts") for row in rows):

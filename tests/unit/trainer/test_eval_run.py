@@ -312,7 +312,7 @@ def test_the_table_names_rewards_errors_and_pass_at_k(
     (tmp_path / "eval.jsonl").touch()
     print_scores(figures, str(tmp_path))
     text = capsys.readouterr().out
-    for part in ("right", "0.7500", "short", "pass@1: ", "best of 2: ", "1 failed", f"{tmp_path}/eval.jsonl"):
+    for part in ("right", "0.6000", "short", "pass@1: ", "best of 2: ", "1 failed", f"{tmp_path}/eval.jsonl"):
         assert part in text
     assert figures["failures"] == {BROKEN.error: 1}
     assert rewards_by_name(finished) == {"right": [1.0, 0.0, 1.0, 1.0], "short": [0.5] * 4}

@@ -66,7 +66,18 @@ def test_of_several_samples_the_best_of_each_task_counts() -> None:
     assert describe_scores(measure(finished, 2, None, 0.6))["val/pass_at_k"] == 1.0
 
 
-def test_failures_are_counted_and_left_out_unless_they_have_a_reward() -> None:
+def test_crashes_do_not_vanish_from_scores() -> None:
+    crashed = [rolled(i % 10, failure=BROKEN) for i in range(39)]
+    scores = measure([rolled(9, 1.0), *crashed], 4, None, 1.0)
+    assert scores.rewards["reward"].mean == pytest.approx(1 / 40)
+    assert (scores.pass_at[1], scores.pass_at[4]) == pytest.approx((1 / 40, 1 / 10))
+    costs = measure([rolled(0, -0.5), rolled(0, failure=BROKEN), rolled(0, failure=LOST)], 2, None, 1.0)
+    assert (costs.rewards["reward"].mean, costs.rewards["reward"].rollouts) == (-0.5, 2)
+    metrics = describe_scores(scores)
+    assert (metrics["val/failed"], metrics["val/rollouts"]) == (39.0, 40.0)
+
+
+def test_failures_count_with_their_reward_or_as_the_lowest() -> None:
     finished = [
         rolled(0, 1.0),
         rolled(0, failure=BROKEN),
@@ -74,9 +85,9 @@ def test_failures_are_counted_and_left_out_unless_they_have_a_reward() -> None:
         rolled(1, failure=LOST),
         rolled(2, None),
     ]
-    left_out, counted = measure(finished, 2, None, 1.0), measure(finished, 2, -1.0, 1.0)
-    assert (left_out.failed, left_out.unscored, left_out.tasks, left_out.rollouts) == (2, 1, 3, 5)
-    assert (left_out.rewards["reward"].mean, left_out.rewards["reward"].rollouts) == (1.0, 2)
+    lowest, counted = measure(finished, 2, None, 1.0), measure(finished, 2, -1.0, 1.0)
+    assert (lowest.failed, lowest.unscored, lowest.tasks, lowest.rollouts) == (2, 1, 3, 5)
+    assert (lowest.rewards["reward"].mean, lowest.rewards["reward"].rollouts) == (pytest.approx(2 / 3), 3)
     assert (counted.rewards["reward"].mean, counted.rewards["reward"].rollouts) == (pytest.approx(1 / 3), 3)
 
 
