@@ -89,8 +89,8 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     min_delta: float = Field(default=0.0, ge=0, le=2 * MAX_REWARD)
     """Smallest change of `best` that `patience` counts as an improvement."""
     failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
-    """Reward of a rollout whose agent failed. None excludes it from the update; in an evaluation it counts with
-    0 then, or with the lowest reward of the others if that is negative. Infrastructure failures are always
+    """Reward of a rollout whose agent failed. None excludes it from the update, and counts it in evaluations
+    with 0, or with the lowest reward of the others if that is negative. Infrastructure failures are always
     excluded."""
     max_steps_without_signal: int = Field(default=20, ge=1, le=MAX_COUNT)
     """Training stops after this many steps in a row in which no rollout differed from its baseline."""
