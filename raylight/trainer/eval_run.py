@@ -55,8 +55,8 @@ class EvalSettings(Config):
     """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their
     client themselves."""
     failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
-    """Reward of a rollout whose agent failed. None: 0, or the lowest reward of the others if that is negative.
-    Infrastructure failures are always left out."""
+    """Reward of a rollout whose agent failed. None: 0, or the lowest reward of the others if that is
+    negative. Infrastructure failures are always left out."""
     pass_reward: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
     """Lowest reward with which a rollout passes, for pass@k."""
     rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))

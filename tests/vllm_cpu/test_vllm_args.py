@@ -14,7 +14,6 @@ import pytest
 from raylight.config import EngineConfig
 from raylight.engines.vllm.args import LORA_RANKS, chat_template, find_tool_parser, known_args, vllm_args
 from raylight.engines.vllm.placement import environment, place
-from raylight.engines.vllm.start import llm_config
 from raylight.errors import ConfigError
 from raylight.tinker.serve import TinkerConfig, with_adapters
 from raylight.trainer.fit import fixed_model
@@ -127,6 +126,8 @@ print(sorted({"torch", "vllm"} & sys.modules.keys()))
     ],
 )
 def test_who_runs_the_workers(model_path: str, args: dict, share: float, executor: str) -> None:
+    from raylight.engines.vllm.start import llm_config
+
     config = EngineConfig(kind="vllm", num_gpus=share, args=args)
     built = build_args(model_path, args, gpus=share)
     llm = llm_config(model_path, "policy", built, place(config), environment(config, model_path))

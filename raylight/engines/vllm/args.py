@@ -121,7 +121,7 @@ def check_args(args: Mapping[str, Any]) -> None:
         ConfigError: an argument is unknown, is a setting of raylight, or contradicts a value that raylight
             needs.
     """
-    known = known_args()
+    known = known_args() if args else frozenset()
     for name, value in args.items():
         if name in RAYLIGHT_SETTINGS:
             raise ConfigError(f"EngineConfig.args: {name!r} must be set as {RAYLIGHT_SETTINGS[name]}")
