@@ -29,7 +29,7 @@ ONLINE_DEFAULTS: dict[str, Any] = {
     "n_steps": ENDLESS,
     "max_steps_without_signal": ENDLESS,
     "max_staleness": 2,
-    "stale": "drop",
+    "stale": "mask",
     "override_sampling": True,
     "off_policy_sampling": "mask",
     "val_every": None,

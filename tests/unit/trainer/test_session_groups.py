@@ -46,6 +46,7 @@ class Outside:
         self.sent: set[str] = set()
         """Rollouts whose reward was sent to the store, which may not have acknowledged it."""
         self.begun: Counter[str] = Counter()
+        self.fate_of: dict[str, str] = {}
         self.opened = group_size
         """Number of sessions that an agent opens of each second group before it leaves."""
 
@@ -66,18 +67,29 @@ class SessionRun(FakeRun):
                 while (session := await self.store.begin_session(group, name)) is None:
                     await pause(0.002)
                 outside.begun[session.state.rollout_id] += 1
-                agents.create_task(self._run_session(session, next(outside.fates)))
+                fate = outside.fate_of[session.state.rollout_id] = next(outside.fates)
+                agents.create_task(self._run_session(session, fate))
 
     async def _run_session(self, session: Session, fate: str) -> None:
         outside = self.world.outside  # type: ignore[attr-defined]
         outside.left.append((session, fate))
         if fate == "slow":
             await self._call_slowly(session)
+        elif fate == "long":
+            await self._call_over_versions(session, 2 * self.world.staleness)
         elif fate != "empty":
             for turn in range(outside.random.randrange(1, 3)):
                 await self._call(session.state, turn, turn + 7, "policy")
                 await pause(outside.random.random() * 0.01)
         await self._end(session, fate)
+
+    async def _call_over_versions(self, session: Session, versions: int) -> None:
+        """Make a call with each of so many versions of the weights after the first one."""
+        first = self.engines.version
+        for turn in range(versions + 1):
+            while self.engines.version < first + turn:
+                await pause(0.002)
+            await self._call(session.state, turn, turn + 7, "policy")
 
     async def _call_slowly(self, session: Session) -> None:
         """Make a call that takes longer than the lease."""
@@ -174,6 +186,19 @@ def test_steps_take_rewarded_sessions(seed: int, stale: str, tmp_path: Path) -> 
     assert dropped["cancelled"]
     assert dropped["empty"]
     assert sum(dropped.values()) >= len(taken_by(world)[1])
+
+
+@pytest.mark.parametrize(("stale", "least", "most"), [("drop", 0.0, 0.0), ("mask", 0.08, 0.35)])
+def test_long_sessions_are_trained(stale: str, least: float, most: float, tmp_path: Path) -> None:
+    """A fifth of the sessions goes on over four updates, twice as many as tokens may be old."""
+    outside = Outside(4, {"rewarded": 4, "long": 1})
+    world = world_of(tmp_path / "a", outside)
+    world.steps = 24
+    asyncio.run(live(world, group_size=1, **ONLINE | {"stale": stale}))
+    lineage = next(iter(world.sampled)).partition("-")[0]
+    trained, _ = taken_by(world)
+    long = [outside.fate_of[f"{lineage}-train-{group}-0"] == "long" for group in trained]
+    assert least <= sum(long) / len(long) <= most
 
 
 def test_late_rewards_are_used_while_their_tokens_are_young(tmp_path: Path) -> None:
