@@ -1,6 +1,6 @@
 """The engine that runs on the cluster's GPU nodes, by the packages that are installed there.
 
-The driver builds vLLM's deployment, and replicas run it on nodes with GPUs. Both need vLLM.
+The driver checks arguments by vLLM's files, and replicas run it on nodes with GPUs. Both need vLLM.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def decide(
     others = "on other GPU nodes" if without and len(without) < len(nodes) else "on the driver's node"
     raise ConfigError(
         f"vLLM is not installed on {place}, and it is {others if without else 'on the GPU nodes'}; install "
-        "raylight[vllm] on all nodes, as cluster.yaml does (the driver builds the engine's deployment), or "
+        "raylight[vllm] on all nodes, as cluster.yaml does (the driver checks vLLM's arguments), or "
         "choose engine={'kind': 'transformers'}"
     )
 
