@@ -15,11 +15,17 @@ VARIABLE = "RAYLIGHT_START_STAGES"
 """Environment variable with the path of the file, for the processes on the replica's node."""
 
 
+FILE = "raylight-start-stages"
+"""Name of the file, which has no folder."""
+
+
 def note_stage(stage: str) -> None:
     """Note what this process does now, if it is part of a start."""
     if path := os.environ.get(VARIABLE):
-        with contextlib.suppress(OSError), open(path, "a") as file:  # the replica may be gone
-            file.write(f"{os.getpid()} {stage}\n")
+        with contextlib.suppress(OSError):  # the replica is gone, or on another node
+            if os.readlink(path).startswith(f"/memfd:{FILE}"):
+                with open(path, "a") as file:
+                    file.write(f"{os.getpid()} {stage}\n")
 
 
 class StartStages:
@@ -28,7 +34,7 @@ class StartStages:
     def __init__(self) -> None:
         self._file: int | None = None
         if sys.platform == "linux":
-            self._file = os.memfd_create("raylight-start-stages", os.MFD_CLOEXEC)
+            self._file = os.memfd_create(FILE, os.MFD_CLOEXEC)
             os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def read(self) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from raylight.aio import cancel_all, task_group
@@ -36,7 +36,6 @@ class Publications:
         probe: token ids whose log-probs are compared; empty if the learners have no weights of their own.
         tolerance: limit of the mean difference of log-probs.
         beside_updates: updates may begin while weights are sent.
-        share_devices: learners and replicas are on the same GPUs.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Publications:
         probe: Sequence[int],
         tolerance: float,
         beside_updates: bool = False,
-        share_devices: bool = False,
     ) -> None:
         self._learners, self._keeper = learners, running.keeper
         self._replicas, self._engine = running.client, engine
@@ -66,30 +64,16 @@ class Publications:
         )
         self.published = 0
         """Last version that was published."""
-        self._busy = asyncio.Lock()
+        self.learners_busy = asyncio.Lock()
         """Held while the learners' weights change, or must not."""
-        self._share_devices = share_devices
         self._sending = asyncio.Lock()
-        """Held while the learners send weights. It is acquired after `_busy`, if both are."""
+        """Held while the learners send weights. It is acquired after `learners_busy`, if both are."""
         self._snapshot = 0
         """Version of the learners' snapshot; 0 if they have none."""
         self._payload_refs: list[Any] = []
         """Reference to the published version of the adapter."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
-
-    @contextlib.asynccontextmanager
-    async def learners_busy(self) -> AsyncIterator[None]:
-        """Change the learners' weights, or keep them from being changed.
-
-        Replicas that start on the same GPUs come first, or wait: they measure the free memory.
-        """
-        async with self._busy:
-            if not self._share_devices:
-                yield
-                return
-            async with self._replicas.starts_held():
-                yield
 
     async def publish(self, version: int) -> Parity | None:
         """Send the learners' weights to all replicas, unless these have them; return how well both agree.
@@ -111,7 +95,7 @@ class Publications:
         if version < self.published:
             return None
         async with contextlib.AsyncExitStack() as learners:
-            await learners.enter_async_context(self.learners_busy())
+            await learners.enter_async_context(self.learners_busy)
             async with self._sending:
                 adapter, logprobs = await self._read(version)
                 if self._settings.beside_updates:
@@ -293,7 +277,7 @@ class Publications:
 
         while True:
             await self._keeper.changed.wait_for(is_due)
-            async with contextlib.nullcontext() if beside else self.learners_busy(), self._sending:
+            async with contextlib.nullcontext() if beside else self.learners_busy, self._sending:
                 if not is_due():
                     continue
                 joined = self._keeper.lacking

@@ -145,15 +145,19 @@ class CoordinatorClient:
 
     @contextlib.asynccontextmanager
     async def starts_held(self) -> AsyncIterator[None]:
-        """Let no replica that starts take device memory meanwhile; see `Starts`."""
+        """Let no replica that starts take device memory meanwhile; see `Starts`.
+
+        No order may be issued meanwhile: one that waits for a replacement would wait forever.
+        """
+        token, limit = uuid.uuid4().hex, max(self._replacement_timeout_s, GRACE_S)
         try:
             while not await call_until_answered(
-                self._coordinator, "hold_starts", HOLD_INTERVAL_S, within=HOLD_INTERVAL_S
+                self._coordinator, "hold_starts", token, HOLD_INTERVAL_S, within=limit
             ):
                 pass
             yield
         finally:
-            await call_until_answered(self._coordinator, "release_starts", within=GRACE_S)
+            await call_until_answered(self._coordinator, "release_starts", token, within=limit)
 
     async def loads(self, timeout: float = LOADS_TIMEOUT_S) -> dict[str, EngineLoad]:
         """Return the loads of the replicas that report within `timeout` seconds.
@@ -226,10 +230,14 @@ class ReplicaClient:
             except CoordinatorLostError:
                 return
 
-    async def enter_start(self) -> None:
-        """Wait until this replica may take device memory."""
+    async def enter_start(self, limit: float) -> None:
+        """Wait until this replica may take device memory.
+
+        Args:
+            limit: seconds for which the coordinator may be away.
+        """
         while not await call_until_answered(
-            self._coordinator, "enter_start", self._replica, HOLD_INTERVAL_S, within=HOLD_INTERVAL_S
+            self._coordinator, "enter_start", self._replica, HOLD_INTERVAL_S, within=limit
         ):
             pass
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import time
 from typing import Any
 
@@ -85,17 +86,31 @@ class ReplicaCoordinator(TransferSequence):
 
     async def enter_start(self, replica: str, timeout: float) -> bool:
         """Wait up to `timeout` seconds until a replica that starts may take device memory; True if it may."""
+        await self._wait_until_restored()
         return await self._changed.wait_for(lambda: self._starts.enter(replica), timeout)
 
-    async def hold_starts(self, timeout: float) -> bool:
+    async def hold_starts(self, token: str, timeout: float) -> bool:
         """Wait up to `timeout` seconds until no replica takes device memory; True if none does, or will until
-        `release_starts`."""
-        return await self._changed.wait_for(self._starts.hold, timeout)
+        `release_starts`. No further one enters meanwhile."""
+        await self._wait_until_restored()
+        is_new = token not in self._starts.holds
+        held = await self._changed.wait_for(lambda: self._starts.hold(token), timeout)
+        if is_new:
+            self._notify()  # the hold is part of the snapshot
+        return held
 
-    async def release_starts(self) -> None:
+    async def release_starts(self, token: str) -> None:
         """Let replicas take device memory again."""
-        self._starts.release()
-        self._changed.notify_all()
+        self._starts.release(token)
+        self._notify()
+
+    def snapshot(self) -> Snapshot:
+        return dataclasses.replace(super().snapshot(), holds=tuple(self._starts.holds))
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        if not self._restored:
+            self._starts.holds = dict.fromkeys(snapshot.holds, True)
+        await super().restore(snapshot)
 
     async def wait_for_start(self, count: int, progressed: int, timeout: float) -> StartProgress:
         """Wait up to `timeout` seconds until `count` replicas have caught up, or a start has progressed.

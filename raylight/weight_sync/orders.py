@@ -106,6 +106,7 @@ class Snapshot:
         lacking: live replicas that lack the current weights, and serve only when they have received them.
         received: highest version of the weights that any replica has received.
         ended_tokens: tokens of publications that have ended, for their senders.
+        holds: tokens of holds of starts, see `Starts`.
     """
 
     generation: int = 0
@@ -119,3 +120,4 @@ class Snapshot:
     lacking: frozenset[str] = frozenset()
     received: int = 0
     ended_tokens: tuple[str, ...] = ()
+    holds: tuple[str, ...] = ()

@@ -2,17 +2,28 @@
 
 vLLM sizes its cache by the memory that is free when it starts, and fails if other processes return memory
 meanwhile. So a replica that shares GPUs with learners enters only while these hold still, and learners begin
-nothing new until the replicas that have entered are up, or are lost.
+to compute only when the replicas that have entered are up, or are lost. Laws:
+
+- A hold has a token. Its release also ends a request for it that is still under way.
+- A request for a hold bars further replicas at once, so that replacements cannot starve the learners.
+- A start that is silent for `SILENCE_S` is lost, and holds up nobody. Once `MAX_LOST` are, a further start is
+  no progress: replicas that die again and again must not extend a deadline forever.
 """
 
 from __future__ import annotations
 
+import collections
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-SILENCE_S = 60.0
-"""Seconds without a report after which a replica that starts counts as dead."""
+SILENCE_S = 30.0
+"""Seconds without a report after which a replica that starts counts as dead. It reports every second, but for
+imports that hold up all its threads."""
+MAX_LOST = 4
+"""Starts that may be lost before others no longer count as progress."""
+REMEMBERED = 256
+"""Number of ended starts and released holds that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +85,25 @@ class _Start:
     entered: bool = False
 
 
-@dataclass
 class Starts:
-    """The replicas that are not up yet.
+    """The replicas that have not taken their memory yet.
 
     Args:
         clock: returns seconds.
-        limit_s: seconds without progress after which a start counts as lost.
+        limit_s: seconds without progress after which a start that has entered holds up nobody.
     """
 
-    clock: Callable[[], float]
-    limit_s: float
-    progressed: int = 0
-    """Number of reports of progress so far."""
-    held: bool = False
-    """True while no replica may enter."""
-    _starts: dict[str, _Start] = field(default_factory=dict)
+    def __init__(self, clock: Callable[[], float], limit_s: float) -> None:
+        self._clock, self._limit_s = clock, limit_s
+        self._starts: dict[str, _Start] = {}
+        self._ended: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
+        """Starts that have ended: a late report must not revive one."""
+        self._released: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
+        self._lost = 0
+        self.progressed = 0
+        """Number of reports of progress so far."""
+        self.holds: dict[str, bool] = {}
+        """Token of each hold, and True if it is granted."""
 
     def report(self, replica: str, stage: str, work: int, entered: bool = False) -> bool:
         """Take a report; True if there was progress since the last one, or the replica may have to wait.
@@ -98,41 +112,56 @@ class Starts:
             work: a number that grows with the replica's work, such as the bytes that it has read.
             entered: True if the replica was let in, perhaps by a coordinator before its restart.
         """
-        now, start = self.clock(), self._starts.get(replica)
-        if start is None:
-            start = self._starts[replica] = _Start("", 0, now, now)
-        start.heard, start.entered = now, start.entered or entered
-        if (start.stage, start.work) == (stage, work) and not self.held:
+        if replica in self._ended:
             return False
-        start.stage, start.work, start.progressed = stage, work, now
+        self._drop_silent()
+        start = self._entry(replica)
+        start.heard, start.entered = self._clock(), start.entered or entered
+        if (start.stage, start.work) == (stage, work) and not self.holds:
+            return False
+        start.stage, start.work, start.progressed = stage, work, start.heard
+        if self._lost >= MAX_LOST and not self.holds:
+            return False
         self.progressed += 1
         return True
 
     def end(self, replica: str) -> None:
-        """Forget a replica that is up, or has failed."""
+        """Forget a replica that has its memory, or has failed."""
         self._starts.pop(replica, None)
+        self._ended.append(replica)
 
     def enter(self, replica: str) -> bool:
-        """Let a replica take device memory; False while that is held up."""
-        if not self.held and (start := self._starts.get(replica)) is not None:
-            start.entered = True
-        return not self.held
+        """Let a replica take device memory; False while a hold is granted or requested."""
+        if not self.holds:
+            self._entry(replica).entered = True
+        return not self.holds
 
-    def hold(self) -> bool:
-        """Let no further replica enter; False while some have entered and are not up."""
-        now = self.clock()
-        for replica, start in list(self._starts.items()):
-            if now - start.heard > SILENCE_S:
-                del self._starts[replica]
-        if any(one.entered and now - one.progressed <= self.limit_s for one in self._starts.values()):
-            return False
-        self.held = True
-        return True
+    def hold(self, token: str) -> bool:
+        """Request a hold; True once no replica is taking memory, or if the hold has been released already."""
+        if token in self._released:
+            return True
+        self._drop_silent()
+        entered = [start for start in self._starts.values() if start.entered]
+        self.holds[token] = all(self._clock() - start.progressed > self._limit_s for start in entered)
+        return self.holds[token]
 
-    def release(self) -> None:
-        """Let replicas enter again."""
-        self.held = False
+    def release(self, token: str) -> None:
+        """End a hold, or a request for it."""
+        self.holds.pop(token, None)
+        self._released.append(token)
 
     def stages(self) -> dict[str, str]:
         """Return what each replica does."""
-        return {replica: start.stage for replica, start in self._starts.items()}
+        self._drop_silent()
+        return {replica: start.stage for replica, start in self._starts.items() if start.stage}
+
+    def _entry(self, replica: str) -> _Start:
+        now = self._clock()
+        return self._starts.setdefault(replica, _Start("", 0, now, now))
+
+    def _drop_silent(self) -> None:
+        now = self._clock()
+        silent = [replica for replica, start in self._starts.items() if now - start.heard > SILENCE_S]
+        for replica in silent:
+            del self._starts[replica]
+        self._lost += len(silent)

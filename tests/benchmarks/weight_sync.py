@@ -115,7 +115,7 @@ async def publish(fit: Any, report: Any, publications: int, beside: bool) -> lis
             began = time.perf_counter()
             publishing = asyncio.create_task(learners.publish())
             await asyncio.sleep(0)
-            async with learners.publications.learners_busy():  # as an update
+            async with learners.publications.learners_busy:  # as an update
                 blocked = time.perf_counter() - began
             await publishing
             rows[-1]["blocked"] = blocked

@@ -167,7 +167,7 @@ async def test_an_update_runs_while_a_snapshot_of_the_version_before_is_sent(tmp
         expected = await learners.logprobs(IDS)
         second = asyncio.create_task(publications.publish(2))
         await gate.wait_reached.remote()
-        async with publications.learners_busy():
+        async with publications.learners_busy:
             await learners.update(make_batch())
         changed = await learners.logprobs(IDS)
         assert not second.done()

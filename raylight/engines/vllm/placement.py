@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.config import EngineConfig, cpu_threads
+from raylight.engines.start_stages import VARIABLE as STAGES_VARIABLE
 from raylight.engines.vllm.args import runs_in_core, workers_per_replica
 
 CPU_CACHE_GIB = 1
@@ -86,4 +87,6 @@ def environment(config: EngineConfig, model_path: str) -> dict[str, str]:
         # announce the address to other nodes.
         variables["VLLM_HOST_IP"] = "127.0.0.1"
     variables = {name: os.environ.get(name, value) for name, value in variables.items()}
+    copied = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # from the replica to the workers of the Ray executor
+    variables[copied] = ",".join(filter(None, (os.environ.get(copied), STAGES_VARIABLE)))
     return variables | ({"OMP_NUM_THREADS": str(cpu_threads(config))} if gpus == 0 else {})

@@ -129,7 +129,8 @@ class ReplicaRuntime:
     async def enter(self) -> None:
         """Wait until the replica may take device memory: learners on the same GPUs hold still."""
         note_stage("waiting for its turn")
-        await ReplicaClient(self._replica, self._settings.coordinator).enter_start()
+        limit = self._settings.config.start_timeout_s
+        await ReplicaClient(self._replica, self._settings.coordinator).enter_start(limit)
         self._starting.entered = True
         note_stage("loading the engine")
 
@@ -153,6 +154,7 @@ class ReplicaRuntime:
         except Exception as error:
             await self.report_start_failure(error)
             raise
+        self._starting.close()  # it has its memory; new weights may have to wait for the learners
         self._executor = OrderExecutor(
             self._replica,
             engine,
@@ -164,7 +166,6 @@ class ReplicaRuntime:
             node=ray.util.get_node_ip_address(),
         )
         await self._executor.catch_up()
-        self._starting.close()
         metrics = Metrics()
         executor = self._executor
         metrics.watch("replica_weight_version", lambda: executor.version)

@@ -32,7 +32,8 @@ class StartReporter:
         while not self._closed.wait(INTERVAL_S):
             stage, read = self._stages.read()
             stage = stage or "importing the engine"
-            self._coordinator.report_start.remote(self._replica, stage, read // READ_UNIT, self.entered)
+            if not self._closed.is_set():
+                self._coordinator.report_start.remote(self._replica, stage, read // READ_UNIT, self.entered)
 
     def close(self) -> None:
         """End the reports: the replica is up, or has failed."""

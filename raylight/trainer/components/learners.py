@@ -67,7 +67,6 @@ class Learners(LearnerRanks):
             probe=() if kind == "simulated" else probe,
             tolerance=algorithm.max_logprob_mismatch,
             beside_updates=algorithm.max_staleness > 0 and kind != "local",  # whose engine has the weights
-            share_devices=self._settings.shares_gpus,
         )
         serving_joined = asyncio.create_task(self.publications.serve_joined(lambda: self.version))
         stack.push_async_callback(cancel_all, [serving_joined])
@@ -84,9 +83,17 @@ class Learners(LearnerRanks):
         stack.callback(self.group.stop)
 
     async def start(self) -> None:
-        """Load the model. Replicas on the same GPUs wait meanwhile."""
-        async with self.publications.learners_busy():
+        """Load the model."""
+        async with self._alone():
             await super().start()
+
+    def _alone(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Return a context in which no replica takes memory on the learners' GPUs."""
+        return self.replicas.starts_held() if self._settings.shares_gpus else contextlib.nullcontext()
+
+    async def _compute(self, batch: TrainBatch) -> dict[str, float]:
+        async with self._alone():
+            return await self.group.update(batch)
 
     async def join(self) -> None:
         """Check the learners with the engines, which are up, and load the training state of a resumed run.
@@ -108,13 +115,13 @@ class Learners(LearnerRanks):
         """Update the weights; return metrics. Engines that share a device with the learners sleep
         meanwhile."""
         timeout = self._policy.algorithm.sync_timeout_s
-        async with self.publications.learners_busy():
+        async with self.publications.learners_busy:
             if not self._serving.engine.sleep_while_learning:
-                metrics = await self.group.update(batch)
+                metrics = await self._compute(batch)
             else:
                 try:
                     self._report_no_sleep(await self.replicas.sleep(timeout))
-                    metrics = await self.group.update(batch)
+                    metrics = await self._compute(batch)
                 finally:
                     await self.replicas.wake(timeout)
             self.version += 1
@@ -160,7 +167,7 @@ class Learners(LearnerRanks):
         await self.publications.release(pinned)
 
     async def _restart(self, reason: object) -> ResumePoint:
-        async with self.publications.learners_busy():
+        async with self.publications.learners_busy, self._alone():
             point = await super()._restart(reason)
         self.notice_version()
         return point

@@ -214,18 +214,15 @@ class Publications:
     def __init__(self, world: World, learners: Ranks, engines: Engines) -> None:
         self.world, self.learners, self.engines = world, learners, engines
         self.published = 0
-        self.busy = asyncio.Lock()
+        self.learners_busy = asyncio.Lock()
         self.stranded, self.served = asyncio.Event(), asyncio.Event()
-
-    def learners_busy(self) -> asyncio.Lock:
-        return self.busy
 
     async def wait_for_failure(self) -> None:
         await self.stranded.wait()
         raise LearnerLostError("a rank died, and a replica has joined")
 
     async def publish(self, version: int) -> Parity:
-        async with self.busy:
+        async with self.learners_busy:
             assert version == self.learners.version
             weights = self.learners.weights
         await self.world.delay(120)  # beside updates, if there are delays

@@ -186,7 +186,7 @@ class Run:
         )
 
     async def update(self) -> None:
-        async with self.publications.learners_busy():
+        async with self.publications.learners_busy:
             self.learners.weights += 1
 
 

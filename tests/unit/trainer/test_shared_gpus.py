@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from run_settings import policy_settings
+from unit_helpers import until, within
 
+from raylight.aio import cancel_all
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.learner import actor as actors
 from raylight.learner.actor import LearnerActor
@@ -17,6 +18,8 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.resume import fresh_start
 from raylight.trainer.run import Run
+from raylight.weight_sync.client import CoordinatorClient
+from raylight.weight_sync.coordinator import ReplicaCoordinator
 
 
 class Events:
@@ -55,21 +58,64 @@ async def test_all_start_at_once(learner: float, engine: float) -> None:
     assert seen[-4:] == ["learners.join", "learners.join done", "engines.offer", "engines.offer done"]
 
 
-async def test_engines_sleep_during_an_update() -> None:
-    seen: list[str] = []
-    settings = make_run(seen, 0.6, 0.4).settings
+def make_learners(learner: float, engine: float) -> Learners:
+    settings = make_run([], learner, engine).settings
     assert settings.training is not None
     assert settings.serving is not None
     learners = Learners(settings, settings.training, settings.serving, fresh_start(), lambda text: None)
+    learners.publications = cast(Any, SimpleNamespace(learners_busy=asyncio.Lock()))
+    return learners
+
+
+async def test_engines_sleep_during_an_update() -> None:
+    seen: list[str] = []
+    learners = make_learners(1, 0.4)
     learners.group, learners.replicas = (
         cast(Any, Events("learners", seen)),
         cast(Any, Events("engines", seen)),
     )
-    learners.publications = cast(Any, SimpleNamespace(learners_busy=contextlib.nullcontext))
     await learners.update(cast(Any, None))
     assert learners.version == 1
     done = [event for event in seen if event.endswith("done")]
     assert done == ["engines.sleep done", "learners.update done", "engines.wake done"]
+
+
+async def test_a_replica_that_dies_during_an_update_is_replaced_after_it() -> None:
+    """Its replacement takes memory once the learners hold still; the engines wake, and the run goes on."""
+    coordinator, learners = ReplicaCoordinator(replacement_timeout_s=60.0), make_learners(0.6, 0.4)
+    learners.replicas = CoordinatorClient(coordinator, replacement_timeout_s=60.0)
+    entering: list[asyncio.Future[bool]] = []
+
+    async def follow(replica: str) -> None:
+        caught_up = await coordinator.subscribe(replica)
+        await coordinator.acknowledge(replica, number := caught_up.number)
+        while True:
+            for order in await coordinator.next(replica, number, 60.0):
+                await coordinator.acknowledge(replica, number := order.number)
+
+    async def update(batch: Any) -> dict[str, float]:
+        followers.pop().cancel()
+        await coordinator.leave("a")
+        entering.append(asyncio.ensure_future(coordinator.enter_start("b", 60.0)))
+        await asyncio.sleep(0.01)
+        assert not entering[0].done()
+        return {}
+
+    async def replace() -> None:
+        await until(lambda: bool(entering))
+        assert await entering[0]
+        await coordinator.end_start("b")
+        followers.append(asyncio.ensure_future(follow("b")))
+
+    learners.group = cast(Any, SimpleNamespace(update=update))
+    followers = [asyncio.ensure_future(follow("a"))]
+    async with within():
+        await coordinator.wait_for_replicas(1)
+        replacing = asyncio.ensure_future(replace())
+        await learners.update(cast(Any, None))
+        await replacing
+    assert learners.version == 1
+    await cancel_all(followers)
 
 
 @pytest.mark.parametrize(("gpus", "released"), [(0.6, True), (1, False), (0, False)])

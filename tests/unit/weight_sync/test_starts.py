@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from unit_helpers import within
+from unit_helpers import until, within
 
 from raylight.errors import EngineStartError
 from raylight.weight_sync.client import CoordinatorClient, ReplicaClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.starts import SILENCE_S, StageTimes, StartProgress, Starts
+from raylight.weight_sync.starts import MAX_LOST, SILENCE_S, StageTimes, StartProgress, Starts
 
 
 class Clock:
@@ -36,13 +36,57 @@ def test_learners_begin_once_the_replicas_that_have_entered_are_up() -> None:
     starts = Starts(Clock(), 10.0)
     starts.report("a", "loading", 0)
     assert starts.enter("a")
-    assert not starts.hold()
+    assert not starts.hold("update")
     starts.end("a")
-    assert starts.hold()
+    assert starts.hold("update")
     starts.report("b", "importing", 0)
     assert not starts.enter("b"), "the learners hold no longer still"
     assert starts.report("b", "importing", 0), "it may wait as long as they work"
-    starts.release()
+    starts.release("update")
+    assert starts.enter("b")
+
+
+def test_a_replica_that_enters_before_its_first_report_counts() -> None:
+    starts = Starts(Clock(), 10.0)
+    assert starts.enter("a")
+    assert not starts.hold("update")
+    assert starts.stages() == {}
+
+
+def test_replacements_that_die_in_their_start_do_not_starve_the_learners() -> None:
+    clock = Clock()
+    starts = Starts(clock, 100.0)
+    starts.enter("0")
+    assert not starts.hold("update")
+    assert not starts.enter("1"), "a request bars further replicas"
+    clock.now += SILENCE_S + 1
+    assert starts.hold("update")
+
+
+def test_a_start_does_not_progress_for_ever_by_dying_again() -> None:
+    clock = Clock()
+    starts = Starts(clock, 100.0)
+    for number in range(MAX_LOST + 2):
+        progressed = [starts.report(str(number), "loading", work) for work in range(3)]
+        assert all(progressed) == (number < MAX_LOST)
+        assert starts.stages() == {str(number): "loading"}
+        clock.now += SILENCE_S + 1
+
+
+def test_a_late_report_revives_no_start() -> None:
+    starts = Starts(Clock(), 10.0)
+    starts.enter("a")
+    starts.end("a")
+    assert not starts.report("a", "loading", 5, entered=True)
+    assert starts.hold("update")
+
+
+def test_a_hold_that_is_released_before_it_is_granted_holds_nothing() -> None:
+    starts = Starts(Clock(), 10.0)
+    starts.enter("a")
+    assert not starts.hold("update")
+    starts.release("update")
+    assert starts.hold("update"), "the request that is still under way ends"
     assert starts.enter("b")
 
 
@@ -53,19 +97,20 @@ def test_a_replica_that_dies_or_hangs_in_its_start_holds_up_nobody(silent: bool)
     starts.report("a", "loading", 0)
     starts.enter("a")
     clock.now = SILENCE_S - 1
-    assert not starts.hold()
+    assert not starts.hold("update")
+    starts.release("update")
     while clock.now < (SILENCE_S + 1 if silent else 201.0):
         clock.now += 10.0
         if not silent:
             starts.report("a", "loading", 0)
-    assert starts.hold()
+    assert starts.hold("update 2")
     assert bool(starts.stages()) is not silent
 
 
 def test_a_replica_tells_a_restarted_coordinator_that_it_has_entered() -> None:
     starts = Starts(Clock(), 10.0)
     starts.report("a", "loading", 0, entered=True)
-    assert not starts.hold()
+    assert not starts.hold("update")
 
 
 def test_progress_in_words() -> None:
@@ -103,7 +148,7 @@ async def test_learners_and_a_replacement_take_turns() -> None:
 
     async def start() -> None:
         await coordinator.report_start("a", "importing", 0, False)
-        await replica.enter_start()
+        await replica.enter_start(60.0)
         seen.append("replica enters")
 
     async def update() -> None:
@@ -124,3 +169,33 @@ async def test_learners_and_a_replacement_take_turns() -> None:
         await coordinator.end_start("a")
         await updating
     assert seen == ["learners hold", "replica enters", "replica is up", "update begins", "update ends"]
+
+
+async def test_a_restarted_coordinator_goes_on_with_a_hold() -> None:
+    coordinator = ReplicaCoordinator(replacement_timeout_s=60.0)
+    async with within():
+        assert await coordinator.hold_starts("update", 1.0)
+        restarted = ReplicaCoordinator(replacement_timeout_s=60.0, restored=False)
+        entering = asyncio.ensure_future(restarted.enter_start("a", 60.0))
+        await restarted.restore(coordinator.snapshot())
+        await asyncio.sleep(0)
+        assert not entering.done()
+        await restarted.release_starts("update")
+        assert await entering
+
+
+async def test_a_cancelled_hold_is_released() -> None:
+    coordinator = ReplicaCoordinator(replacement_timeout_s=60.0)
+
+    async def update() -> None:
+        async with CoordinatorClient(coordinator, replacement_timeout_s=60.0).starts_held():
+            pass
+
+    async with within():
+        assert await coordinator.enter_start("a", 0.0)
+        updating = asyncio.ensure_future(update())
+        await until(lambda: bool(coordinator.snapshot().holds))
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert await coordinator.enter_start("b", 0.0)
