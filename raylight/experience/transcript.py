@@ -4,7 +4,7 @@ relations of calls to earlier calls."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raylight.experience.call_lineage import CallLineage, PromptSegment, trace_lineage
@@ -111,7 +111,7 @@ class _Transcript:
         rollout, rewards = self._finished.rollout, self._finished.rewards
         yield f"=== {rollout.rollout_id} ({rollout.mode or 'no mode'}): {rollout.status}"
         yield f"task: {_format_value(rollout.input)}"
-        for span in self._finished.spans:
+        for span in _by_end(self._finished.spans):
             yield ""
             yield from self._span(span)
         failure = rollout.failure
@@ -191,6 +191,15 @@ class _Transcript:
             if self._full or len(text) <= MAX_VALUE_CHARS
             else f"{text[:MAX_VALUE_CHARS]}... ({len(text)} characters)"
         )
+
+
+def _by_end(spans: Sequence[Span]) -> list[Span]:
+    """Return spans in the order of their ends. Those of several served models reach the store in any order. A
+    span without times follows the one before it."""
+    ends: list[float] = []
+    for span in spans:
+        ends.append(span.end_time or (ends[-1] if ends else 0.0))
+    return [spans[index] for index in sorted(range(len(spans)), key=ends.__getitem__)]
 
 
 def _losses(rollout: Rollout) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,18 @@ def test_a_rollout_is_told_in_its_order() -> None:
         "",
         "reward: primary 0.5, style 1",
     ]
+
+
+def test_calls_of_several_models_are_told_in_order() -> None:
+    """Each model has a recorder, so that spans reach the store in any order."""
+    told = two_calls()
+    spans = [
+        span.model_copy(update={"start_time": float(number), "end_time": number + 0.5})
+        for number, span in enumerate(told.spans)
+    ]
+    late = dataclasses.replace(told, spans=[spans[0], *spans[2:4], spans[1], *spans[4:]])
+    titles = [line for line in rl.transcript(late).splitlines() if line.startswith("---")]
+    assert [title.split()[1] for title in titles] == ["#1", "#2", "#3", "#4", "#5", "#6"]
 
 
 def test_dropped_spans_and_lost_rewards_are_told() -> None:
