@@ -38,7 +38,7 @@ class OptimizerSettings(Config):
     lr: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Updates over which the learning rate rises linearly from 0. The first one has none."""
+    """Updates over which the learning rate rises linearly to `lr`; the first has `lr / lr_warmup_steps`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a fraction of `lr`."""
     weight_decay: float = Field(default=0.01, ge=0, le=MAX_FACTOR)

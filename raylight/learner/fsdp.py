@@ -93,6 +93,12 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
 
+    def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Build verl's schedule with a warm-up that starts above 0, so that its first step trains."""
+        shape = super()._build_lr_scheduler(optimizer).lr_lambdas[0]
+        warmup = self.optimizer_config.lr_warmup_steps or 0
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape(step + (step < warmup)))
+
     def _build_lora_module(self, module: Any) -> Any:
         """Wrap the model with peft. verl's version does not support dropout."""
         import peft

@@ -272,11 +272,22 @@ def test_the_cosine_schedule_warms_up_and_decays(batch):
         lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3
     )
     optimizer = policy.engine.optimizer.param_groups[0]
-    assert (optimizer["lr"], optimizer["betas"], optimizer["weight_decay"]) == (0.0, (0.8, 0.9), 0.3)
+    assert (optimizer["lr"], optimizer["betas"], optimizer["weight_decay"]) == (1e-3, (0.8, 0.9), 0.3)
     rates = [float(policy.engine.lr_scheduler_step()) for _ in range(4)]
     assert rates == pytest.approx([1e-3 * (0.55 + 0.45 * math.cos(math.pi * step / 3)) for step in range(4)])
     with pytest.raises(ConfigError, match="min_lr_ratio"):
         PolicySettings(min_lr_ratio=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_no_step_of_a_warm_up_has_the_rate_zero(schedule, batch):
+    policy = make_policy(lr=1e-3, lr_schedule=schedule, lr_warmup_steps=3)
+    optimizer, before = policy.engine.optimizer.param_groups[0], policy.logprobs(PROBE)
+    rates = [optimizer["lr"]]
+    policy.update(batch)
+    assert policy.logprobs(PROBE) != before
+    rates += [optimizer["lr"], *(float(policy.engine.lr_scheduler_step()) for _ in range(2))]
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
 
 
 @pytest.mark.slow
@@ -331,5 +342,5 @@ def test_the_policys_schedule_starts_after_critic_warm_up():
         policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=5 + i))
         for i in range(3)
     ]
-    assert [metrics["learner/lr"] for metrics in seen] == pytest.approx([0.0, 0.0, 5e-4])
+    assert [metrics["learner/lr"] for metrics in seen] == pytest.approx([5e-4, 5e-4, 1e-3])
     assert ["learner/grad_norm" in metrics for metrics in seen] == [False, False, True]
