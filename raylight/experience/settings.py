@@ -184,6 +184,12 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
                 "adv_estimator 'opd' reads no rewards without reward_coef, so that kl_reward_coef has no "
                 "effect; set reward_coef, or kl_coef instead"
             )
+        if self.kl_coef and self.kl_type == "k1":
+            raise ValueError(
+                "kl_type 'k1' in the loss has an expected gradient of 0 on the policy's own samples; set "
+                "kl_type='k2' (the gradient of the KL divergence) or 'k3', or subtract k1 from the reward by "
+                "kl_reward_coef with kl_reward_type='k1'"
+            )
         if self.loss_mode == "dro" and self.dro_beta is None:
             raise ValueError("loss_mode 'dro' needs the weight of its penalty; set dro_beta, as to 0.05")
         if self.has_token_baselines and self.bypass_mode:
