@@ -216,6 +216,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             return self.n_steps
         return -(-n_train * self.n_epochs // self.tasks_per_step)
 
+    def repeated_tasks(self, n_train: int) -> int:
+        """Return the number of tasks in the last step that are beyond `n_epochs` passes."""
+        return 0 if self.n_steps is not None else -n_train * self.n_epochs % self.tasks_per_step
+
     @property
     def needs_greedy_rollouts(self) -> bool:
         """True if each task gets one more rollout, with greedy sampling, as the baseline (ReMax)."""

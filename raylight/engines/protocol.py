@@ -172,8 +172,13 @@ class Engine(Protocol):
         """Stop serving the model `name`; unknown names are ignored."""
         ...
 
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
-        """Return the log-probs of `ids[1:]` at temperature 1, each given the ids before it.
+    async def logprobs(
+        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
+    ) -> list[float]:
+        """Return the log-probs of `ids[1:]`, each given the ids before it.
+
+        Args:
+            temperature: sampling temperature of the distribution, above 0.
 
         Raises:
             WeightSyncError: the engine cannot compute them.
@@ -242,7 +247,9 @@ class InferenceOnlyEngine:
     async def drop_adapter(self, name: str) -> None:
         """Do nothing: no adapter can be loaded."""
 
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+    async def logprobs(
+        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
+    ) -> list[float]:
         raise WeightSyncError(self.not_trainable)
 
     async def sleep(self, level: int = 1) -> str | None:

@@ -38,7 +38,7 @@ class OptimizerSettings(Config):
     lr: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
-    """Updates over which the learning rate rises linearly from 0. The first one has none."""
+    """Updates over which the learning rate rises linearly to `lr`; the first has `lr / lr_warmup_steps`."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of the cosine schedule, as a fraction of `lr`."""
     weight_decay: float = Field(default=0.01, ge=0, le=MAX_FACTOR)
@@ -183,6 +183,12 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             raise ValueError(
                 "adv_estimator 'opd' reads no rewards without reward_coef, so that kl_reward_coef has no "
                 "effect; set reward_coef, or kl_coef instead"
+            )
+        if self.kl_coef and self.kl_type == "k1":
+            raise ValueError(
+                "kl_type 'k1' in the loss has an expected gradient of 0 on the policy's own samples; set "
+                "kl_type='k2' (the gradient of the KL divergence) or 'k3', or subtract k1 from the reward by "
+                "kl_reward_coef with kl_reward_type='k1'"
             )
         if self.loss_mode == "dro" and self.dro_beta is None:
             raise ValueError("loss_mode 'dro' needs the weight of its penalty; set dro_beta, as to 0.05")

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, OptimizerSettings
+from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, ValueEngine
@@ -103,6 +104,9 @@ def _build(
         optimizer_config=optimizer_config(settings, total_steps),
         checkpoint_config=verl.CheckpointConfig(save_contents=parts, load_contents=parts),
     )
+    # ratios and pair weights compare passes, which must have the same weights; answers alone need none
+    learns_answers = isinstance(settings, SupervisedSettings)
+    engine.keeps_dropout = learns_answers and not isinstance(settings, PreferenceSettings)
     engine.initialize()
     if config.packed:
         _check_packing(engine, config, model_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.dropout import _DropoutNd
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
@@ -43,6 +44,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
         self._learner, self._is_resident = learner, False
+        self.keeps_dropout = True
+        """True if the model's own dropout is active in training."""
         super().__init__(**configs)
 
     @property
@@ -84,9 +87,17 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             warnings.simplefilter("ignore")
             module = auto_class.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
         module.to(torch.float32)  # transformers loads some parameters in a type of their own
+        if not self.keeps_dropout:
+            disable_dropout(module)
         if settings.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
+
+    def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Build verl's schedule with a warm-up that starts above 0, so that its first step trains."""
+        shape = super()._build_lr_scheduler(optimizer).lr_lambdas[0]
+        warmup = self.optimizer_config.lr_warmup_steps or 0
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shape(step + (step < warmup)))
 
     def _build_lora_module(self, module: Any) -> Any:
         """Wrap the model with peft. verl's version does not support dropout."""
@@ -333,6 +344,20 @@ class ValueEngine(RaylightEngine):
         peft.inject_adapter_in_model(peft_config(lora, None, base), base)
         check_adapter(module, lora)
         return module
+
+
+def disable_dropout(module: torch.nn.Module) -> None:
+    """Set all dropout probabilities of a model and of its configuration to 0."""
+    for part in module.modules():
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+        config = getattr(part, "config", None)
+        for owner in [part] if config is None else [part, config]:
+            names = [
+                name for name, value in vars(owner).items() if "drop" in name and isinstance(value, float)
+            ]
+            for name in names:  # attention reads such attributes
+                setattr(owner, name, 0.0)
 
 
 def check_heads(config: Any, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.learner.fsdp import RaylightEngine
+from raylight.learner.fsdp import RaylightEngine, disable_dropout
 from raylight.learner.response_logprobs import LogprobHead
 from raylight.learner.token_logprobs import SMALL_CHUNK
 
@@ -35,6 +35,8 @@ class LocalEngine(RaylightEngine):
         """Add the adapter, and build the optimizer and the learning-rate schedule."""
         if self.model_config.enable_gradient_checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        if not self.keeps_dropout:
+            disable_dropout(self.module)
         LogprobHead(self.module, SMALL_CHUNK)
         if self._is_lora:
             self.module = self._build_lora_module(self.module)

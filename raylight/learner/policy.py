@@ -127,8 +127,9 @@ class Policy(TrainedModel):
             for row in rows:
                 row.old_logprobs = row.engine_logprobs
         if infers:
-            interpolates = settings.proximal == "loglinear"
-            name = "learner_logprobs" if settings.bypass_mode or interpolates else "old_logprobs"
+            # the only step under dropout takes its own log-probs as the old ones, which have the same weights
+            measures_only = not settings.needs_old_logprobs
+            name = "learner_logprobs" if settings.bypass_mode or measures_only else "old_logprobs"
             if settings.has_token_baselines:
                 logprobs, squares = self.engine.infer_with_squares(rows)
                 self._set(rows, "sum_pi_squared", squares)

@@ -64,6 +64,7 @@ class Training(StepLoop):
         self._run, self._algorithm, self._learners = run, run.training.algorithm, run.learners
         self._config, self._stop = config, stop or StopRequest()
         self._total = run.training.total_steps
+        self._repeated_tasks = self._algorithm.repeated_tasks(train_tasks.size or 0)
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run, report.note)
@@ -128,6 +129,11 @@ class Training(StepLoop):
         if not self._groups.is_recorded(step):
             await self._let_sample(step - 1)
         metrics, has_signal = await self._learn(step) if step else ({}, True)
+        if is_new and step == self._total and self._repeated_tasks:
+            self._report.note(
+                f"step {step} is the last and was filled from one more pass over the tasks: "
+                f"{self._repeated_tasks} of its {self._algorithm.tasks_per_step} tasks"
+            )
         without_signal = 0 if has_signal else self._steps_without_signal + 1
         is_last = step == self._total or without_signal >= self._algorithm.max_steps_without_signal
         evaluates = is_new and self._evaluator.is_due(step, is_last)

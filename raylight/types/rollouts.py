@@ -81,7 +81,8 @@ class RolloutConfig(Config):
     its tokens are not trained; without a reward the rollout is left out. "fail": the attempt has failed, and
     is not retried."""
     truncated_reward: float = Field(default=0.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
-    """Reward of an attempt whose agent raised an error after it spent a budget, for `truncated="score"`."""
+    """Reward of an attempt whose agent raised an error after it spent a budget, for `truncated="score"`.
+    Where rewards are costs, set it to the lowest: 0 would be the best of them."""
 
     @field_validator("timeout_seconds", "unresponsive_seconds", "max_seconds", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ def build_dying_engine(settings: EngineSettings, marker: str) -> Any:
     if Path(marker).exists():
         return engine
 
-    async def die(ids: list[int], adapter: str | None = None) -> list[float]:
+    async def die(ids: list[int], adapter: str | None = None, temperature: float = 1.0) -> list[float]:
         Path(marker).touch()  # noqa: ASYNC240 - the process ends
         os.kill(os.getpid(), signal.SIGKILL)
         return []

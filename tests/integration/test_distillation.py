@@ -156,10 +156,9 @@ def fit(folder: Path, teacher: str, n_steps: int, resume: Any = False, **setting
         group_size=4,
         tasks_per_step=4,
         n_steps=n_steps,
-        lr=2e-4,
         val_every=None,
         val_before_train=False,
-        **settings,
+        **{"lr": 2e-4} | settings,
     )
     trainer = rl.Trainer(
         algorithm=algorithm,
@@ -205,6 +204,14 @@ def test_a_resumed_run_has_the_same_weights(surer_model: str, tmp_path: Path) ->
     version = str(tmp_path / "whole" / "checkpoint")  # as the teacher of the model that it was before
     (step,) = fit(tmp_path / "older", version, 1)
     assert abs(step["learner/teacher_kl"]) > 1e-3  # that of the starting model would be 0
+
+
+def test_a_student_equal_to_its_teacher_stays_at_another_temperature(tmp_path: Path) -> None:
+    """The learning rate is low: Adam would make whole steps of rounding errors."""
+    rows = fit(tmp_path, STARTER_MODEL, 3, lr=1e-7, sampling_parameters={"temperature": 0.7})
+    assert [row["learner/teacher_kl"] for row in rows] == pytest.approx([0.0] * 3, abs=1e-3)
+    assert rows[0]["learner/advantage_abs_mean"] < 1e-5
+    assert rows[0]["learner/grad_norm"] < 1e-4
 
 
 def test_rollouts_go_on_beside_the_teacher(surer_model: str, tmp_path: Path) -> None:

@@ -143,6 +143,48 @@ def test_dropout_is_active_in_training_only(batch, plain):
     assert policy.logprobs(PROBE) == policy.logprobs(PROBE)
 
 
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_a_models_own_dropout_is_not_part_of_the_policy(mini_batches, tmp_path, plain):
+    """Weights stand still, so both passes must give the engine's log-probs: nothing is clipped."""
+    from raylight.learner.policy import Policy
+
+    folder = tmp_path / "dropping"
+    shutil.copytree(STARTER_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        exact = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
+    settings = PolicySettings(lr=1e-12, mini_batches=mini_batches, max_logprob_mismatch=1e-4, grad_clip=1e6)
+    metrics = Policy(str(folder), LearnerConfig(), settings, total_steps=4).update(exact)
+    assert metrics["learner/clip_fraction"] == 0
+    assert metrics["learner/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    without = Policy(STARTER_MODEL, LearnerConfig(), settings, total_steps=4).update(exact)
+    assert metrics["learner/grad_norm"] == pytest.approx(without["learner/grad_norm"], rel=1e-4)
+
+
+def test_every_dropout_of_a_model_is_found():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from raylight.learner.fsdp import disable_dropout
+
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.3, embd_pdrop=0.3, resid_pdrop=0.3)).train()
+    ids = torch.arange(8)[None]
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    disable_dropout(model)
+    torch.testing.assert_close(model(ids).logits, model.eval()(ids).logits)
+
+
+def test_the_only_step_under_lora_dropout_has_the_ratio_one(batch):
+    """Old log-probs of a pass without dropout of 0.5 would differ from those of the step."""
+    dropping = {"lora": {"rank": 4, "alpha": 8, "dropout": 0.5}}
+    policy = make_policy(dropping, lr=0.05, max_logprob_mismatch=50.0)
+    policy.update(batch)  # the adapter is no longer 0
+    metrics = policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=1))
+    assert metrics["learner/ppo_kl"] == 0
+    assert metrics["learner/clip_fraction"] == 0
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
@@ -230,11 +272,22 @@ def test_the_cosine_schedule_warms_up_and_decays(batch):
         lr_schedule="cosine", lr_warmup_steps=1, min_lr_ratio=0.1, betas=(0.8, 0.9), weight_decay=0.3
     )
     optimizer = policy.engine.optimizer.param_groups[0]
-    assert (optimizer["lr"], optimizer["betas"], optimizer["weight_decay"]) == (0.0, (0.8, 0.9), 0.3)
+    assert (optimizer["lr"], optimizer["betas"], optimizer["weight_decay"]) == (1e-3, (0.8, 0.9), 0.3)
     rates = [float(policy.engine.lr_scheduler_step()) for _ in range(4)]
     assert rates == pytest.approx([1e-3 * (0.55 + 0.45 * math.cos(math.pi * step / 3)) for step in range(4)])
     with pytest.raises(ConfigError, match="min_lr_ratio"):
         PolicySettings(min_lr_ratio=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_no_step_of_a_warm_up_has_the_rate_zero(schedule, batch):
+    policy = make_policy(lr=1e-3, lr_schedule=schedule, lr_warmup_steps=3)
+    optimizer, before = policy.engine.optimizer.param_groups[0], policy.logprobs(PROBE)
+    rates = [optimizer["lr"]]
+    policy.update(batch)
+    assert policy.logprobs(PROBE) != before
+    rates += [optimizer["lr"], *(float(policy.engine.lr_scheduler_step()) for _ in range(2))]
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3])
 
 
 @pytest.mark.slow
@@ -289,5 +342,5 @@ def test_the_policys_schedule_starts_after_critic_warm_up():
         policy.update(make_batch([[-1.0] * len(answer) for answer in ANSWERS], version=5 + i))
         for i in range(3)
     ]
-    assert [metrics["learner/lr"] for metrics in seen] == pytest.approx([0.0, 0.0, 5e-4])
+    assert [metrics["learner/lr"] for metrics in seen] == pytest.approx([5e-4, 5e-4, 1e-3])
     assert ["learner/grad_norm" in metrics for metrics in seen] == [False, False, True]

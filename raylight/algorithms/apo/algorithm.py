@@ -45,8 +45,8 @@ class APO(Algorithm, Generic[Task]):
     the best prompt if its score is strictly higher.
 
     A rewrite with missing or unknown placeholders, with invalid syntax, or of a text that was tried before is
-    rejected and counted. A rollout that failed, timed out or has no reward scores 0; infrastructure failures
-    are excluded.
+    rejected and counted. A rollout that failed, timed out or has no reward scores `failure_reward`;
+    infrastructure failures are excluded.
 
     Files in the run directory: `apo.json` (every prompt with its scores and parent; `fit(resume=...)` resumes
     from it), `apo_tree.png`, `best_prompt.txt`. At the end, the latest resources in the store hold the best
@@ -66,6 +66,8 @@ class APO(Algorithm, Generic[Task]):
             queue.
         run_initial_validation: score the seed on all validation tasks first, so that only a better prompt
             replaces it.
+        failure_reward: score of a rollout that failed, timed out or has no reward. None: the lowest reward of
+            the search, at most 0; scores follow when it falls.
         served_model: folder or name of a model that the run serves to agents, as `llm` or for every LLM
             without an endpoint; None: no model.
         max_concurrent: most prompts that are rolled out or criticised at a time.
@@ -91,6 +93,7 @@ class APO(Algorithm, Generic[Task]):
         beam_rounds: int = 3,
         rollout_batch_timeout: float = 3600.0,
         run_initial_validation: bool = True,
+        failure_reward: float | None = None,
         served_model: str | None = None,
         max_concurrent: int = 8,
         seed: int = 0,
@@ -114,6 +117,7 @@ class APO(Algorithm, Generic[Task]):
             beam_rounds=beam_rounds,
             rollout_batch_timeout=rollout_batch_timeout,
             run_initial_validation=run_initial_validation,
+            failure_reward=failure_reward,
             max_concurrent=max_concurrent,
             seed=seed,
         )
@@ -261,9 +265,11 @@ def round_metrics(history: History, seconds: float) -> dict[str, float]:
     """Return the metrics of the last finished round."""
     number, beam = history.rounds_done, history.beam
     assert beam[0].val_score is not None, "the leader of a finished round was validated"
+    best = history.best_candidate.val_score
+    assert best is not None, "the best of a finished round was validated"
     return {
         "val/reward": beam[0].val_score,
-        "apo/best": history.best_candidate.val_score or 0.0,
+        "apo/best": best,
         "apo/beam_mean": sum(candidate.batch_scores[number] for candidate in beam) / len(beam),
         "apo/made": float(len(history.created_in(number))),
         "apo/rejected": float(sum(rejection.round == number for rejection in history.rejections)),

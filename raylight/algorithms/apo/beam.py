@@ -17,7 +17,7 @@ from raylight.aio import task_group
 from raylight.algorithms.apo.edits import RejectedEdit, parse_rewrite
 from raylight.algorithms.apo.history import Candidate, History, Rejection
 from raylight.algorithms.apo.settings import ApoSettings
-from raylight.algorithms.apo.trials import Evaluation, Trial
+from raylight.algorithms.apo.trials import Evaluation, Trial, lowest_reward
 from raylight.errors import CriticError
 from raylight.types import RolloutMode
 
@@ -96,6 +96,8 @@ class BeamSearch:
         self._on_change = on_change
         self._log = log
         self._slots = asyncio.Semaphore(settings.max_concurrent)
+        if settings.failure_reward is not None:
+            history.set_failure_reward(settings.failure_reward)
 
     async def begin(self) -> None:
         """Score the seed on all validation tasks, if the settings ask for it."""
@@ -162,7 +164,7 @@ class BeamSearch:
         variants = random.Random(f"{settings.seed}/variants/{number}/{index}")
         critique_variant, edit_variant = variants.randrange(1_000_000), variants.randrange(1_000_000)
         async with self._slots:
-            evaluation = await self._evaluate(parent.template, tasks, "train")
+            evaluation = await self._roll_out(parent, tasks, "train")
             try:
                 critique = await self._critique(parent.template, evaluation.trials, critique_variant)
                 answer = await self._edit(parent.template, critique, edit_variant)
@@ -189,8 +191,9 @@ class BeamSearch:
         if number in candidate.batch_scores:  # scored before the round was interrupted
             return
         async with self._slots:
-            evaluation = await self._evaluate(candidate.template, batch, "val")
-        candidate.batch_scores[number] = evaluation.score
+            evaluation = await self._roll_out(candidate, batch, "val")
+        candidate.batch_scores[number] = evaluation.score(self.history.failure_reward)
+        candidate.batch_failures[number] = evaluation.failed_fraction
         self._log_score(candidate, evaluation, f"on {len(batch)} tasks")
         self._on_change()
 
@@ -200,16 +203,25 @@ class BeamSearch:
         history = self.history
         if leader.val_score is not None:
             return
-        evaluation = await self._evaluate(leader.template, range(self._n_val), "val")
-        best = history.best_candidate.val_score
-        leader.val_score = evaluation.score
+        evaluation = await self._roll_out(leader, range(self._n_val), "val")
+        leader.val_score = evaluation.score(history.failure_reward)
+        leader.val_failures = evaluation.failed_fraction
         self._log_score(leader, evaluation, f"on all {self._n_val} validation tasks")
-        if best is None or evaluation.score > best:
-            history.best = leader.version
+        history.choose_best()
         self._on_change()
+
+    async def _roll_out(self, candidate: Candidate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
+        """Evaluate a prompt. A lower reward than any before is from then on the score of failed rollouts."""
+        evaluation = await self._evaluate(candidate.template, tasks, mode)
+        if self.settings.failure_reward is None:
+            lowest = lowest_reward(evaluation.trials, self.history.failure_reward)
+            if lowest < self.history.failure_reward:
+                self.history.set_failure_reward(lowest)
+        return evaluation
 
     def _log_score(self, candidate: Candidate, evaluation: Evaluation, tasks: str) -> None:
         problems = evaluation.problems()
         self._log(
-            f"{candidate.version} scored {evaluation.score:.3f} {tasks}{f' ({problems})' if problems else ''}"
+            f"{candidate.version} scored {evaluation.score(self.history.failure_reward):.3f} {tasks}"
+            f"{f' ({problems})' if problems else ''}"
         )

@@ -33,8 +33,8 @@ class PromptEvaluator:
         timeout: seconds after which the undecided rollouts of a batch are cancelled.
         messages: adapter that converts spans into conversations.
         report_failures: called with the rollouts of every batch.
-        agent_works: True if the agent has returned rewards before, so that a prompt without rewards scores 0
-            instead of ending the search.
+        agent_works: True if the agent has returned rewards before, so that a prompt without rewards does not
+            end the search.
     """
 
     def __init__(

@@ -37,6 +37,10 @@ class Candidate(HistoryModel):
     """Round -> mean reward on its validation batch."""
     val_score: float | None = None
     """Mean reward on all validation tasks; None if the prompt never led a beam."""
+    batch_failures: dict[int, float] = Field(default_factory=dict)
+    """Round -> fraction of its rollouts without a reward."""
+    val_failures: float = 0.0
+    """Fraction of the rollouts on all validation tasks without a reward."""
 
     @property
     def last_score(self) -> float | None:
@@ -72,6 +76,8 @@ class History(HistoryModel):
     """Versions in the beam after each round, best first; the first beam holds the seed only."""
     generated: int = 0
     """Last round whose rewrites are complete."""
+    failure_reward: float = 0.0
+    """Score of a rollout without a reward."""
     best: str = "v0"
     """Version of the prompt with the highest score on all validation tasks; the seed until there is a
     score."""
@@ -126,6 +132,22 @@ class History(HistoryModel):
         )
         self.candidates.append(added)
         return added
+
+    def set_failure_reward(self, reward: float) -> None:
+        """Correct all scores for another score of rollouts without a reward."""
+        change, self.failure_reward = reward - self.failure_reward, reward
+        for candidate in self.candidates:
+            for number, fraction in candidate.batch_failures.items():
+                candidate.batch_scores[number] += change * fraction
+            if candidate.val_score is not None:
+                candidate.val_score += change * candidate.val_failures
+        self.choose_best()
+
+    def choose_best(self) -> None:
+        """Let the prompt with the highest score on all validation tasks be the best; of equals, the one that
+        was."""
+        scores = {c.version: c.val_score for c in self.candidates if c.val_score is not None}
+        self.best = max(scores, key=lambda version: (scores[version], version == self.best), default="v0")
 
     def contains(self, text: str) -> bool:
         """Return True if there is a prompt with this text."""

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from raylight.base_config import Config
 from raylight.bounds import MAX_CONCURRENT, MAX_SAMPLES, MAX_SECONDS, Seed
+from raylight.traces.rewards import MAX_REWARD
 
 
 class ApoSettings(Config):
@@ -21,5 +22,6 @@ class ApoSettings(Config):
     beam_rounds: int = Field(default=3, ge=0, le=MAX_SAMPLES)
     rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     run_initial_validation: bool = True
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     max_concurrent: int = Field(default=8, ge=1, le=MAX_CONCURRENT)
     seed: Seed = 0

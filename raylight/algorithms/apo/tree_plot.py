@@ -60,7 +60,7 @@ def plot_tree(history: History, path: Path) -> None:
     dots = axes.scatter(
         [positions[c.version][0] for c in scored],
         [positions[c.version][1] for c in scored],
-        c=[_score(c) or 0.0 for c in scored],
+        c=[score for c in history.candidates if (score := _score(c)) is not None],
         s=130,
         cmap="viridis",
         edgecolors=["black" if c.version in kept else "none" for c in scored],

@@ -35,9 +35,9 @@ class Trial:
     """Texts that the agent emitted by `rl.emit_message`."""
 
     @property
-    def score(self) -> float:
-        """Contribution to the prompt's score: the reward of a rollout that succeeded, else 0."""
-        return self.reward if self.reward is not None and self.outcome == "succeeded" else 0.0
+    def score(self) -> float | None:
+        """Reward of a rollout that succeeded; None if it failed, timed out or has no reward."""
+        return self.reward if self.outcome == "succeeded" else None
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,24 @@ class Evaluation:
 
     trials: Sequence[Trial] = field(default_factory=list)
 
-    @property
-    def score(self) -> float:
-        """Mean reward, with 0 for rollouts that failed, timed out or have no reward; lost rollouts are
-        excluded.
+    def score(self, failure_reward: float) -> float:
+        """Return the mean reward, with `failure_reward` for rollouts that failed, timed out or have no
+        reward; lost rollouts are excluded.
 
         Raises:
             ZeroDivisionError: all rollouts were lost.
         """
-        scores = [trial.score for trial in self.trials if trial.outcome != "lost"]
-        return sum(scores) / len(scores)
+        scores = self._scores()
+        return sum(failure_reward if score is None else score for score in scores) / len(scores)
+
+    @property
+    def failed_fraction(self) -> float:
+        """Fraction of the rollouts that have no score, without lost ones."""
+        scores = self._scores()
+        return sum(score is None for score in scores) / len(scores)
+
+    def _scores(self) -> list[float | None]:
+        return [trial.score for trial in self.trials if trial.outcome != "lost"]
 
     def problems(self) -> str:
         """Return the counts of rollouts without success or reward, in words; empty if there are none."""
@@ -65,6 +73,11 @@ class Evaluation:
             [f"{count} {outcome}" for outcome, count in counts.items()]
             + [f"{unscored} without a reward"] * bool(unscored)
         )
+
+
+def lowest_reward(trials: Sequence[Trial], before: float) -> float:
+    """Return the lowest reward of rollouts, or `before` if that is lower."""
+    return min([before, *(trial.score for trial in trials if trial.score is not None)])
 
 
 def describe_trials(trials: Sequence[Trial]) -> str:

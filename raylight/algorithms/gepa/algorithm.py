@@ -40,6 +40,7 @@ class GepaSettings(Config):
     max_rollouts: int = Field(default=200, ge=1, le=MAX_COUNT)
     minibatch_size: int = Field(default=3, ge=1, le=MAX_SAMPLES)
     perfect_score: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
     use_merge: bool = False
     rollout_batch_timeout: float = Field(default=3600.0, gt=0, le=MAX_SECONDS)
     seed: Seed = 0
@@ -54,8 +55,8 @@ class GEPA(Algorithm):
     prompt. One that is better on the same tasks is scored on all validation tasks, and joins the pool.
 
     A prompt with other placeholders than the seed's is rejected without rollouts, and counted. A rollout that
-    failed, timed out or has no reward scores 0; infrastructure failures end the search, which `resume`
-    continues.
+    failed, timed out or has no reward scores `failure_reward`; infrastructure failures end the search, which
+    `resume` continues.
 
     Files in the run directory: `gepa.json` (every prompt with scores and parents), `gepa/` (the state of the
     package after each round, from which `fit(resume=...)` continues), `best_prompt.txt`. At the end, the
@@ -68,6 +69,8 @@ class GEPA(Algorithm):
         max_rollouts: budget; the search ends with the round that exceeds it.
         minibatch_size: training tasks of a round.
         perfect_score: reward at which a task needs no reflection.
+        failure_reward: score of a rollout that failed, timed out or has no reward. None: the lowest reward so
+            far, at most 0; the best prompt is chosen by the lowest of the whole search.
         use_merge: also merge prompts of the front.
         rollout_batch_timeout: seconds for the rollouts of one prompt on one batch, including the time in the
             queue.
@@ -89,6 +92,7 @@ class GEPA(Algorithm):
         max_rollouts: int = 200,
         minibatch_size: int = 3,
         perfect_score: float = 1.0,
+        failure_reward: float | None = None,
         use_merge: bool = False,
         rollout_batch_timeout: float = 3600.0,
         served_model: str | None = None,
@@ -107,6 +111,7 @@ class GEPA(Algorithm):
             max_rollouts=max_rollouts,
             minibatch_size=minibatch_size,
             perfect_score=perfect_score,
+            failure_reward=failure_reward,
             use_merge=use_merge,
             rollout_batch_timeout=rollout_batch_timeout,
             seed=seed,
@@ -172,8 +177,15 @@ class GEPA(Algorithm):
         )
         console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         async with client_on_current_loop(self.client) as client:
+            settings = self.settings
             adapter = RolloutAdapter(
-                name, seed, evaluator, client, self.settings.reflection_model, self.settings.temperature
+                name,
+                seed,
+                evaluator,
+                client,
+                settings.reflection_model,
+                settings.temperature,
+                settings.failure_reward,
             )
             found = await self._optimize(adapter, len(train), len(val), state, goes_on)
         self.result = found | {"rejected": adapter.rejected, "identity": identity}
@@ -198,7 +210,8 @@ class GEPA(Algorithm):
         Args:
             goes_on: the state has the scores of the seed.
         """
-        settings, progress = self.settings, GepaProgress(self._run_context, asyncio.get_running_loop())
+        settings = self.settings
+        progress = GepaProgress(self._run_context, asyncio.get_running_loop(), adapter)
 
         def optimize() -> Any:
             import gepa
@@ -208,8 +221,6 @@ class GEPA(Algorithm):
                 trainset=[("train", index) for index in range(n_train)],
                 valset=[("val", index) for index in range(n_val)],
                 adapter=adapter,  # type: ignore[arg-type]
-                reflection_lm=adapter.reflect,
-                reflection_prompt_template=adapter.reflection_template(),
                 reflection_minibatch_size=settings.minibatch_size,
                 perfect_score=settings.perfect_score,
                 use_merge=settings.use_merge,
@@ -232,24 +243,29 @@ class GEPA(Algorithm):
             adapter.stop()
         if adapter.error is not None:
             raise adapter.error
+        scores = adapter.val_scores(result.candidates, result.val_subscores)
         candidates = [
             {"text": candidate[adapter.name], "parents": parents, "val_score": score, "rollouts": rollouts}
             for candidate, parents, score, rollouts in zip(
                 result.candidates,
                 result.parents,
-                result.val_aggregate_scores,
+                scores,
                 result.discovery_eval_counts,
                 strict=True,
             )
         ]
-        return {"best": result.best_idx, "candidates": candidates, "rollouts": result.total_metric_calls}
+        return {
+            "best": scores.index(max(scores)),
+            "candidates": candidates,
+            "rollouts": result.total_metric_calls,
+        }
 
 
 class GepaProgress:
     """Logger and callback of the package, which reports rounds as steps of the run."""
 
-    def __init__(self, context: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._context, self._loop = context, loop
+    def __init__(self, context: Any, loop: asyncio.AbstractEventLoop, adapter: RolloutAdapter) -> None:
+        self._context, self._loop, self._adapter = context, loop, adapter
 
     def log(self, message: str) -> None:
         """Drop the package's own lines; what they say is in the metrics and in gepa.json."""
@@ -267,9 +283,9 @@ class GepaProgress:
             self._loop.call_soon_threadsafe(self._context.stage, text)
 
     def _report(self, iteration: int, state: Any) -> None:
-        scores = state.program_full_scores_val_set
+        scores = self._adapter.val_scores(state.program_candidates, state.prog_candidate_val_subscores)
         metrics = {
-            "val/reward": float(max(scores)),
+            "val/reward": max(scores),
             "gepa/candidates": float(len(scores)),
             "gepa/rollouts": float(state.total_num_evals),
         }

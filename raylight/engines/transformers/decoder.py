@@ -160,11 +160,13 @@ class Decoder:
         self._cache.decode(last[0])
         return self._forward([None], ids[:, -1:], last, self._masks.build(last, ids.shape[1]), first)[0, 0]
 
-    def logprobs(self, ids: list[int], adapter: LoadedAdapter | None) -> list[float]:
-        """Return the log-probabilities of `ids[1:]` at temperature 1, each given the ids before it."""
+    def logprobs(
+        self, ids: list[int], adapter: LoadedAdapter | None, temperature: float = 1.0
+    ) -> list[float]:
+        """Return the log-probabilities of `ids[1:]` at a temperature, each given the ids before it."""
         tokens = torch.tensor([ids], device=self.device)
         logits = self.adapters.forward([adapter], input_ids=tokens, use_cache=False).logits[0, :-1]
-        return logits.float().log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; the last active one moves into its slot, so that slots stay dense."""

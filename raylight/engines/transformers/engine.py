@@ -153,7 +153,9 @@ class TransformersEngine(Sampler):
 
         await self._run(drop)
 
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+    async def logprobs(
+        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
+    ) -> list[float]:
         if not 2 <= len(ids) <= self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
             raise WeightSyncError(
                 f"log-probs need 2 to {self.max_model_len} token ids from 0 to {self.vocab_size - 1}"
@@ -167,7 +169,7 @@ class TransformersEngine(Sampler):
                 raise WeightSyncError("the engine is asleep; wake it first")
             if self._incomplete:
                 raise WeightSyncError("an update of the weights was broken off; publish a new version")
-            return self._decoder.logprobs(ids, loaded)
+            return self._decoder.logprobs(ids, loaded, temperature)
 
         return await self._run(compute)
 

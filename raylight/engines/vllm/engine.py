@@ -25,6 +25,7 @@ from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
 from raylight.engines.vllm.fields import RejectUnknownFields
 from raylight.engines.vllm.load import LoadStats
+from raylight.engines.vllm.prompt_temperature import PROMPT_TEMPERATURE
 from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.transfer_worker import LOST
 from raylight.errors import WeightSyncError
@@ -63,7 +64,7 @@ class VllmEngine:
         self._load = LoadStats(client)
         self._update_lock = asyncio.Lock()
         self._core_watch = CoreWatch(client.engine_core.is_sleeping_async)
-        self._asleep = self._closed = False
+        self._asleep = self._closed = self._scales_prompts = False
         self._paused = self._started = self._incomplete = False
         """The state of a weight update: scheduling is paused, layers are being loaded, and some have been."""
         self._failure: str | None = None
@@ -78,6 +79,7 @@ class VllmEngine:
         await self._client.collective_rpc("raylight_repair_updates")
         problems = await self._client.collective_rpc("raylight_record_constraints")
         self._capture.constraint_problem = next(filter(None, problems), None)
+        self._scales_prompts = all(await self._client.collective_rpc("raylight_scale_prompts"))
         app = await self._build_app()
         models = app.state.openai_serving_models
         models.lora_requests = self._adapters.served
@@ -200,15 +202,26 @@ class VllmEngine:
         async with self._update_lock:
             await self._adapters.drop(name)
 
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+    async def logprobs(
+        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
+    ) -> list[float]:
         if not 2 <= len(ids) < (self.max_model_len or 0):
             raise WeightSyncError(
                 f"log-probs need 2 to {(self.max_model_len or 0) - 1} token ids, not {len(ids)}"
             )
         if self._incomplete:
             raise WeightSyncError(INCOMPLETE)
+        if temperature != 1 and not self._scales_prompts:
+            raise WeightSyncError(
+                "log-probs at a temperature other than 1 need vLLM's V1 model runner; start the run with "
+                "VLLM_USE_V2_MODEL_RUNNER=0, or sample at temperature 1"
+            )
         params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={PROMPT_TEMPERATURE: temperature},
         )
         name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
         outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]

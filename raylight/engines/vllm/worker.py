@@ -53,6 +53,18 @@ class WorkerExtension:
             ConstraintRecorder(self.model_runner)
         return problem
 
+    def raylight_scale_prompts(self) -> bool:
+        """Compute a request's prompt log-probs at the temperature that it asks for, from now on.
+
+        Returns False if the model runner does not compute them in the method that is extended.
+        """
+        from raylight.engines.vllm.prompt_temperature import PromptTemperatures
+
+        if not hasattr(self.model_runner, PromptTemperatures.METHOD):
+            return False
+        PromptTemperatures(self.model_runner)
+        return True
+
 
 def _end_with(replica: int, replica_pid: int, core_pid: int) -> None:
     """Wait for a replica's end, and kill its engine core and this process.

@@ -83,6 +83,8 @@ class ScoredRow(NamedTuple):
     ids: IntArray
     start: int
     """Index of the first token that is scored, at least 1."""
+    temperature: float = 1.0
+    """Sampling temperature of the scored tokens."""
 
 
 def close_pickle_port() -> None:
@@ -216,13 +218,15 @@ class ReplicaRuntime:
         return await self._scorer.score(conversations, truncate)
 
     async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
-        """Return the log-probs at temperature 1 of the tokens of each row from its start on.
+        """Return the log-probs, at the row's temperature, of the tokens of each row from its start on.
 
         Raises:
             WeightSyncError: the engine cannot compute them.
         """
         assert self._engine is not None, "the replica has started"
-        found = await asyncio.gather(*(self._engine.logprobs(row.ids.tolist()) for row in rows))
+        found = await asyncio.gather(
+            *(self._engine.logprobs(row.ids.tolist(), temperature=row.temperature) for row in rows)
+        )
         return [
             np.asarray(logprobs[row.start - 1 :], np.float32)
             for row, logprobs in zip(rows, found, strict=True)

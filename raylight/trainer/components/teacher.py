@@ -93,7 +93,7 @@ class Teacher:
     async def score(
         self, batch: TrainBatch, finished: Sequence[FinishedRollout]
     ) -> tuple[TrainBatch, dict[str, float]]:
-        """Return a batch with the teacher's log-probs, and metrics.
+        """Return a batch with the teacher's log-probs at each row's sampling temperature, and metrics.
 
         Args:
             finished: the rollouts of the batch; with spans if the teacher has a prompt function.
@@ -104,7 +104,7 @@ class Teacher:
             RowTooLongError: a row is too long with the teacher's prompt.
         """
         started = time.perf_counter()
-        rows = [ScoredRow(row.token_ids, row.prompt_length) for row in batch.rows]
+        rows = [ScoredRow(row.token_ids, row.prompt_length, row.temperature) for row in batch.rows]
         metrics: dict[str, float] = {}
         if self._prompt is not None:
             rows, metrics = await self._change(batch.rows, rows, await self._changes(batch.rows, finished))
@@ -138,7 +138,9 @@ class Teacher:
             if change is None:
                 continue
             differing += rendered[change.own] != change.tokens.tolist()
-            scored[index] = ScoredRow(*replace_prompt(rows[index], change.tokens, rendered[change.teacher]))
+            row = rows[index]
+            replaced = replace_prompt(row, change.tokens, rendered[change.teacher])
+            scored[index] = ScoredRow(*replaced, row.temperature)
             if (length := len(scored[index].ids)) > self._most_tokens:
                 raise RowTooLongError(
                     f"with the teacher's prompt, a row of rollout {change.rollout_id} has {length} tokens, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +29,11 @@ LOST = Failure(kind="infrastructure", error="ConnectionError: gone")
 
 
 @contextlib.asynccontextmanager
-async def agents(store: StoreClient, failure: Failure | None = None) -> AsyncIterator[list[str]]:
-    """Execute rollouts; the reward is the fraction of good words in the prompt. Yields the prompts."""
+async def agents(
+    store: StoreClient, failure: Failure | None = None, rewards: Callable[[str], Any] | None = None
+) -> AsyncIterator[list[str]]:
+    """Execute rollouts; the reward is the fraction of good words in the prompt, or what `rewards` returns for
+    it. Yields the prompts."""
     seen: list[str] = []
 
     async def work() -> None:
@@ -44,6 +47,13 @@ async def agents(store: StoreClient, failure: Failure | None = None) -> AsyncIte
             resources = (await store.get_resources_by_id(rollout.resources_id or "")).resources
             text = resources["prompt"].template
             seen.append(text)
+            if rewards is not None:
+                scored = rewards(text)
+                if isinstance(scored, Failure):
+                    await store.finish_attempt(rollout, "failed", failure=scored)
+                else:
+                    await store.finish_attempt(rollout, "succeeded", spans=[reward_of(rollout, scored)])
+                continue
             missing = [word for word in ("politely", "briefly") if word not in text]
             told = span_of(rollout, MESSAGE, attributes={MESSAGE_BODY: f"missing: {missing}"})
             reward = reward_of(rollout, 1.0 - len(missing) / 2)
@@ -127,6 +137,55 @@ async def test_a_prompt_without_its_placeholder_is_never_rolled_out() -> None:
     assert gepa.get_best_prompt() == SEED
     assert gepa.result is not None
     assert "lacks the placeholders a" in gepa.result["rejected"][0]["reason"]
+
+
+async def test_a_rewrite_without_its_placeholder_is_never_the_best_of_negative_rewards() -> None:
+    store = StoreClient(StoreService())
+    with serve_script(lambda model, text: "```\nAnswer briefly.\n```") as models:
+        async with agents(store, rewards=lambda text: -0.5) as seen, within(60):
+            gepa = algorithm(models.url, store, max_rollouts=12)
+            await gepa.run([1, 2], [5, 6])
+    assert gepa.get_best_prompt() == SEED
+    assert gepa.result is not None
+    assert [candidate["val_score"] for candidate in gepa.result["candidates"]] == [-0.5]
+    assert len(seen) == gepa.result["rollouts"], "a rejected rewrite costs none"
+    latest = await store.get_latest_resources()
+    assert latest is not None
+    assert latest.resources["prompt"] == SEED
+
+
+@pytest.mark.parametrize("fixed", [None, -3.0])
+async def test_a_prompt_that_crashes_the_agent_is_never_better_than_an_honest_one(
+    fixed: float | None,
+) -> None:
+    store = StoreClient(StoreService())
+    with serve_script(lambda model, text: "```\nCrash {a}.\n```") as models:
+        rewards = lambda text: BROKEN if "Crash" in text else -0.5  # noqa: E731
+        async with agents(store, rewards=rewards) as seen, within(60):
+            gepa = algorithm(models.url, store, max_rollouts=12, failure_reward=fixed)
+            await gepa.run([1, 2], [5, 6])
+    assert "Crash {a}." in seen
+    assert gepa.get_best_prompt() == SEED
+
+
+async def test_scores_of_failures_follow_the_lowest_reward_of_the_search() -> None:
+    """Task 0 crashes while the lowest reward is -0.2; task 0 of the other prompt is answered at -0.6."""
+    from openai import AsyncOpenAI
+
+    trials = [[Trial(0, "failed"), Trial(1, "succeeded", -0.2)], [Trial(0, "succeeded", -0.6)] * 2]
+
+    async def evaluate(*args: Any) -> Any:
+        return SimpleNamespace(trials=trials.pop(0))
+
+    adapter = RolloutAdapter("prompt", SEED, evaluate, AsyncOpenAI(api_key="key"), "m", None)  # type: ignore[arg-type]
+    prompts, scores = [{"prompt": "crash {a}"}, {"prompt": "answer {a}"}], []
+    for prompt in prompts:
+        batch = await asyncio.to_thread(adapter.evaluate, [("val", 0), ("val", 1)], prompt)
+        scores.append(dict(enumerate(batch.scores)))
+    assert scores[0] == {0: -0.2, 1: -0.2}
+    resumed = RolloutAdapter("prompt", SEED, evaluate, AsyncOpenAI(api_key="key"), "m", None)  # type: ignore[arg-type]
+    resumed.set_adapter_state(adapter.get_adapter_state())
+    assert resumed.val_scores(prompts, scores) == pytest.approx([(-0.6 - 0.2) / 2, -0.6])
 
 
 @pytest.mark.parametrize("reply", [("```\n", "length"), "", 500])

@@ -150,12 +150,23 @@ def test_a_setting_without_effect_is_an_error(name: str, settings: dict[str, Any
         ("ReinforcePlusPlus", {"gamma": 0.9}),
         ("GRPO", {"clip_ratio_c": 5.0, "clip_ratio_high": 0.3, "norm_adv_by_std": False}),
         ("DrGRPO", {"loss_scale_factor": 8}),
-        ("GRPO", {"kl_coef": 0.1, "kl_type": "k1"}),
+        ("GRPO", {"kl_coef": 0.1, "kl_type": "k2"}),
     ],
 )
 def test_a_setting_with_effect_is_accepted(name: str, settings: dict[str, Any]) -> None:
     algorithm = getattr(algorithms, name)(model="m", **settings)
     assert {key: getattr(algorithm, key) for key in settings} == settings
+
+
+def test_k1_in_the_loss_is_refused_since_its_expected_gradient_is_zero() -> None:
+    """d/dtheta E_p[log p - log q] at fixed samples is sum_x p dlog p = sum_x dp = 0, for any q."""
+    torch = pytest.importorskip("torch")
+    logits = torch.tensor([0.3, -1.2, 0.8], dtype=torch.float64, requires_grad=True)
+    p, log_q = logits.softmax(0).detach(), torch.tensor([-0.2, -2.0, -3.0], dtype=torch.float64)
+    (p * (logits.log_softmax(0) - log_q)).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"expected gradient of 0 .*set kl_type='k2'.*kl_reward_coef"):
+        algorithms.GRPO(model="m", kl_coef=0.1, kl_type="k1")
 
 
 def test_a_function_of_the_user_may_read_any_setting() -> None:

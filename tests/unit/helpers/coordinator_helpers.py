@@ -75,7 +75,9 @@ class SpyEngine:
         await self._hear("drop", name)
         self.adapters.pop(name, None)
 
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+    async def logprobs(
+        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
+    ) -> list[float]:
         await self._hear("probe", ids, adapter)
         return [-float(i) for i in ids[1:]]
 

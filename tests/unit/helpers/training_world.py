@@ -394,9 +394,8 @@ async def live(
     algorithm = world.algorithm(
         model=STARTER_MODEL,
         tasks_per_step=TASKS,
-        n_steps=world.steps,
         max_logprob_mismatch=1,
-        **{"best": None, "val_every": 2, "group_size": GROUP, **settings},
+        **{"n_steps": world.steps, "best": None, "val_every": 2, "group_size": GROUP, **settings},
     )
     training = TrainingSettings(
         algorithm,

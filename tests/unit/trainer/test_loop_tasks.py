@@ -95,6 +95,21 @@ def test_each_group_of_an_asynchronous_run_has_one_task(deaths: list[int], tmp_p
     assert function.repeated <= TASKS * GROUP * len(deaths)
 
 
+@pytest.mark.parametrize(("passes", "repeated"), [(1, 1), (2, 0)])
+def test_the_last_step_names_the_tasks_of_one_more_pass(passes: int, repeated: int, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.steps = passes * 2 if repeated else passes * 2 - 1
+    n_tasks = TASKS * 2 - 1 if repeated else TASKS * 3 // 2
+    asyncio.run(live(world, tasks=ShuffledTasks(list(range(n_tasks))), n_steps=None, n_epochs=passes))
+    notes = [note for note in world.notes if "one more pass" in note]
+    named = [
+        f"step {world.steps} is the last and was filled from one more pass over the tasks: 1 of its {TASKS}"
+    ]
+    assert [note.removesuffix(" tasks") for note in notes] == named * repeated
+    drawn = {group: tasks[0] for group, tasks in tasks_of(world).items()}
+    assert len(drawn) == passes * n_tasks + repeated
+
+
 class CountingTasks(ShuffledTasks):
     """Tasks whose sampler counts the outcomes of each draw."""
 

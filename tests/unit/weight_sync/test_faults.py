@@ -124,7 +124,9 @@ class Engine:
         await self._work()
         self.adapters.pop(name, None)
 
-    async def logprobs(self, ids: list[int], adapter: str | None = None) -> list[float]:
+    async def logprobs(
+        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
+    ) -> list[float]:
         await self._work()
         return [float(self.version)]
 

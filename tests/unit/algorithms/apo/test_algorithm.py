@@ -54,9 +54,9 @@ async def test_a_prompt_is_rolled_out_with_all_resources() -> None:
     evaluate = evaluator(store, reported=reported)
     async with runner(store, lambda rollout: float(rollout.input)) as seen:
         found = await evaluate(SEED, [2, 0], "train")
-        assert (await evaluate(SEED, [1], "val")).score == 21.0
+        assert (await evaluate(SEED, [1], "val")).score(0.0) == 21.0
     assert [trial.task for trial in found.trials] == [12, 10]
-    assert found.score == 11.0
+    assert found.score(0.0) == 11.0
     assert found.trials[0].notes == ["- step: tool='calculator'"]
     assert [rollout.mode for rollout in seen] == ["train", "train", "val"]
     assert len({rollout.resources_id for rollout in seen}) == 1, "a prompt is stored once"
@@ -76,7 +76,7 @@ async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> No
     store = StoreClient(StoreService())
     evaluate = evaluator(store, timeout=0.05)
     found = await evaluate(SEED, [0, 1], "val")  # nobody takes them
-    assert found.score == 0.0
+    assert found.score(0.0) == 0.0
     assert found.problems() == "2 timed out"
     assert await store.dequeue_rollout("w") is None, "they left the queue"
 
@@ -87,7 +87,7 @@ async def test_rollouts_out_of_time_are_cancelled_and_lost_ones_left_out() -> No
     async with runner(store, mixed), within():
         found = await evaluate(SEED, [0, 1, 2], "train")
     assert found.problems() == "1 failed, 1 lost"
-    assert found.score == 2.0
+    assert found.score(0.0) == 2.0
     assert found.trials[1].error == "ValueError: no"
 
 
@@ -111,9 +111,9 @@ async def test_once_the_agent_has_worked_a_prompt_with_which_it_fails_scores_not
     store, answers = StoreClient(StoreService()), iter([1.0, 1.0, BROKEN, BROKEN, None, None])
     evaluate = evaluator(store)
     async with runner(store, lambda rollout: next(answers)):
-        assert (await evaluate(SEED, [0, 1], "val")).score == 1.0
-        assert (await evaluate(SEED, [0, 1], "val")).score == 0.0
-        assert (await evaluate(SEED, [0, 1], "val")).score == 0.0, (
+        assert (await evaluate(SEED, [0, 1], "val")).score(0.0) == 1.0
+        assert (await evaluate(SEED, [0, 1], "val")).score(0.0) == 0.0
+        assert (await evaluate(SEED, [0, 1], "val")).score(0.0) == 0.0, (
             "nor does one with which it gives no reward"
         )
 

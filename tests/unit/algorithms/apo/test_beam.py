@@ -214,6 +214,45 @@ def test_the_seed_survives_edits_that_are_all_worse() -> None:
     assert history.beams[1][0] == history.beams[2][0] == "v0"
 
 
+class Costs(World):
+    """Rewards are costs; an odd number in a prompt crashes the agent on half of the tasks."""
+
+    def reward(self, text: str, task: int) -> float:
+        return super().reward(text, task) - 1.5
+
+    async def evaluate(self, template: PromptTemplate, tasks: Sequence[int], mode: RolloutMode) -> Evaluation:
+        found = await super().evaluate(template, tasks, mode)
+        odd = int(template.template.split()[-1]) % 2
+        return Evaluation([Trial(t.task, "failed") if odd and t.task % 2 else t for t in found.trials])
+
+
+@pytest.mark.parametrize("fixed", [None, -7.0])
+@pytest.mark.parametrize("salt", range(5))
+def test_failures_score_the_lowest_reward_of_the_whole_search(salt: int, fixed: float | None) -> None:
+    world, history = Costs(salt), fresh()
+    asyncio.run(run_all(world.search(history, ApoSettings(beam_rounds=2, failure_reward=fixed))))
+    seen = [
+        world.reward(text, t)
+        for text, tasks, _ in world.seen
+        for t in tasks
+        if not (int(text.split()[-1]) % 2 and t % 2)
+    ]
+    worst = min(seen) if fixed is None else fixed
+
+    def mean(text: str, tasks: Sequence[int]) -> float:
+        crashes = int(text.split()[-1]) % 2
+        return sum(worst if crashes and t % 2 else world.reward(text, t) for t in tasks) / len(tasks)
+
+    validated = [c for c in history.candidates if c.val_score is not None]
+    for candidate in validated:
+        assert candidate.val_score == pytest.approx(mean(candidate.template.template, range(N_VAL)))
+    for candidate in history.candidates:
+        for number, score in candidate.batch_scores.items():
+            batch = sample_batch(N_VAL, ApoSettings().val_batch_size, number - 1, 0)
+            assert score == pytest.approx(mean(candidate.template.template, batch))
+    assert history.best_candidate.val_score == max(c.val_score for c in validated)  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize("slots", [1, 3, 100])
 def test_prompts_are_evaluated_concurrently_up_to_max_concurrent(slots: int) -> None:
     class Held(World):

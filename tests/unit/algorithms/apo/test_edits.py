@@ -132,6 +132,8 @@ def test_the_transcript_for_the_critic() -> None:
 def test_the_score_of_an_evaluation() -> None:
     outcomes = [("succeeded", 1.0), ("failed", 1.0), ("timed out", None), ("succeeded", None), ("lost", None)]
     evaluation = Evaluation([Trial(task, outcome, reward) for task, (outcome, reward) in enumerate(outcomes)])  # type: ignore[arg-type]
-    assert evaluation.score == 0.25
+    assert evaluation.score(0.0) == 0.25
+    assert evaluation.score(-2.0) == (1.0 - 2.0 * 3) / 4
+    assert evaluation.failed_fraction == 3 / 4
     assert evaluation.problems() == "1 failed, 1 timed out, 1 lost, 1 without a reward"
     assert Evaluation([Trial(0, "succeeded", 1.0)]).problems() == ""
