@@ -79,9 +79,10 @@ class FileBundle:
             raise CommandError(f"the files of the agent in {folder} cannot be read: {error}") from None
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it."""
+        """Remove a file, or a folder with all that is in it, and the files and links above its path."""
         name = _name(path)
-        for found in [one for one in self._members if one == name or one.startswith(f"{name}/")]:
+        within = [one for one in self._members if one == name or one.startswith(f"{name}/")]
+        for found in (*within, *self._in_the_way(path)):
             self._remove_one(found)
 
     async def extract(self, sandbox: Sandbox, target: str, *, replaces: str | None = None) -> None:

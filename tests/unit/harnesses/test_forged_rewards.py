@@ -87,6 +87,16 @@ async def test_a_reward_that_the_agent_wrote_is_not_that_of_its_judge() -> None:
     assert await reward_of("mkdir reward.json", judge, "bubblewrap") == 0.25
 
 
+@needs_bubblewrap
+@pytest.mark.parametrize("reads", ["out/reward.json", "out/../reward.json", "out/deep/reward.json"])
+async def test_a_link_of_the_agents_leads_to_no_reward(reads: str) -> None:
+    made = "mkdir -p data/x/deep; echo 1 | tee data/reward.json data/x/reward.json data/x/deep/reward.json"
+    path = reads.replace("out/../", "")
+    command = f"mkdir -p out/deep && test ! -e {path} && echo 0.25 > {path}"
+    judge = RewardCommand(["sh", "-c", command], reads=reads)
+    assert await reward_of(f"{made}; ln -s data/x out", judge, "bubblewrap") == 0.25
+
+
 @pytest.mark.parametrize(("place", "reward"), [("fresh", 0.0), ("agent", 1.0)])
 async def test_an_agent_in_a_container_changes_programs_of_its_own_only(
     podman_image: str, place: Any, reward: float
