@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
 from raylight.bounds import MAX_COUNT
-from raylight.components import dotted_name, import_dotted_name
+from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.config import ScoringConfig
 from raylight.experience.teacher_prompts import TeacherPrompt, check_prompt_function
+
+
+@dataclass(frozen=True)
+class NamedPrompt:
+    """Prompt function by its dotted name, for commands that only read a run file."""
+
+    name: str
+
+    def __call__(self, task: Any, messages: Any) -> Any:
+        raise NotImportedError(f"prompt={self.name!r:.200} is not imported; run `raylight train`")
 
 
 class TeacherConfig(ScoringConfig):
@@ -34,11 +45,18 @@ class TeacherConfig(ScoringConfig):
     @field_validator("prompt", mode="before")
     @classmethod
     def _parse_prompt(cls, value: Any) -> Any:
-        function = import_dotted_name(value, "prompt") if isinstance(value, str) else value
+        function = value
+        if isinstance(value, str):
+            try:
+                function = import_dotted_name(value, "prompt")
+            except NotImportedError:
+                return NamedPrompt(value)
         if callable(function):
             check_prompt_function(function)
         return function
 
     @field_serializer("prompt", when_used="json")
     def _name_prompt(self, value: TeacherPrompt | None) -> str | None:
+        if isinstance(value, NamedPrompt):
+            return value.name
         return None if value is None else dotted_name(value)

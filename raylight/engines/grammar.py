@@ -92,19 +92,26 @@ class Grammars:
         """
         text = json.dumps(schema)
         return await self._compile(
-            "compile_json_schema", schema, text, field, max_whitespace_cnt=MAX_WHITE_SPACE
+            "compile_json_schema", schema, text, field, "", max_whitespace_cnt=MAX_WHITE_SPACE
         )
 
-    async def compile_structure(self, structure: dict[str, Any], field: str = "tools") -> Any:
+    async def compile_structure(
+        self, structure: dict[str, Any], field: str = "tools", start: str = ""
+    ) -> Any:
         """Compile a grammar of text with tagged parts (xgrammar's structural tag).
+
+        Args:
+            start: text that the grammar allows, after which it must allow a token.
 
         Raises:
             RequestError: as for `compile_schema`.
         """
         tag = {"type": "structural_tag", "format": limit_white_space(structure)}
-        return await self._compile("compile_structural_tag", structure, json.dumps(tag), field)
+        return await self._compile("compile_structural_tag", structure, json.dumps(tag), field, start)
 
-    async def _compile(self, method: str, schema: Any, text: str, field: str, **options: Any) -> Any:
+    async def _compile(
+        self, method: str, schema: Any, text: str, field: str, start: str, **options: Any
+    ) -> Any:
         if not self.available:
             raise RequestError(MISSING)
         if problem := find_schema_problem(schema, len(text)):
@@ -114,12 +121,12 @@ class Grammars:
             raise RequestError(f"{field}: {self._problems[key]}")
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._threads, self._compile_now, method, text, options)
+            return await loop.run_in_executor(self._threads, self._compile_now, method, text, start, options)
         except UselessSchema as error:
             self._problems[key] = str(error)
             raise RequestError(f"{field}: {error}") from error
 
-    def _compile_now(self, method: str, text: str, options: dict[str, Any]) -> Any:
+    def _compile_now(self, method: str, text: str, start: str, options: dict[str, Any]) -> Any:
         try:
             compiler = self._get_compiler()
         except Exception as error:  # a broken installation: a missing library, another version's symbols
@@ -133,16 +140,19 @@ class Grammars:
             raise UselessSchema(f"the schema cannot be compiled: {reason:.500}") from error
         except Exception as error:
             raise _broken("failed", error) from error
-        if not self._begins(grammar):
+        if not self._goes_on(grammar, start):
             raise UselessSchema("no value fits the schema; a $ref may lead back to itself")
         return grammar
 
-    def _begins(self, grammar: Any) -> bool:
-        """Return True if a grammar allows a first token."""
+    def _goes_on(self, grammar: Any, start: str) -> bool:
+        """Return True if a grammar allows a token after a text."""
         import xgrammar
 
         mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        xgrammar.GrammarMatcher(grammar).fill_next_token_bitmask(mask)
+        matcher = xgrammar.GrammarMatcher(grammar)
+        if not matcher.accept_string(start):
+            return False
+        matcher.fill_next_token_bitmask(mask)
         return bool(mask.any())
 
     def _get_compiler(self) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 from raylight.components import import_dotted_name
 from raylight.config import EngineConfig
+from raylight.engines.limited_engine import LimitedEngine
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.errors import ConfigError
 
@@ -34,23 +35,27 @@ class BuiltInEngine:
         serve_options: dotted name of a function that returns Ray Serve's options of the engine's deployment
             from the `EngineConfig` and the model's folder. None: a replica is one actor with the resources
             of the `EngineConfig`.
+        limits_requests: the engine itself answers requests beyond `EngineConfig.max_waiting` with status 503.
     """
 
     factory: str
     args: frozenset[str] = frozenset()
     check_args: str | None = None
     serve_options: str | None = None
+    limits_requests: bool = False
 
 
 ENGINES: dict[str, BuiltInEngine] = {
     "transformers": BuiltInEngine(
         "raylight.engines.transformers.engine:build_engine",
         frozenset({"tool_parser", "reasoning", "max_new_tokens"}),
+        limits_requests=True,
     ),
     "vllm": BuiltInEngine(
         "raylight.engines.vllm.start:start_engine",
         check_args="raylight.engines.vllm.args:check_args",
         serve_options="raylight.engines.vllm.placement:serve_options",
+        limits_requests=True,
     ),
     "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),
 }
@@ -109,7 +114,7 @@ def load_factory(kind: str) -> EngineFactory:
 
 
 async def build_engine(settings: EngineSettings) -> Engine:
-    """Construct the engine that `settings.config.kind` names.
+    """Construct the engine that `settings.config.kind` names, with the limit of its requests.
 
     Raises:
         ConfigError: a function returned an object that is not an engine.
@@ -119,7 +124,10 @@ async def build_engine(settings: EngineSettings) -> Engine:
     if isinstance(engine, Awaitable):
         engine = await engine
     _check_methods(kind, engine)
-    return engine
+    if kind in ENGINES and ENGINES[kind].limits_requests:
+        return engine
+    limited: Any = LimitedEngine(engine, settings.config)
+    return limited
 
 
 def _check_methods(kind: str, engine: Any) -> None:

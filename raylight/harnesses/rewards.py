@@ -139,7 +139,7 @@ class RewardCommand:
             return float(ended.status == 0)
         if self.reads == "stdout":
             return reward_in_output(self.command[0], ended.stdout)
-        return await reward_in_file(sandbox, posixpath.join(workspace, self.reads))
+        return await reward_in_file(sandbox, posixpath.normpath(posixpath.join(workspace, self.reads)))
 
 
 def is_reward_file(value: Any) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import posixpath
+import signal
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -21,7 +22,25 @@ MAX_FILES_BYTES = 256 * 1024 * 1024
 """Largest content of a rollout's files, which passes through the runner's memory."""
 MAX_MEMBERS = 100_000
 """Most files of an archive that a program in a sandbox has made."""
+MAX_ARCHIVE_BYTES = MAX_FILES_BYTES + MAX_MEMBERS * 1024
+"""Largest archive: the files, and for each a header and the padding."""
+PACK_TIMEOUT_S = 300.0
+"""Seconds after which the packing of a sandbox's files is ended."""
+WAY_OUT = (
+    "put large ones into the sandbox's image, or let RewardCommand(sandbox=\"agent\") judge an agent's where "
+    "they are"
+)
+TOO_LARGE = f"the files of a rollout have more than {MAX_FILES_BYTES >> 20} MiB; {WAY_OUT}"
 ARCHIVE = ".raylight-files.tar"
+PACK = """
+rm -rf -- "$2"
+(ulimit -f "$1") 2>/dev/null && ulimit -f "$1"
+ulimit -c 0
+tar -C "$3" -cf "$2" "$4"
+exit $?
+"""
+"""Shell script that packs files. The limit, in blocks of 512 bytes, is on the archive, because a sparse file
+is larger than its blocks. An agent may have put a link in the archive's place."""
 REPLACE = 'mkdir -p -- "$1" && cd -- "$1" && rm -rf -- ./* ./.[!.]* ./..?* && cd / && shift && exec "$@"'
 """Shell script that makes a folder, or empties it, and runs a command."""
 
@@ -79,9 +98,10 @@ class FileBundle:
             raise CommandError(f"the files of the agent in {folder} cannot be read: {error}") from None
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it."""
+        """Remove a file, or a folder with all that is in it, and the files and links above its path."""
         name = _name(path)
-        for found in [one for one in self._members if one == name or one.startswith(f"{name}/")]:
+        within = [one for one in self._members if one == name or one.startswith(f"{name}/")]
+        for found in (*within, *self._in_the_way(path)):
             self._remove_one(found)
 
     async def extract(self, sandbox: Sandbox, target: str, *, replaces: str | None = None) -> None:
@@ -186,10 +206,7 @@ class FileBundle:
 
     def _check_size(self, further: int) -> None:
         if self._size + further > MAX_FILES_BYTES:
-            raise CommandError(
-                f"the files of a rollout have more than {MAX_FILES_BYTES >> 20} MiB; put large ones into the "
-                "sandbox's image"
-            )
+            raise CommandError(TOO_LARGE)
 
 
 async def pack(sandbox: Sandbox, folder: str, path: str = ".") -> bytes:
@@ -200,10 +217,15 @@ async def pack(sandbox: Sandbox, folder: str, path: str = ".") -> bytes:
         path: what of it is packed.
 
     Raises:
-        CommandError: the sandbox cannot pack it, or it is too large.
+        CommandError: the sandbox cannot pack it, it is too large, or takes longer than `PACK_TIMEOUT_S`.
     """
     archive = posixpath.join(sandbox.workspace, ARCHIVE)
-    ended = await sandbox.exec(["tar", "-C", folder, "-cf", archive, path], cwd="/")
+    command = ["sh", "-c", PACK, "sh", str(MAX_ARCHIVE_BYTES // 512), archive, folder, path]
+    ended = await sandbox.exec(command, cwd="/", timeout_s=PACK_TIMEOUT_S)
+    if ended.timed_out:
+        raise CommandError(f"packing the files of a rollout took more than {PACK_TIMEOUT_S:g} s; {WAY_OUT}")
+    if ended.status == 128 + signal.SIGXFSZ or "File too large" in ended.stderr:
+        raise CommandError(TOO_LARGE)
     if ended.status not in (0, 1):  # 1: a file changed meanwhile, such as this archive
         raise CommandError(
             f"the files of the agent in {folder} cannot be read from its sandbox: "

@@ -64,21 +64,32 @@ def check_own(dashboard: Any) -> None:
         DashboardError: it is another one.
     """
     try:
-        wanted = urlsplit(str(dashboard))
-        address = wanted.hostname, wanted.port
+        scheme, host, port = wanted = _origin(str(dashboard))
     except ValueError as error:
         raise DashboardError(f"it is no address: {error}") from None
-    for given in map(urlsplit, filter(None, map(os.environ.get, ADDRESS_VARIABLES))):
+    for given in filter(None, map(os.environ.get, ADDRESS_VARIABLES)):
         with contextlib.suppress(ValueError):
-            if (given.scheme, given.hostname, given.port) == (wanted.scheme, *address):
+            if _origin(given) == wanted:
                 return
     own = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
-    is_here = address[0] in LOOPBACK or address[0] in own
-    if wanted.scheme != "http" or not is_here or address[1] not in _dashboard_ports():
+    is_here = host in LOOPBACK or host in own
+    if scheme != "http" or not is_here or port not in _dashboard_ports():
         raise DashboardError(
             "it is not known as the dashboard of a cluster of yours, which may receive Ray's token; set "
             f"{ADDRESS_VARIABLES[0]} to this address if it is"
         )
+
+
+def _origin(address: str) -> tuple[str, str, int | None]:
+    """Return the scheme, host and port of an address.
+
+    Raises:
+        ValueError: it has no scheme, as Ray's "auto" and HOST:PORT, or no host. They would all be equal.
+    """
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it does not begin with http:// or https:// and a host")
+    return parts.scheme, parts.hostname, parts.port
 
 
 def _dashboard_ports() -> set[int]:

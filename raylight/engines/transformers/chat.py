@@ -74,26 +74,26 @@ async def _grammar(engine: Sampler, request: ChatRequest, prompt_end: str | None
     Args:
         prompt_end: last text of the prompt of a model that thinks, which it does before what is constrained.
     """
-    format, structure = request.response_format, _tags(engine, request)
-    grammars = engine.grammars
-    if format is None or format.type == "text":
-        if structure is None:
-            return None
-        grammar = await grammars.compile_structure(structure)
-    else:
-        schema = format.json_schema.schema_ if format.json_schema else {"type": "object"}
-        as_json = {"type": "json_schema", "json_schema": schema}
+    format, structure, field = request.response_format, _tags(engine, request), "tools"
+    grammars, schema = engine.grammars, None
+    if format is not None and format.type != "text":
+        given = format.json_schema.schema_ if format.json_schema else {"type": "object"}
+        as_json = {"type": "json_schema", "json_schema": given}
         if structure is not None:
             structure = {"type": "or", "elements": [as_json, structure]}
-            grammar = await grammars.compile_structure(structure)
         else:
             strict = format.json_schema is None or format.json_schema.strict
             if not strict and grammars.skip("the schema of response_format (without strict)"):
                 return None
-            structure, grammar = as_json, await grammars.compile_schema(schema)
-    if prompt_end is None:
-        return grammar
-    return await grammars.compile_structure(think_first(structure, prompt_end))
+            structure, schema, field = as_json, given, "response_format.json_schema.schema"
+    if structure is None:
+        return None
+    if prompt_end is not None:
+        structure, shortest = think_first(structure, prompt_end)
+        return await grammars.compile_structure(structure, field, shortest)
+    return await (
+        grammars.compile_structure(structure) if schema is None else grammars.compile_schema(schema)
+    )
 
 
 def _tags(engine: Sampler, request: ChatRequest) -> dict[str, Any] | None:

@@ -47,8 +47,9 @@ def find_style(
     return MessageStyle(template, FORMATS[tool_parser] if tool_parser else None, thinks)
 
 
-def think_first(structure: dict[str, Any], prompt_end: str) -> dict[str, Any]:
-    """Return the structural tag of an answer that may think before it has a structure.
+def think_first(structure: dict[str, Any], prompt_end: str) -> tuple[dict[str, Any], str]:
+    """Return the structural tag of an answer that may think before it has a structure, and an empty thought
+    with all that may be between it and the structure.
 
     Args:
         structure: xgrammar's structural tag of the answer without its reasoning.
@@ -57,7 +58,7 @@ def think_first(structure: dict[str, Any], prompt_end: str) -> dict[str, Any]:
     """
     prompt_end = prompt_end.rstrip()
     if prompt_end.endswith(END_THINK):
-        return structure
+        return structure, ""
     is_open = prompt_end.endswith(THINK)
     thought = {
         "type": "tag",
@@ -71,7 +72,8 @@ def think_first(structure: dict[str, Any], prompt_end: str) -> dict[str, Any]:
     }
     if not is_open:
         first = {"type": "optional", "content": first}
-    return {"type": "sequence", "elements": [first, structure]}
+    empty = f"{thought['begin']}{END_THINK}\n\n"
+    return {"type": "sequence", "elements": [first, structure]}, empty
 
 
 @dataclass(frozen=True)

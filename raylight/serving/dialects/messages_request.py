@@ -83,10 +83,10 @@ class ImageBlock(CacheableBlock):
 def sign(thinking: str) -> str:
     """Return the signature of an answer's thinking, by which a changed one is recognised.
 
-    It depends on the text alone, so that all replicas and a resumed run accept it. Some SDKs send back only
-    thinking that has one.
+    It depends on the text alone, so that all replicas and a resumed run accept it, and not on white space
+    around it, which some clients trim. Some SDKs send back only thinking that has one.
     """
-    digest = blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=24).digest()
+    digest = blake2b(thinking.strip().encode("utf-8", "surrogatepass"), digest_size=24).digest()
     return SIGNATURE + urlsafe_b64encode(digest).decode()
 
 

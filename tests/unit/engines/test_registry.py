@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import openai
 import pytest
 from capture_helpers import Sink
 from gateway_helpers import BODY, KEY, MINE, SECRET, within
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.config import EngineConfig
-from raylight.engines.protocol import EngineSettings
+from raylight.engines.protocol import EngineSettings, InferenceOnlyEngine
 from raylight.engines.registry import ENGINES, METHODS, build_engine, choose_engine, has_vllm, load_factory
 from raylight.errors import ConfigError
 from raylight.serving.capture.recorder import Recorder
@@ -62,6 +66,50 @@ async def test_an_engine_by_dotted_name_is_served_and_recorded_behind_the_gatewa
     assert (answer.model, answer.choices[0].message.content) == ("policy", "hi!")
     _, generation, _ = sink.closed[0]
     assert generation.output_ids.tolist() == [ord(c) for c in "hi!"]
+
+
+class StuckEngine(InferenceOnlyEngine):
+    """Answers its requests once it is released."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self.released, self.arrived = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def app(self) -> ASGIApp:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["method"] == "POST":
+                self.arrived.release()
+                await self.released.wait()
+            await JSONResponse({"data": []})(scope, receive, send)
+
+        return respond
+
+
+async def test_requests_beyond_the_limit_of_a_users_engine_are_answered_with_503() -> None:
+    config = EngineConfig(kind=f"{__name__}:StuckEngine", max_concurrent=1, max_waiting=2)
+    engine: Any = await build_engine(EngineSettings("", "policy", config))
+    app = build_gateway(await engine.app(), engine, SECRET, None, None)
+    headers = {"authorization": f"Bearer {SECRET}"}
+    async with (
+        within(),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app), base_url="http://replica/v1", headers=headers
+        ) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        ask = functools.partial(client.post, "/chat/completions", json=BODY)
+        accepted = [group.create_task(ask()) for _ in range(3)]
+        for _ in accepted:
+            await engine.arrived.acquire()
+        refused = await ask()
+        assert (refused.status_code, refused.json()["error"]["message"]) == (
+            503,
+            "2 requests are waiting already; try again later",
+        )
+        assert (await client.get("/models")).status_code == 200
+        engine.released.set()
+        assert [(await one).status_code for one in accepted] == [200] * 3
+        assert (await ask()).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from raylight.harbor.attempt import HarborAttempt
 from raylight.harnesses.command import CommandAgent
 from raylight.harnesses.rewards import RewardCommand
 from raylight.runner.outcome import Outcome
+from raylight.sandboxes import file_bundle
 from raylight.sandboxes.file_bundle import FileBundle
 from raylight.sandboxes.process import ProcessSandbox
 from raylight.sandboxes.registry import SandboxSpec
@@ -41,6 +43,7 @@ ATTACKS = {
     "the shell": "rm /bin; mkdir /bin; printf '#!/usr/bin/sh\\nexit 0' > /bin/sh; chmod 755 /bin/sh",
     "the check as a folder": "mkdir -p check.py/full",
     "the check as a link": f'echo "{PASS}" > other.py; ln -s other.py check.py',
+    "the archive as a link": "ln -s /dev/null /workspace/.raylight-files.tar",
     "a later process": f'(sleep 0.3; echo "{PASS}" > check.py; echo 42 > answer.json) > /dev/null 2>&1 &',
 }
 
@@ -85,6 +88,44 @@ async def test_a_reward_that_the_agent_wrote_is_not_that_of_its_judge() -> None:
     judge = RewardCommand(["sh", "-c", "test -e reward.json || echo 0.25 > reward.json"], reads="reward.json")
     assert await reward_of("echo 1 > reward.json", judge, "bubblewrap") == 0.25
     assert await reward_of("mkdir reward.json", judge, "bubblewrap") == 0.25
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("reads", ["out/reward.json", "out/../reward.json", "out/deep/reward.json"])
+async def test_a_link_of_the_agents_leads_to_no_reward(reads: str) -> None:
+    made = "mkdir -p data/x/deep; echo 1 | tee data/reward.json data/x/reward.json data/x/deep/reward.json"
+    path = reads.replace("out/../", "")
+    command = f"mkdir -p out/deep && test ! -e {path} && echo 0.25 > {path}"
+    judge = RewardCommand(["sh", "-c", command], reads=reads)
+    assert await reward_of(f"{made}; ln -s data/x out", judge, "bubblewrap") == 0.25
+
+
+@needs_bubblewrap
+async def test_an_archive_does_not_grow_beyond_its_limit() -> None:
+    sandbox = SandboxSpec("bubblewrap").create()
+    try:
+        await sandbox.start()
+        await sandbox.exec(["truncate", "-s", "600M", "sparse"])
+        with pytest.raises(CommandError, match=r'256 MiB; .* or let RewardCommand\(sandbox="agent"\) judge'):
+            await file_bundle.pack(sandbox, sandbox.workspace)
+        written = await sandbox.exec(["stat", "-c", "%s", file_bundle.ARCHIVE])
+        assert int(written.stdout) <= file_bundle.MAX_ARCHIVE_BYTES
+    finally:
+        await sandbox.stop()
+
+
+async def test_packing_has_a_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tar").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "tar").chmod(0o755)
+    monkeypatch.setattr(file_bundle, "PACK_TIMEOUT_S", 0.2)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sandbox = ProcessSandbox(None, SandboxLimits())
+    try:
+        await sandbox.start()
+        with pytest.raises(CommandError, match=r"took more than 0.2 s; put .* RewardCommand\(sandbox="):
+            await file_bundle.pack(sandbox, sandbox.workspace)
+    finally:
+        await sandbox.stop()
 
 
 @pytest.mark.parametrize(("place", "reward"), [("fresh", 0.0), ("agent", 1.0)])
@@ -155,9 +196,7 @@ async def test_artifacts_bring_nothing_else_into_the_tests(tmp_path: Path) -> No
         honest = places[0].exec
 
         async def forged(command: list[str], **options: Any) -> Any:
-            return await honest(
-                [str(own / "tar"), *command[1:]] if command[0] == "tar" else command, **options
-            )
+            return await honest(["env", f"PATH={own}:{os.defpath}", *command], **options)
 
         places[0].exec = forged  # type: ignore[method-assign, assignment]
         assert await trial.judge(*places) == 0.25

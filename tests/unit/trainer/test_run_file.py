@@ -355,6 +355,23 @@ def test_only_printing_and_planning_call_nothing_that_a_file_names(
     assert "hostile" not in sys.modules
 
 
+def test_the_prompt_of_a_teacher_is_printed_as_written(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostile.py").write_text("import pathlib\npathlib.Path('called').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    teacher = {"model": STARTER_MODEL, "prompt": "hostile:prompt"}
+    algorithm = {"name": "OPD", "model": STARTER_MODEL, "teacher": teacher}
+    file = str(write(MINIMAL | {"algorithm": algorithm}))
+    printed = CliRunner().invoke(app, ["train", file, "--print-config"])
+    assert printed.exit_code == 0, printed.exception
+    shown = yaml.safe_load(printed.stdout)["algorithm"]
+    assert (shown["teacher"]["prompt"], "lr" in shown) == ("hostile:prompt", True)
+    planned = CliRunner().invoke(app, ["plan", file])
+    assert planned.exit_code == 0, planned.exception
+    assert "hostile" not in sys.modules
+
+
 def test_a_plan_has_the_reward_models_of_raylight(write: Any) -> None:
     reward = {"type": "raylight:reward_model", "model": STARTER_MODEL}
     notes: list[str] = []

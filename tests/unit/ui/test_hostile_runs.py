@@ -133,6 +133,27 @@ def test_an_unknown_dashboard_is_refused(address: Any, monkeypatch: pytest.Monke
         check_own(address)
 
 
+@pytest.mark.parametrize("given", ["auto", "local", "10.0.0.1:6379", "ray://10.0.0.1:10001", "http:"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1:1",
+        "auto",
+        "//127.0.0.1:1",
+        "evil.example:8265",
+        "ray://10.0.0.1:10001",
+        "http:",
+        "http:///x",
+    ],
+)
+def test_an_address_without_scheme_or_host_equals_none(
+    address: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    with pytest.raises(DashboardError, match="no address"):
+        check_own(address)
+
+
 def test_a_dashboard_of_this_user_is_known(tmp_path: Path) -> None:
     program = tmp_path / workers.DASHBOARD_PROGRAM
     program.parent.mkdir(parents=True)

@@ -251,11 +251,29 @@ async def test_a_prompt_that_ends_the_thought_leaves_no_other(make_engine: MakeE
     assert (len(message.tool_calls), hasattr(message, "reasoning_content")) == (1, False)
 
 
-async def test_a_schema_without_a_value_is_refused_for_a_model_that_thinks(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("template", [THINKING, OPENS_THOUGHT], ids=["optional", "opened"])
+async def test_a_schema_without_a_value_is_refused_for_a_model_that_thinks(
+    make_engine: MakeEngine, template: str
+) -> None:
     endless = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     as_json = {"type": "json_schema", "json_schema": {"name": "x", "schema": endless}}
     with pytest.raises(openai.BadRequestError, match=r"response_format.json_schema.schema: "):
-        await ask(make_caller(make_engine, THINKING), response_format=as_json)
+        await ask(make_caller(make_engine, template), response_format=as_json)
+
+
+async def test_a_schema_is_compiled_once_for_a_model_that_thinks(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_now = Grammars._compile_now
+
+    def count(self: Grammars, method: str, *args: Any) -> Any:
+        compiled.append(method)
+        return compile_now(self, method, *args)
+
+    monkeypatch.setattr(Grammars, "_compile_now", count)
+    await ask(make_caller(make_engine, THINKING), response_format=AS_JSON, max_tokens=2)
+    assert compiled == ["compile_structural_tag"]
 
 
 @pytest.mark.parametrize(
