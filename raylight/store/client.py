@@ -294,9 +294,12 @@ class StoreClient(StoreReader, RecordWriter, SessionClient):
         await self._channel.send("wait_for_records", attempt.attempt_id, timeout)
         return await self._channel.call("truncation", attempt.rollout_id, attempt.attempt_id)
 
-    async def report_outage(self, source: str, seconds: float | None, reason: str = "") -> int:
-        """Report that a served model is away for some time, or back (None); see `Outages.report`."""
-        return await self._channel.call("report_outage", source, seconds, reason)
+    async def report_outage(self, source: str, since: float | None, reason: str = "") -> int:
+        """Report that a served model is away since a time, or back (None); see `Outages.report`.
+
+        The caller is on the store's machine.
+        """
+        return await self._channel.call("report_outage", source, since, reason)
 
     # resources and workers
 

@@ -54,15 +54,16 @@ class Outages:
         """True while any source is away."""
         return bool(self._since)
 
-    def report(self, source: str, seconds: float | None, reason: str) -> int:
+    def report(self, source: str, since: float | None, reason: str) -> int:
         """Record that a source is away or back; returns the number of attempts that are lost to it.
 
         A report that repeats the last one changes nothing.
 
         Args:
-            seconds: time since the source was last known to be reachable; None if it is back.
+            since: monotonic time of this machine at which the source was last known to be reachable; None if
+                it is back.
         """
-        if seconds is None:
+        if since is None:
             if (began := self._since.get(source)) is not None:
                 self._set_since({name: at for name, at in self._since.items() if name != source})
                 self._journal.increment("outage_seconds", by=round(self._clock.lived() - began))
@@ -70,10 +71,10 @@ class Outages:
             return 0
         if source in self._since:
             return 0
-        since = max(self._clock.lived() - seconds, self._clock.resumed_at)
-        self._set_since(self._since | {source: since})
+        began = max(self._clock.lived_at(since), self._clock.resumed_at)
+        self._set_since(self._since | {source: began})
         self._journal.increment("outages")
-        return self._lose_attempts(since, f"{LOST_IN_OUTAGE}: {reason}")
+        return self._lose_attempts(began, f"{LOST_IN_OUTAGE}: {reason}")
 
     def _set_since(self, since: dict[str, float]) -> None:
         self._journal.on_undo(functools.partial(setattr, self, "_since", self._since))

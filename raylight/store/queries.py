@@ -12,7 +12,7 @@ from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
-from raylight.store.run_clock import SECONDS_LIVED
+from raylight.store.run_clock import SAVED_AT, SECONDS_LIVED
 from raylight.store.workers import WORKERS
 from raylight.types import RolloutStatus
 
@@ -207,7 +207,10 @@ class Queries:
         counts = {f"total_{kind}": 0 for kind in ("rollouts", "attempts", "spans")}
         counts |= {f"rollouts_{status}": 0 for status in get_args(RolloutStatus)}
         counts |= dict(
-            self._fetch_all("SELECT name, value FROM counts WHERE value != 0 AND name != ?", [SECONDS_LIVED])
+            self._fetch_all(
+                "SELECT name, value FROM counts WHERE value != 0 AND name NOT IN (?, ?)",
+                [SECONDS_LIVED, SAVED_AT],
+            )
         )
         for table in ("resources", "workers"):
             counts[f"total_{table}"] = self._fetch_all(f"SELECT COUNT(*) FROM {table}", [])[0][0]

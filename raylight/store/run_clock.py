@@ -21,13 +21,15 @@ expire.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from raylight.store.journal import Journal
 
-SECONDS_LIVED = "seconds_lived"
-"""Counter of the seconds lived. A store that is killed repeats the time since its last transaction."""
+SECONDS_LIVED, SAVED_AT = "seconds_lived", "seconds_lived_saved_at"
+"""Counters: the seconds lived, and the monotonic time at which they were stored. A store that is killed
+repeats the time since its last transaction."""
 
 
 class RunClock:
@@ -46,6 +48,8 @@ class RunClock:
     ) -> None:
         self._journal, self._clock, self._monotonic = journal, clock, monotonic
         self._lived: float = journal.counter(SECONDS_LIVED)
+        self._before: tuple[float, float] = journal.counter(SAVED_AT), self._lived
+        """Monotonic time of the last transaction before, and the seconds lived then."""
         self._running_since: float | None = monotonic()
         self.resumed_at = 0.0
         """Lived time before which nothing ended in this process."""
@@ -57,6 +61,19 @@ class RunClock:
     def lived(self) -> float:
         """Return the seconds that the run has lived."""
         return self._lived + (0.0 if self._running_since is None else self._monotonic() - self._running_since)
+
+    def lived_at(self, instant: float) -> float:
+        """Return the seconds that the run had lived at a monotonic time of this machine.
+
+        It is exact also for a time before this store was opened, if the store before it was killed: what ended
+        before an outage must not look as if it had ended in it.
+        """
+        if self._running_since is not None and instant >= self._running_since:
+            return self._lived + instant - self._running_since
+        saved_at, lived = self._before
+        if instant <= saved_at or not saved_at:  # or nothing was stored before
+            return min(lived - (saved_at - instant), self._lived)
+        return math.nextafter(self._lived, math.inf)  # after all that was stored, and before what is to come
 
     @property
     def is_stopped(self) -> bool:
@@ -75,4 +92,6 @@ class RunClock:
 
     def save(self) -> None:
         """Within a transaction: store the seconds lived."""
-        self._journal.increment(SECONDS_LIVED, by=self.lived() - self._journal.counter(SECONDS_LIVED))
+        now = {SECONDS_LIVED: self.lived(), SAVED_AT: self._monotonic()}
+        for name, value in now.items():
+            self._journal.increment(name, by=value - self._journal.counter(name))

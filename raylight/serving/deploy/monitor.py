@@ -23,9 +23,6 @@ PROBE_TIMEOUT_S = 5.0
 INGRESS_TIMEOUT_S = 2.0
 """Further time in which the ingress itself must answer, or it is late too."""
 
-DELIVERY_S = 1.0
-"""Time that the report of an outage may take to the store."""
-
 REPLICA_CHECK_S = 1.0
 """Interval at which live replicas are counted while a probe has no answer."""
 
@@ -175,8 +172,7 @@ class ServingMonitor:
         reported = outage or self._reported
         if reported is not None:  # repeated, because a restarted store forgets it
             self._reported = reported
-            seconds = self._clock() - reported.since + DELIVERY_S
-            await self._store.report_outage(self._name, seconds, reported.reason)
+            await self._store.report_outage(self._name, reported.since, reported.reason)
         if outage is None and reported is not None:
             await self._store.report_outage(self._name, None)
             self._reported = None

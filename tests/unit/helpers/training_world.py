@@ -269,7 +269,7 @@ class Serving:
         self.confirmations += 1
         if self.confirmations in self.world.outages_at:
             self.outages += 1
-            await self.store.report_outage("policy", time.monotonic() - self.confirmed, "refused")
+            await self.store.report_outage("policy", self.confirmed, "refused")
             await self.store.report_outage("policy", None)
         self.confirmed = time.monotonic()
         return self.outages

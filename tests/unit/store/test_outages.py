@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, open_box, reward_of
+from store_helpers import BROKEN, LEASE_S, LOST, Box, Clock, begun, open_box, reward_of
 
 from raylight.errors import DiskError
 
@@ -20,7 +21,7 @@ async def box() -> AsyncIterator[Box]:
 
 
 async def go_away(box: Box, seconds: float = 0.0, source: str = SOURCE) -> int:
-    return await box.store.report_outage(source, seconds, "refused")
+    return await box.store.report_outage(source, box.clock.lived() - seconds, "refused")
 
 
 async def come_back(box: Box, source: str = SOURCE) -> None:
@@ -205,12 +206,29 @@ async def test_a_report_that_was_not_stored_can_be_repeated(box: Box, change: st
         raise DiskError("full")
 
     box.service._methods["fail"] = fail
-    seconds = 0.0 if change == "away" else None
+    since = box.clock.lived() if change == "away" else None
     with pytest.raises(DiskError):  # of a call in the same message
-        await box.service.call([("report_outage", (SOURCE, seconds, "refused")), ("fail", ())])
+        await box.service.call([("report_outage", (SOURCE, since, "refused")), ("fail", ())])
     assert box.service._outages.is_away == (change == "back")
     await report(box)
     if polling is None:
         assert await box.status(rollout) == ("requeuing", "failed")
     else:
         assert await asyncio.wait_for(polling, 10) is not None
+
+
+async def test_what_ended_before_an_outage_stays_though_the_store_was_killed(tmp_path: Path) -> None:
+    """The time in which the store was away is not lived, but the model was watched meanwhile."""
+    clock, away_for = Clock(), 8.0
+    async with open_box(tmp_path / "s.db", clock) as box:
+        for _ in range(2):
+            rollout = await box.take()
+            clock.now += 1.0
+            await box.store.finish_attempt(rollout, "succeeded")
+            ended = clock.lived()
+    clock.now += away_for
+    async with open_box(tmp_path / "s.db", clock) as box:
+        clock.now += 1.0
+        assert await box.store.report_outage("ingress", ended + 0.5, "refused") == 0
+        await box.store.report_outage("ingress", None)
+        assert await box.store.report_outage("judge", ended - 0.5, "refused") == 1, "the last one"

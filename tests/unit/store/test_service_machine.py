@@ -283,7 +283,7 @@ class StoreMachine(RuleBasedStateMachine):
         since = self.clock.lived() - age
         lost = [] if self.away else [attempt for attempt in self.tries if self.overlaps(attempt, since)]
         for _ in range(2):  # a report is repeated while the outage lasts
-            reported = self.do(self.store.report_outage("policy", age, "nothing listens"))
+            reported = self.do(self.store.report_outage("policy", since, "nothing listens"))
             assert reported == (0 if self.away else len(lost))
             self.away = True
         for attempt in sorted(lost, key=lambda attempt: (attempt.status in LIVE, self.age(attempt))):
