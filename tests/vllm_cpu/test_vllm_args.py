@@ -204,12 +204,14 @@ async def test_labels_of_other_types_reach_vllm_without_a_value() -> None:
 
 @pytest.mark.parametrize(("unparsed", "lines"), [(True, 1), (False, 0)])
 async def test_an_answer_that_cannot_begin_with_reasoning_is_logged_once(
-    unparsed: bool, lines: int, caplog: pytest.LogCaptureFixture
+    unparsed: bool, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raylight.engines.vllm.fields import NO_THOUGHTS, RejectUnknownFields
+    from raylight.engines.vllm import fields
     from raylight.http.request import JsonRequest
 
     received: list[Any] = []
+    logged: list[str] = []
+    monkeypatch.setattr(fields.logger, "warning", logged.append)
 
     async def vllm(scope: Any, receive: Any, send: Any) -> None:
         received.append(scope)
@@ -217,13 +219,13 @@ async def test_an_answer_that_cannot_begin_with_reasoning_is_logged_once(
     async def fail(*message: Any) -> None:
         raise AssertionError(message)
 
-    app = RejectUnknownFields(vllm, None, 512, unparsed_reasoning=unparsed)
+    app = fields.RejectUnknownFields(vllm, None, 512, unparsed_reasoning=unparsed)
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     await app(JsonRequest({"messages": [], "tools": [tool]}, fail).put_into(scope), fail, fail)
-    assert caplog.messages == []
+    assert logged == []
     for _ in range(2):
         body = {"messages": [], "tools": [tool], "tool_choice": "required"}
         await app(JsonRequest(body, fail).put_into(scope), fail, fail)
-    assert caplog.messages == [NO_THOUGHTS] * lines
+    assert logged == [fields.NO_THOUGHTS] * lines
     assert len(received) == 3
