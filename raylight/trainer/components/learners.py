@@ -91,10 +91,6 @@ class Learners(LearnerRanks):
         """Return a context in which no replica takes memory on the learners' GPUs."""
         return self.replicas.starts_held() if self._settings.shares_gpus else contextlib.nullcontext()
 
-    async def _compute(self, batch: TrainBatch) -> dict[str, float]:
-        async with self._alone():
-            return await self.group.update(batch)
-
     async def join(self) -> None:
         """Check the learners with the engines, which are up, and load the training state of a resumed run.
 
@@ -116,13 +112,14 @@ class Learners(LearnerRanks):
         meanwhile."""
         timeout = self._policy.algorithm.sync_timeout_s
         async with self.publications.learners_busy:
-            if not self._serving.engine.sleep_while_learning:
-                metrics = await self._compute(batch)
-            else:
-                try:
+            sleeps = self._serving.engine.sleep_while_learning
+            try:
+                if sleeps:
                     self._report_no_sleep(await self.replicas.sleep(timeout))
-                    metrics = await self._compute(batch)
-                finally:
+                async with self._alone():
+                    metrics = await self.group.update(batch)
+            finally:
+                if sleeps:
                     await self.replicas.wake(timeout)
             self.version += 1
         return metrics
