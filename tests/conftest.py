@@ -4,7 +4,7 @@
 process and all others to the other; the process that finishes first takes files that are left.
 `pytest -m slow --slow-part HASH` runs a twentieth of the slow tests; the commit hash selects the part. Tests
 with `slow(parts=N)`, which are slower still or much quicker, are divided into N parts. A part that takes too
-long skips the tests that are left.
+long skips the slow tests that are left. With `-m "slow or not slow"`, the part runs before all other tests.
 
 Tests with `framework(MODULE, ...)` need packages of the extra `frameworks`. They are slow tests, in four
 parts if not marked otherwise. Without the packages they are skipped; with RAYLIGHT_REQUIRE_FRAMEWORKS=1,
@@ -52,8 +52,8 @@ SHOWN_FILES = 25
 SHOWN_FROM_S = 60.0
 """Seconds of all tests from which on the slowest files are listed."""
 SLOW_PARTS = 20
-SLOW_PART_S = 200.0
-"""Seconds after which a part begins no further test."""
+SLOW_PART_S = 150.0
+"""Seconds after which a part begins no further slow test."""
 STARTED = time.monotonic()
 ROOT = Path(__file__).parent.parent
 CLUSTER = r"\b(?:shared_)?cluster: (?:Cluster|Any)\b"
@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         begin = int(commit, 16) // SLOW_PARTS % max(len(kept), 1)  # no test is always the last one
-        items[:] = kept[begin:] + kept[:begin]
+        items[:] = sorted(kept[begin:] + kept[:begin], key=lambda item: not _is_slow(item))
 
 
 def _shuffle(items: list[pytest.Item], seed: str) -> None:
@@ -158,6 +158,10 @@ def _scope_of_file(path: str) -> str:
     return "cluster" if any(re.search(rf"\b{name}\b", text) for name in names) else path
 
 
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
 def _is_selected(item: pytest.Item, commit: int) -> bool:
     """True if a test is not slow, or belongs to the commit's part. A test's part depends on its name only."""
     slow = item.get_closest_marker("slow")
@@ -169,7 +173,8 @@ def _is_selected(item: pytest.Item, commit: int) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.config.getoption("--slow-part") and time.monotonic() > STARTED + SLOW_PART_S:
+    part = item.config.getoption("--slow-part")
+    if part and _is_slow(item) and time.monotonic() > STARTED + SLOW_PART_S:
         pytest.skip(f"this part of the slow tests has taken {SLOW_PART_S:g} s")
     for mark in item.iter_markers("framework"):
         for module in mark.args:

@@ -5,14 +5,13 @@ Without vLLM, its tests are skipped, or an error if RAYLIGHT_REQUIRE_VLLM=1 is i
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_server import ENGINES, EngineServer, build_tiny
+from engine_server import ENGINES, EngineServer, build_tiny, has_vllm
 from feature_conversation import Conversation
 from feature_dialects import DIALECTS
 
@@ -35,10 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "feature(name): feature that a test checks for each dialect and engine"
     )
-
-
-def has_vllm() -> bool:
-    return importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.v1") is not None
 
 
 @pytest.fixture(scope="session")

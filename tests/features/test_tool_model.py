@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import has_vllm
-from engine_server import EngineServer
+from engine_server import EngineServer, has_vllm
 from feature_conversation import Conversation, user
 from feature_dialects import DIALECTS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import threading
 from argparse import Namespace
 from collections.abc import Coroutine, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
+from tiny_qwen import ASCII, TOOLS, build_tiny_qwen
 
 from raylight.config import StoreConfig
 from raylight.engines.protocol import Engine
@@ -32,9 +34,8 @@ START_S = 240.0
 KEEP_ALIVE_S = 1.0
 """Seconds of silence in a stream until a sign of life."""
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}"
     '<tool_call>\n{"name": {{ c.function.name | tojson }}, '
     '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -49,41 +50,20 @@ def build_tiny(folder: Path, template: str = TEMPLATE, markers: Sequence[str] = 
     Args:
         markers: words that are one token each.
     """
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    letters = ["Ċ", "Ġ", *map(chr, range(33, 127))]
-    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.add_tokens([*markers])
-    tokenizer.chat_template = template
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+    return build_tiny_qwen(
+        folder,
+        template,
+        letters=ASCII,
+        markers=markers,
+        vocab_size=len(ASCII) + 3 + len(markers),  # three special tokens
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=False,
         initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+
+
+def has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.v1") is not None
 
 
 class EngineServer:

@@ -6,7 +6,6 @@ Without vLLM, the tests are skipped, or an error if RAYLIGHT_REQUIRE_VLLM=1 is i
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 from argparse import Namespace
@@ -17,7 +16,9 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from engine_server import has_vllm
 from openai import AsyncOpenAI
+from tiny_qwen import CHAT, TOOLS, build_tiny_qwen
 from weight_loading import load_weights
 
 from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureContext, new_keys
@@ -31,17 +32,11 @@ os.environ |= {
 }
 MODEL = "policy"
 MAX_MODEL_LEN = 512
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem == "test_vllm_closing")
-    if importlib.util.find_spec("vllm") is not None and importlib.util.find_spec("vllm.v1") is not None:
+    if has_vllm():
         return
     if os.environ.get("RAYLIGHT_REQUIRE_VLLM") == "1":
         raise pytest.UsageError(
@@ -51,43 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(skip)
-
-
-def build_tiny(folder: Path) -> str:
-    """Save a Qwen3 with two layers, tied embeddings, a byte tokenizer and a chat template with tools."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = TEMPLATE
-    config = Qwen3Config(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 class Bench:
@@ -140,7 +98,7 @@ class Bench:
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build_tiny(tmp_path_factory.mktemp("tiny"))
+    return build_tiny_qwen(tmp_path_factory.mktemp("tiny"), TOOLS + CHAT, initializer_range=0.1)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
