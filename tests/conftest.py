@@ -32,7 +32,14 @@ from typing import Any
 import hypothesis
 import pytest
 from packaging.requirements import Requirement
-from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
+from ray_cluster import (
+    SESSION,
+    Cluster,
+    assert_no_new_ray_processes,
+    end_orphans,
+    ray_head,
+    restore_interrupts,
+)
 
 from raylight.garbage import collect_less_often
 
@@ -83,6 +90,13 @@ def pytest_configure(config: pytest.Config) -> None:
             f"RAYLIGHT_REQUIRE_FRAMEWORKS=1, but {', '.join(missing)} are not installed; "
             'pip install -e ".[frameworks]"'
         )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses"):
+        return  # the process that only hands out the tests
+    janitor = end_orphans()
+    session.config.add_cleanup(lambda: (janitor.stdin.close(), janitor.wait()))  # type: ignore[union-attr]
 
 
 def _missing_frameworks() -> list[str]:

@@ -79,6 +79,15 @@ def ray_processes(names: tuple[str, ...] = RAY_PROCESSES) -> dict[int, str]:
     return lines
 
 
+def end_orphans() -> subprocess.Popen[bytes]:
+    """Start a process that kills what this pytest process has started, if this one dies without its clean-up.
+
+    Its input is a pipe that ends with this process, however that ends.
+    """
+    command = [sys.executable, __file__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=os.environ | SESSION)
+
+
 @contextlib.contextmanager
 def assert_no_new_ray_processes(
     deadline_s: float = DEADLINE_S, names: tuple[str, ...] = RAY_PROCESSES
@@ -276,3 +285,10 @@ def kill_orphaned_proxies(before: dict[int, str]) -> None:
 def restore_interrupts() -> None:
     """Restore SIGINT in this process and its children. Shells start background jobs with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":  # what `end_orphans` starts
+    sys.stdin.read()
+    session = {"RAYLIGHT_TEST_SESSION": os.environ["RAYLIGHT_TEST_SESSION"]}
+    while _kill([process for process in processes_with(session) if process.pid != os.getpid()]):
+        time.sleep(0.2)
