@@ -119,7 +119,7 @@ _EXPORTS = {
         "TraceToTripletBase",
         "TracerTraceToTriplet",
     ),
-    "trainer.run_records": ("print_traces", "read_rollouts"),
+    "trainer.output.run_records": ("print_traces", "read_rollouts"),
     "trainer.trainer": ("Trainer",),
     "types": (
         "Attempt",

@@ -121,8 +121,8 @@ from raylight.traces.triplets import LlmProxyTraceToTriplet as LlmProxyTraceToTr
 from raylight.traces.triplets import TraceToTriplet as TraceToTriplet
 from raylight.traces.triplets import TraceToTripletBase as TraceToTripletBase
 from raylight.traces.triplets import TracerTraceToTriplet as TracerTraceToTriplet
-from raylight.trainer.run_records import print_traces as print_traces
-from raylight.trainer.run_records import read_rollouts as read_rollouts
+from raylight.trainer.output.run_records import print_traces as print_traces
+from raylight.trainer.output.run_records import read_rollouts as read_rollouts
 from raylight.trainer.trainer import Trainer as Trainer
 from raylight.types import Attempt as Attempt
 from raylight.types import AttemptedRollout as AttemptedRollout

@@ -153,7 +153,7 @@ def train(
     import yaml
 
     import raylight as rl
-    from raylight.trainer.run_file import load_run_file
+    from raylight.trainer.spec.run_file import load_run_file
 
     import_from_here()
     options = {
@@ -204,10 +204,10 @@ def plan(
 
     For another cluster than this machine: --nodes 2 --gpus 8 --gpu-memory 80 --memory 512.
     """
-    from raylight.planning.cluster_shape import given_cluster
-    from raylight.planning.report import print_json, print_plan
-    from raylight.trainer.memory_check import plan_settings
-    from raylight.trainer.run_file import load_run_file, planned_trainer
+    from raylight.trainer.cluster_fit.cluster_shape import given_cluster
+    from raylight.trainer.cluster_fit.memory_check import plan_settings
+    from raylight.trainer.cluster_fit.plan_report import print_json, print_plan
+    from raylight.trainer.spec.run_file import load_run_file, planned_trainer
 
     run_file = load_run_file(config, assignments or ())
     trainer = planned_trainer(run_file, functools.partial(print, file=sys.stderr))
@@ -254,7 +254,7 @@ def evaluate(
     --set takes engine.NAME, runner.NAME, store.NAME and rollout.NAME.
     """
     import raylight as rl
-    from raylight.trainer.run_file import read_data
+    from raylight.trainer.spec.run_file import read_data
 
     import_from_here()
     tasks = read_data(data, "--data", limit)

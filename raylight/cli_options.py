@@ -65,7 +65,7 @@ def import_from_here() -> None:
 
 def apply_assignments(assignments: list[str] | None, settings: dict[str, Any]) -> None:
     """Apply `--set` options to settings whose top-level keys are the sections that the command has."""
-    from raylight.trainer.assignments import apply_assignment
+    from raylight.trainer.spec.assignments import apply_assignment
 
     for text in assignments or ():
         apply_assignment(settings, text, sections=list(settings))

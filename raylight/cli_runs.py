@@ -67,7 +67,7 @@ def scale(
     Runners and replicas that are taken away may finish what they execute (`drain_timeout_s` of `runner` and
     `engine`). No rollout is lost.
     """
-    from raylight.trainer.scale_run import scale_run
+    from raylight.trainer.ray_session.scale_run import scale_run
 
     wanted = {"runners": runners, "replicas": replicas}
     sizes = {name: n for name, n in wanted.items() if n is not None}
@@ -95,7 +95,7 @@ def trace(
 ) -> None:
     """Print recorded rollouts: messages, tools, rewards, failures, and for each call its relation to earlier
     calls and the origins of its prompt's tokens. The run may still be in progress."""
-    from raylight.trainer.run_records import print_traces
+    from raylight.trainer.output.run_records import print_traces
 
     if last is None and not rollout:
         last = 1
@@ -169,7 +169,7 @@ def export_traces_command(
     """
     from raylight.experience.rollout_selection import RolloutSelection
     from raylight.files import atomic_file
-    from raylight.trainer.trace_export import PAIRED, export_traces
+    from raylight.trainer.output.trace_export import PAIRED, export_traces
 
     if format == PAIRED and best_of_group:
         raise ConfigError("nothing reads --best-of-group: a pair has the best rollout of a group already")

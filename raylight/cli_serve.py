@@ -95,7 +95,7 @@ def serve(
     checkpoint.NAME and store.NAME; algorithm.name=GRPO chooses an algorithm.
     """
     from raylight.config import EngineConfig
-    from raylight.trainer.serve_model import serve_model
+    from raylight.trainer.runs.serve_model import serve_model
 
     import_from_here()
     settings: dict[str, Any] = {

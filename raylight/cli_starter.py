@@ -45,7 +45,7 @@ def starter(
     --set takes a setting of the task: max_terms=2 for reasoning_gym:chain_sum.
     """
     from raylight.starter.make import make_starter
-    from raylight.trainer.assignments import apply_assignment
+    from raylight.trainer.spec.assignments import apply_assignment
 
     import_from_here()
     settings: dict[str, Any] = {"task": {}}

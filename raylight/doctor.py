@@ -22,8 +22,8 @@ from raylight.broken_packages import BrokenPackage
 from raylight.machine import available_cpus, total_memory
 from raylight.no_proxy import LOOPBACK
 from raylight.serving.deploy.haproxy_launcher import connection_limit
-from raylight.trainer.cluster import running_cluster
-from raylight.trainer.local_cluster import is_reachable, loopback_address
+from raylight.trainer.ray_session.connection import running_cluster
+from raylight.trainer.ray_session.local_cluster import is_reachable, loopback_address
 
 GIB = 2**30
 HEAD_RESOURCE = "node:__internal_head__"

@@ -36,10 +36,10 @@ from raylight.doctor import (
 from raylight.engines.model_report import ModelReport, report_model
 from raylight.engines.registry import ENGINES, choose_engine
 from raylight.errors import ConfigError
-from raylight.planning.cluster_shape import ClusterShape, this_machine
 from raylight.serving.deploy.leftovers import Leftover, find_leftovers, remove
-from raylight.trainer.inputs import resolve_model
-from raylight.trainer.memory_check import plan_settings
+from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
+from raylight.trainer.cluster_fit.memory_check import plan_settings
+from raylight.trainer.spec.inputs import resolve_model
 
 NOT_INSTALLED = Problem(
     "raylight runs from a source tree and is not installed, so its requirements are not checked",

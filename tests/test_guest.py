@@ -262,7 +262,7 @@ PARTS = [
     "learner.local",
     "learner.policy",
     "learner.supervised",
-    "planning.local_memory",
+    "trainer.cluster_fit.local_memory",
     "runner.actor",
     "serving.deploy.replica",
     "store.actor",

@@ -39,7 +39,7 @@ FLOORS = [
         "advisories",
     },
     {"http", "tasks", "experience", "weight_transfer"},
-    {"runner", "engines", "weight_sync", "serving", "learner", "planning"},
+    {"runner", "engines", "weight_sync", "serving", "learner"},
     {"algorithms"},
     {"trainer"},
     {

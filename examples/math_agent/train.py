@@ -28,7 +28,7 @@ from examples.math_agent.agent import math_agent
 from examples.math_agent.clients import CLIENTS, find_client
 from examples.math_agent.config import DATA, ExtractorName, MathSettings, shortened, verl_config
 from examples.math_agent.starter import make_starter
-from raylight.trainer.task_files import read_tasks
+from raylight.trainer.spec.task_files import read_tasks
 
 FAST_STEPS = 2
 STARTER = Path("outputs/math_agent/starter")

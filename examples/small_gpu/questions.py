@@ -9,7 +9,7 @@ from typing import Any
 from raylight.errors import DatasetError
 from raylight.quickstart.additions import additions
 from raylight.quickstart.additions import question as sum_of
-from raylight.trainer.task_files import read_tasks
+from raylight.trainer.spec.task_files import read_tasks
 
 DATA = Path(__file__).parent / "data"
 OWN = ("words", "additions")

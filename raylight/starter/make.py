@@ -191,7 +191,7 @@ def _source(task: Any, messages: Any, options: dict[str, Any]) -> tuple[str, Tas
         return task if isinstance(task, str) else getattr(task, "__name__", repr(task)), family, options
     if not isinstance(messages, str | Path):
         return "messages", TaskFamily(lambda: messages), options
-    from raylight.trainer.task_files import read_tasks
+    from raylight.trainer.spec.task_files import read_tasks
 
     return str(messages), TaskFamily(lambda: read_tasks(messages)), options
 

@@ -22,13 +22,13 @@ from raylight.http.slow_clients import ImpatientProtocol
 from raylight.no_proxy import LOOPBACK
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.losses import SUBSTITUTES
-from raylight.trainer.blocking import run_blocking
-from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import LossGuard, component_stack
+from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
 from raylight.trainer.components.serving import Serving
-from raylight.trainer.engine_nodes import engine_on_nodes
-from raylight.trainer.fit import fixed_model
-from raylight.trainer.settings import ServingSettings
+from raylight.trainer.ray_session.blocking import run_blocking
+from raylight.trainer.ray_session.cluster_monitor import LossGuard, component_stack
+from raylight.trainer.ray_session.connection import ray_session
+from raylight.trainer.runs.run_plan import fixed_model
+from raylight.trainer.spec.settings import ServingSettings
 
 KEY_PREFIX = "tml-"
 """Beginning of the keys that the SDK sends."""

@@ -11,19 +11,19 @@ from typing import Any
 from raylight.disk import disk_errors
 from raylight.errors import RaylightError
 from raylight.machine import check_writable
-from raylight.trainer.arguments import TrainerArguments
-from raylight.trainer.cluster import Connection, ray_session
-from raylight.trainer.cluster_settings import settings_for_cluster
-from raylight.trainer.displays import make_display
-from raylight.trainer.displays.tables import print_run, print_summary
-from raylight.trainer.fit import Fit
-from raylight.trainer.join_run import check_joinable
-from raylight.trainer.loggers import Display, find_loggers
-from raylight.trainer.report import Report
-from raylight.trainer.resume import prepare_states
-from raylight.trainer.run_metrics import StepMetrics
-from raylight.trainer.ui_process import ui_process
-from raylight.trainer.work import run_algorithm, train_policy, train_supervised
+from raylight.trainer.cluster_fit.cluster_settings import settings_for_cluster
+from raylight.trainer.components.run_metrics import StepMetrics
+from raylight.trainer.output.displays import make_display
+from raylight.trainer.output.displays.tables import print_run, print_summary
+from raylight.trainer.output.loggers import Display, find_loggers
+from raylight.trainer.output.report import Report
+from raylight.trainer.output.ui_process import ui_process
+from raylight.trainer.ray_session.connection import Connection, ray_session
+from raylight.trainer.runs.join_run import check_joinable
+from raylight.trainer.runs.run_plan import Fit
+from raylight.trainer.runs.work import run_algorithm, train_policy, train_supervised
+from raylight.trainer.spec.arguments import TrainerArguments
+from raylight.trainer.spec.resume import prepare_states
 
 Work = Coroutine[Any, Any, dict[str, Any]]
 """A run from the start of its components to its summary."""

@@ -13,13 +13,13 @@ from raylight.bounds import ENDLESS
 from raylight.config import SessionConfig
 from raylight.errors import ConfigError
 from raylight.serving.gateway.sessions import SessionRules
-from raylight.trainer.blocking import run_blocking
-from raylight.trainer.cluster_monitor import LossGuard
-from raylight.trainer.fit import Fit
 from raylight.trainer.launch import short_errors, show_summary
-from raylight.trainer.resume import Resume
-from raylight.trainer.run_file import build_algorithm
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.ray_session.blocking import run_blocking
+from raylight.trainer.ray_session.cluster_monitor import LossGuard
+from raylight.trainer.runs.run_plan import Fit
+from raylight.trainer.spec.resume import Resume
+from raylight.trainer.spec.run_file import build_algorithm
+from raylight.trainer.spec.settings import ResolvedSettings
 from raylight.trainer.trainer import Trainer
 
 MIN_KEY_LENGTH = 16

@@ -24,7 +24,16 @@ from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.arguments import (
+from raylight.trainer.launch import Work, connected, launched, short_errors, show_summary
+from raylight.trainer.output.displays.tables import print_scores
+from raylight.trainer.output.loggers import find_loggers
+from raylight.trainer.ray_session.blocking import run_blocking
+from raylight.trainer.ray_session.cluster_monitor import LossGuard, until_lost
+from raylight.trainer.runs.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
+from raylight.trainer.runs.join_run import RemoteRunnerProcess
+from raylight.trainer.runs.run_config import run_config
+from raylight.trainer.runs.run_plan import Fit, plan_algorithm, plan_policy, plan_supervised
+from raylight.trainer.spec.arguments import (
     PROCESS_ARGUMENTS,
     Role,
     TrainerAlgorithm,
@@ -40,19 +49,10 @@ from raylight.trainer.arguments import (
     parse_role,
     parse_store,
 )
-from raylight.trainer.blocking import run_blocking
-from raylight.trainer.cluster_monitor import LossGuard, until_lost
-from raylight.trainer.displays.tables import print_scores
-from raylight.trainer.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
-from raylight.trainer.fit import Fit, plan_algorithm, plan_policy, plan_supervised
-from raylight.trainer.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
-from raylight.trainer.join_run import RemoteRunnerProcess
-from raylight.trainer.launch import Work, connected, launched, short_errors, show_summary
-from raylight.trainer.loggers import find_loggers
-from raylight.trainer.resume import Resume
-from raylight.trainer.run_config import run_config
-from raylight.trainer.run_resources import merge_resources
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.spec.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
+from raylight.trainer.spec.resume import Resume
+from raylight.trainer.spec.run_resources import merge_resources
+from raylight.trainer.spec.settings import ResolvedSettings
 
 
 class Trainer:
@@ -284,7 +284,7 @@ class Trainer:
             model: folder or name; None is the algorithm's model.
             lora_adapter: folder of a LoRA adapter in peft's format.
             samples: rollouts per task.
-            settings: other fields of `raylight.trainer.eval_run.EvalSettings`, such as
+            settings: other fields of `raylight.trainer.runs.eval_run.EvalSettings`, such as
                 `sampling={"temperature": 0.0}`.
 
         Raises:

@@ -21,9 +21,9 @@ from raylight.advisories import Advisor
 from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
 from raylight.files import read_bounded
-from raylight.trainer.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
-from raylight.trainer.run_records import read_config
-from raylight.trainer.stored_rollouts import STORE_FILES
+from raylight.trainer.output.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
+from raylight.trainer.output.run_records import read_config
+from raylight.trainer.output.stored_rollouts import STORE_FILES
 
 logger = logging.getLogger(__name__)
 LOCKS = Path("/proc/locks")

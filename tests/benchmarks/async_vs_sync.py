@@ -23,7 +23,7 @@ import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.trainer.pacer import Pacer
+from raylight.trainer.loops.pacer import Pacer
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 from pacing_model import Simulation

@@ -129,16 +129,16 @@ def run_engine(task: dict[str, Any]) -> None:
 
 
 def planned_learner(model: str, task: dict[str, Any]) -> int:
-    from raylight.planning.model_shape import read_shape
-    from raylight.planning.roles import learner_memory
+    from raylight.trainer.cluster_fit.model_shape import read_shape
+    from raylight.trainer.cluster_fit.role_needs import learner_memory
 
     config, settings = LearnerConfig(**task["learner"]), PolicySettings(**task["settings"])
     return learner_memory(model, read_shape(model), config, settings).total("host")
 
 
 def planned_engine(model: str, task: dict[str, Any]) -> int:
-    from raylight.planning.model_shape import read_shape
-    from raylight.planning.roles import engine_memory
+    from raylight.trainer.cluster_fit.model_shape import read_shape
+    from raylight.trainer.cluster_fit.role_needs import engine_memory
 
     return engine_memory(model, read_shape(model), "transformers", EngineConfig(**task["engine"]), 0).total(
         "host"

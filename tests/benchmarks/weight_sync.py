@@ -92,7 +92,7 @@ def role(process: psutil.Process) -> str:
 
 async def publish(fit: Any, report: Any, publications: int, beside: bool) -> list[dict[str, Any]]:
     """Publish versions in a run; return the seconds and memory of each."""
-    from raylight.trainer.run import Run
+    from raylight.trainer.components.run import Run
 
     rows: list[dict[str, Any]] = []
     async with Run(fit.settings, report.stage, True, fit.start) as run:

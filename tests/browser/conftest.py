@@ -17,7 +17,7 @@ from chromium import missing, open_chromium
 from recorded_run import Recorded, record_run
 
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.ui_process import ui_process
+from raylight.trainer.output.ui_process import ui_process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

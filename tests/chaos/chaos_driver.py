@@ -23,7 +23,7 @@ from raylight.learner.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.trainer.components.learners import Learners
-from raylight.trainer.training_groups import TrainingGroups
+from raylight.trainer.loops.training_groups import TrainingGroups
 
 
 class LoggedGRPO(rl.GRPO):

@@ -17,7 +17,7 @@ from chaos_log import BATCHES, LOG
 
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.trainer.blocking import run_blocking
+from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.types import Attempt, FinishedRollout, StepGroups, TokenTotals
 
 NAME = re.compile(r"(?P<lineage>\w+)-(?P<mode>train|val)-(?P<number>\d+)-")

@@ -78,11 +78,13 @@ def test_the_cluster_page_makes_a_trainer() -> None:
 
 def test_packages_that_the_architecture_page_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "architecture.md").read_text()
-    steps, components, *_, floors = tables(DOCS / "architecture.md")
+    steps, components, *_, rooms, floors = tables(DOCS / "architecture.md")
     places = [row[2] for row in steps.rows] + [row[1] for row in components.rows]
     named = [code for place in places for code in re.findall(r"`([\w./]+)`", place)]
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "raylight" / name).exists()] == []
+    folders = {path.parent.name for path in (ROOT / "raylight" / "trainer").glob("*/__init__.py")}
+    assert {row[0].strip("`/") for row in rooms.rows} == folders
     structure = load(ROOT / "tests" / "test_structure.py", monkeypatch)
     shown = {int(row[0]): {*re.findall(r"`(\w+)`", row[1])} for row in floors.rows}
     assert shown == dict(enumerate(structure.FLOORS))

@@ -23,7 +23,7 @@ from examples.math_agent.clients import CLIENTS
 from examples.math_agent.config import DATA, MathSettings
 from raylight.semconv import CHAT_SPAN, INPUT_MESSAGES, RESPONSE_ID, TOOL_DEFINITIONS
 from raylight.traces.span_tree import SpanTree
-from raylight.trainer.task_files import read_tasks
+from raylight.trainer.spec.task_files import read_tasks
 from raylight.types import FinishedRollout
 
 pytestmark = pytest.mark.framework("agent_framework", "langgraph", "agents")

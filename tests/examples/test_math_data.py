@@ -11,7 +11,7 @@ from math_helpers import ROOT
 from examples.math_agent.config import DATA
 from examples.math_agent.grading import is_right
 from examples.math_agent.make_data import SIZES, STEP, main, make, verify
-from raylight.trainer.task_files import read_tasks
+from raylight.trainer.spec.task_files import read_tasks
 
 
 def test_the_files_are_what_the_seed_gives(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from examples.math_agent.config import DATA, MathSettings, shortened, verl_confi
 from examples.math_agent.starter import make_starter
 from raylight.quickstart import STARTER_MODEL
 from raylight.traces.trained_agents import agents_of_generations
-from raylight.trainer.task_files import read_tasks
+from raylight.trainer.spec.task_files import read_tasks
 
 README = ROOT / "examples" / "math_agent" / "README.md"
 TASK = read_tasks(DATA / "test.jsonl", 1)[0]

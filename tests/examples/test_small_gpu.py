@@ -14,7 +14,7 @@ from examples.small_gpu.make_problems import DATA, make_problems
 from examples.small_gpu.questions import benchmark_questions, training_questions
 from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
 from raylight.agent.hooks import HookDispatcher
-from raylight.planning.local_memory import estimate_memory
+from raylight.trainer.cluster_fit.local_memory import estimate_memory
 from raylight.trainer.trainer import Trainer
 from raylight.types import Rollout, Span
 

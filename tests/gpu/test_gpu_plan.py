@@ -9,8 +9,8 @@ import pytest
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
-from raylight.planning.model_shape import read_shape
-from raylight.planning.roles import GPU_CONTEXT, learner_memory
+from raylight.trainer.cluster_fit.model_shape import read_shape
+from raylight.trainer.cluster_fit.role_needs import GPU_CONTEXT, learner_memory
 
 TOLERANCE = {"cuda": 0.15, "cpu": 0.25}
 """Largest relative difference. On a CPU the tiny model is little beside Python and its libraries, of which a

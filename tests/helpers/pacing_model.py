@@ -6,8 +6,8 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from raylight.trainer.pacer import Pacer
-from raylight.trainer.training_groups import choose_groups
+from raylight.trainer.loops.pacer import Pacer
+from raylight.trainer.loops.training_groups import choose_groups
 
 
 class Simulation:

@@ -34,7 +34,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 from raylight.serving.deploy import ingress
-from raylight.trainer.engine_nodes import ask_nodes, engine_on_nodes
+from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, engine_on_nodes
 
 PREEMPTION = 2
 """Ray's DrainNodeReason of a spot node."""

@@ -6,9 +6,9 @@ import sys
 import ray
 
 from raylight.errors import ClusterLostError
-from raylight.trainer.blocking import run_blocking
-from raylight.trainer.cluster import ray_session
-from raylight.trainer.cluster_monitor import until_lost
+from raylight.trainer.ray_session.blocking import run_blocking
+from raylight.trainer.ray_session.cluster_monitor import until_lost
+from raylight.trainer.ray_session.connection import ray_session
 
 
 class Waiting:

@@ -27,7 +27,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder
 from raylight.trainer.components.teacher import Teacher
-from raylight.trainer.settings import ServingSettings
+from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span, Trajectory
 
 TRAIN, _ = additions(0)

@@ -20,7 +20,7 @@ from raylight.experience.settings import PolicySettings
 from raylight.learner.actor import LearnerActor
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster import reserve
+from raylight.trainer.ray_session.connection import reserve
 from raylight.types import Trajectory
 
 SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e9)

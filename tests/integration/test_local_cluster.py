@@ -21,9 +21,9 @@ import ray._private.worker as ray_worker
 from ray_cluster import BIN, eventually
 
 from raylight.errors import ClusterStartError
-from raylight.trainer import local_cluster
-from raylight.trainer.cluster import ray_session
-from raylight.trainer.local_cluster import start_local_cluster
+from raylight.trainer.ray_session import local_cluster
+from raylight.trainer.ray_session.connection import ray_session
+from raylight.trainer.ray_session.local_cluster import start_local_cluster
 
 JOB = "import ray; ray.init(); print('answer', ray.get(ray.remote(lambda: 42).remote()))"
 

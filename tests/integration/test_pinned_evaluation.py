@@ -18,7 +18,7 @@ import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
-from raylight.trainer.run_records import read_rollouts
+from raylight.trainer.output.run_records import read_rollouts
 
 STEPS, EVERY = 8, 4
 

@@ -9,7 +9,7 @@ from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.errors import DatasetError
-from raylight.trainer.inputs import as_train_set
+from raylight.trainer.spec.inputs import as_train_set
 
 
 @pytest.mark.slow

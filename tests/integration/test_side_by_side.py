@@ -17,7 +17,7 @@ from ray_cluster import Cluster
 from serve_command import Server, serve
 
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster import JOB_VARIABLE
+from raylight.trainer.ray_session.connection import JOB_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = f"{ROOT / 'tests' / 'unit' / 'helpers'}:{ROOT}"

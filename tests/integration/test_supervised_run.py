@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
-from raylight.trainer.run_file import load_run_file
-from raylight.trainer.supervised_loop import SupervisedLoop
+from raylight.trainer.loops.supervised_loop import SupervisedLoop
+from raylight.trainer.spec.run_file import load_run_file
 
 TRAIN, VAL = additions(0)
 STEPS = 4

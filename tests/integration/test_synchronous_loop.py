@@ -15,9 +15,9 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 from raylight.tasks.task_set import TaskSet
-from raylight.trainer.policy_rollouts import PolicyRollouts
-from raylight.trainer.report import Report
-from raylight.trainer.run import Run
+from raylight.trainer.components.run import Run
+from raylight.trainer.loops.policy_rollouts import PolicyRollouts
+from raylight.trainer.output.report import Report
 
 STEPS, GROUPS, SAMPLES = 10, 4, 4
 
@@ -90,5 +90,5 @@ def test_without_staleness_the_weights_are_those_of_a_barrier(
     digest = train(tmp_path / "loop", seed)
     initial = (Path(STARTER_MODEL) / "model.safetensors").read_bytes()
     assert digest != hashlib.sha256(initial).hexdigest()
-    monkeypatch.setattr("raylight.trainer.work.Training", BarrierTraining)
+    monkeypatch.setattr("raylight.trainer.runs.work.Training", BarrierTraining)
     assert train(tmp_path / "barrier", seed) == digest

@@ -22,7 +22,7 @@ from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import LearnerLostError
 from raylight.learner.actor import LearnerActor
 from raylight.learner.group import LearnerGroup
-from raylight.trainer.publication import Publications
+from raylight.trainer.components.publication import Publications
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
 DEADLINE_S = 300

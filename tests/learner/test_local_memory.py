@@ -13,8 +13,13 @@ from raylight.errors import DeviceMemoryError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.learner.token_logprobs import BLOCK_LOGITS
-from raylight.planning.local_memory import MemoryEstimate, build_on_meta, check_memory, estimate_memory
 from raylight.quickstart import STARTER_MODEL
+from raylight.trainer.cluster_fit.local_memory import (
+    MemoryEstimate,
+    build_on_meta,
+    check_memory,
+    estimate_memory,
+)
 from raylight.trainer.trainer import Trainer
 from raylight.types import Trajectory
 

@@ -18,7 +18,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
-from raylight.trainer.supervised_data import batch_schedule, load_supervised_data
+from raylight.trainer.loops.supervised_data import batch_schedule, load_supervised_data
 
 PADDING = 0
 LOSSES = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from raylight.trainer.loggers import Metrics, Tracker
+from raylight.trainer.output.loggers import Metrics, Tracker
 
 
 class FailingTracker(Tracker):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raylight.trainer.loggers.mlflow_tracker import mlflow_name
+from raylight.trainer.output.loggers.mlflow_tracker import mlflow_name
 
 
 class Recorded(NamedTuple):

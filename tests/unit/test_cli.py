@@ -33,9 +33,10 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         raise Constructed
 
     monkeypatch.setattr(rl, "Trainer", take)
-    monkeypatch.setattr("raylight.trainer.serve_model.serve_model", take)
+    monkeypatch.setattr("raylight.trainer.runs.serve_model.serve_model", take)
     monkeypatch.setattr(
-        "raylight.trainer.scale_run.scale_run", lambda run, sizes, address, timeout: take(address=address)
+        "raylight.trainer.ray_session.scale_run.scale_run",
+        lambda run, sizes, address, timeout: take(address=address),
     )
     monkeypatch.setattr(
         "raylight.doctor_report.examine", lambda model, address, as_json: take(address=address)

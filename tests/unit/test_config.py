@@ -16,7 +16,7 @@ from raylight.config import (
 )
 from raylight.engines import registry
 from raylight.errors import ConfigError
-from raylight.trainer.run_file import RunFile
+from raylight.trainer.spec.run_file import RunFile
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from raylight.serving.deploy.ingress import SERVE_FLAGS
-from raylight.trainer.run_file import load_run_file
+from raylight.trainer.spec.run_file import load_run_file
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "kuberay-rayjob.yaml"

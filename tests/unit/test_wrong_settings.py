@@ -35,10 +35,10 @@ from raylight.bounds import leaf_types
 from raylight.cli import app
 from raylight.errors import ConfigError, DatasetError, RaylightError
 from raylight.tasks.datasets import MAX_ROWS
-from raylight.trainer.arguments import TrainerArguments
-from raylight.trainer.eval_run import EvalSettings
-from raylight.trainer.inputs import as_tasks
-from raylight.trainer.run_file import RunFile
+from raylight.trainer.runs.eval_run import EvalSettings
+from raylight.trainer.spec.arguments import TrainerArguments
+from raylight.trainer.spec.inputs import as_tasks
+from raylight.trainer.spec.run_file import RunFile
 from raylight.trainer.trainer import Trainer
 
 REQUIRED: dict[str, dict[str, Any]] = {

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 import raylight as rl
 from raylight.experience.batch import TrainBatch
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster import ray_session
+from raylight.trainer.cluster_fit.teacher_settings import fitted_engine
 from raylight.trainer.components.teacher import Teacher
-from raylight.trainer.settings import ServingSettings
-from raylight.trainer.teacher_settings import fitted_engine
+from raylight.trainer.ray_session.connection import ray_session
+from raylight.trainer.spec.settings import ServingSettings
 
 MESSAGES = [{"role": "system", "content": "It is 4."}, {"role": "user", "content": "2+2="}]
 

@@ -15,10 +15,10 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.runner.draining import watch_draining_nodes
-from raylight.trainer.cluster import reserve
-from raylight.trainer.resume import ResumePoint, resume_point_of
-from raylight.trainer.served_adapter import PinnedAdapter
-from raylight.trainer.settings import LearningSettings, ResolvedSettings
+from raylight.trainer.ray_session.connection import reserve
+from raylight.trainer.spec.resume import ResumePoint, resume_point_of
+from raylight.trainer.spec.served_adapter import PinnedAdapter
+from raylight.trainer.spec.settings import LearningSettings, ResolvedSettings
 
 
 class NodeDrains(Exception):

@@ -12,15 +12,15 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.token_records import RowRecord
 from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
-from raylight.trainer import served_adapter
 from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.local_serving import LocalServing
+from raylight.trainer.components.parity import Parity, make_probe
+from raylight.trainer.components.publication import Publications
 from raylight.trainer.components.serving import Serving
-from raylight.trainer.parity import Parity, make_probe
-from raylight.trainer.publication import Publications
-from raylight.trainer.resume import ResumePoint
-from raylight.trainer.served_adapter import PinnedAdapter
-from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.spec import served_adapter
+from raylight.trainer.spec.resume import ResumePoint
+from raylight.trainer.spec.served_adapter import PinnedAdapter
+from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings, TrainingSettings
 from raylight.weight_sync.client import CoordinatorClient
 
 

@@ -13,7 +13,7 @@ from raylight.engines.protocol import EngineLoad
 from raylight.runner.scaling import Resizable
 from raylight.serving.local_endpoint import Endpoint
 from raylight.trainer.components.serving import Serving
-from raylight.trainer.settings import ServingSettings
+from raylight.trainer.spec.settings import ServingSettings
 from raylight.weight_sync.local_replica import LocalReplica
 
 
@@ -107,7 +107,7 @@ def load_engine(
 
     from raylight.engines.transformers.trainable import TrainableEngine
     from raylight.learner.local_device import select_device
-    from raylight.planning.local_memory import check_memory
+    from raylight.trainer.cluster_fit.local_memory import check_memory
 
     engine, device = model.engine, select_device(learner.device)
     limit = None if learner.memory_limit_gb is None else int(learner.memory_limit_gb * 1e9)

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylight.aio import pause
 from raylight.errors import EngineStartError, ServingLostError, summarize_ray_error
 from raylight.trainer.components.serving import Serving
-from raylight.trainer.settings import ServingSettings
+from raylight.trainer.spec.settings import ServingSettings
 
 RETRY_DELAY_S = 0.5
 

@@ -11,7 +11,7 @@ from raylight.engines.reward_model.scorer import ScoredConversation
 from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
 from raylight.rewards.reward_model import RewardModel, RewardModelInput, Scorer
 from raylight.trainer.components.model_service import ModelService
-from raylight.trainer.settings import ResolvedSettings, RewardModelSettings
+from raylight.trainer.spec.settings import ResolvedSettings, RewardModelSettings
 
 CONVERSATIONS_PER_REQUEST = 16
 """Conversations of one request, so that a large group is divided among replicas."""

@@ -15,7 +15,7 @@ from raylight.runner.pool import RunnerPool
 from raylight.serving.deploy.ingress import head_node
 from raylight.serving.deploy.ingress_host import ANY_HOST
 from raylight.store.client import StoreClient
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.spec.settings import ResolvedSettings
 
 
 class Runners:

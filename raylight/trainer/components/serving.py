@@ -20,9 +20,9 @@ from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
-from raylight.trainer.run_resources import with_policy
-from raylight.trainer.settings import ServingSettings
-from raylight.trainer.traced_upstreams import is_traced_upstream, serve_traced_upstreams
+from raylight.trainer.components.traced_upstreams import is_traced_upstream, serve_traced_upstreams
+from raylight.trainer.spec.run_resources import with_policy
+from raylight.trainer.spec.settings import ServingSettings
 from raylight.weight_sync.actor import RunningCoordinator
 
 ADAPTER_NAME = "adapter"

@@ -20,8 +20,8 @@ from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
 from raylight.store.watch import StoreWatch
-from raylight.trainer.resume import wait_for_store
-from raylight.trainer.settings import ResolvedSettings
+from raylight.trainer.spec.resume import wait_for_store
+from raylight.trainer.spec.settings import ResolvedSettings
 
 logger = logging.getLogger(__name__)
 

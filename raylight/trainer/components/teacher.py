@@ -21,9 +21,9 @@ from raylight.experience.teacher_prompts import (
 )
 from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
+from raylight.trainer.cluster_fit.teacher_settings import longest_row
 from raylight.trainer.components.model_service import ModelService
-from raylight.trainer.settings import ServingSettings
-from raylight.trainer.teacher_settings import longest_row
+from raylight.trainer.spec.settings import ServingSettings
 from raylight.types import FinishedRollout, Trajectory
 
 MOST_TOKENS = 16_384

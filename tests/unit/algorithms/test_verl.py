@@ -22,7 +22,7 @@ from raylight.algorithms.verl_config.keys import KEYS, SECTIONS
 from raylight.algorithms.verl_config.resolution import nearest
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.trainer.cluster_settings import finalize_settings, with_cpu_fallback
+from raylight.trainer.cluster_fit.cluster_settings import finalize_settings, with_cpu_fallback
 from raylight.trainer.trainer import Trainer
 
 ROLLOUT = "actor_rollout_ref.rollout"

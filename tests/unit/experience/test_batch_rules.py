@@ -14,7 +14,7 @@ from raylight.errors import EmptyTraceError, GreedyError, RowTooLongError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.rewards import TurnReward, greedy_baselines, is_informative
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.trainer.outcome import describe
+from raylight.trainer.loops.batch_metrics import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Generation, RolloutConfig, Span
 
 

@@ -11,7 +11,7 @@ from unit_helpers import make_finished, make_generation, make_key
 from raylight.errors import OffPolicySamplingError
 from raylight.experience.batch import BatchRules, build_batch
 from raylight.experience.off_policy import off_policy_parameters
-from raylight.trainer.outcome import describe
+from raylight.trainer.loops.batch_metrics import describe
 from raylight.types import FinishedRollout
 
 

@@ -8,7 +8,7 @@ from raylight.agent.decorators import rollout
 from raylight.algorithms.policy import GRPO
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.runner.actor import RunnerPayload
-from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings, TrainingSettings
 
 
 def make_settings(**settings: Any) -> ResolvedSettings:

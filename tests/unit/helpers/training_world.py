@@ -41,19 +41,19 @@ from raylight.store.service import StoreService
 from raylight.tasks.shuffled import ShuffledTasks
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learners import Learners
-from raylight.trainer.loop import Training
-from raylight.trainer.parity import Parity
-from raylight.trainer.policy_rollouts import cancel_undecided
-from raylight.trainer.report import Report
-from raylight.trainer.resume import (
+from raylight.trainer.components.parity import Parity
+from raylight.trainer.components.run import Run
+from raylight.trainer.loops.policy_loop import Training
+from raylight.trainer.loops.policy_rollouts import cancel_undecided
+from raylight.trainer.output.report import Report
+from raylight.trainer.spec.resume import (
     find_resume_point,
     highest_logged_step,
     highest_logged_version,
     prepare_states,
 )
-from raylight.trainer.run import Run
-from raylight.trainer.served_adapter import PinnedAdapter
-from raylight.trainer.settings import MODEL_NAME, ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.spec.served_adapter import PinnedAdapter
+from raylight.trainer.spec.settings import MODEL_NAME, ResolvedSettings, ServingSettings, TrainingSettings
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
 
 STEPS, TASKS, GROUP = 9, 4, 2

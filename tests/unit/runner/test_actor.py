@@ -11,7 +11,7 @@ import pytest
 from raylight import components
 from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
-from raylight.trainer.inputs import as_agent
+from raylight.trainer.spec.inputs import as_agent
 
 AGENT = """
 import raylight as rl

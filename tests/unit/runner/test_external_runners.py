@@ -19,10 +19,10 @@ from raylight.quickstart.agent import adder
 from raylight.runner import external_runners
 from raylight.runner.actor import RunnerPayload
 from raylight.runner.external_runners import ExternalRunners
-from raylight.trainer import join_run
-from raylight.trainer.arguments import TrainerArguments
-from raylight.trainer.cluster import Connection
-from raylight.trainer.join_run import RemoteRunnerProcess
+from raylight.trainer.ray_session.connection import Connection
+from raylight.trainer.runs import join_run
+from raylight.trainer.runs.join_run import RemoteRunnerProcess
+from raylight.trainer.spec.arguments import TrainerArguments
 
 
 class Beating:

@@ -18,7 +18,7 @@ from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.curriculum import POOLS, CurriculumSampler
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import SetSampler, TaskSet
-from raylight.trainer.inputs import SourcedTasks, as_tasks, as_train_set
+from raylight.trainer.spec.inputs import SourcedTasks, as_tasks, as_train_set
 
 SETS: dict[str, TaskSet] = {
     "mixture": rl.Mixture({"a": [1, 2, 3], "b": list("vwxyz")}, weights={"a": 2}),

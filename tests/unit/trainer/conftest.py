@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recording_display import RecordingDisplay
 
-from raylight.trainer.report import Report
+from raylight.trainer.output.report import Report
 
 
 @pytest.fixture

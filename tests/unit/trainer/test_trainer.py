@@ -24,7 +24,7 @@ from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.fit import Fit
+from raylight.trainer.runs.run_plan import Fit
 from raylight.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("planned_runs")

@@ -19,7 +19,7 @@ from raylight.rewards.terms import RelativeLength, agent_reward
 from raylight.tasks.stream import Stream
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.fit import Fit
+from raylight.trainer.runs.run_plan import Fit
 from raylight.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("planned_runs")

@@ -13,7 +13,7 @@ import pytest
 from recorded_run import record_run
 
 from raylight.errors import ConfigError
-from raylight.trainer.ui_process import ui_process
+from raylight.trainer.output.ui_process import ui_process
 from raylight.ui.server import serve_ui
 
 

@@ -25,7 +25,7 @@ from raylight.aio import cancel_all
 from raylight.config import EngineConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import CoordinatorUnavailableError, TransferBrokenError, WeightSyncError
-from raylight.trainer.publication import Publications
+from raylight.trainer.components.publication import Publications
 from raylight.weight_sync.client import CoordinatorClient, call_coordinator, call_until_answered
 from raylight.weight_sync.coordinator import ReplicaCoordinator
 from raylight.weight_sync.keeper import CoordinatorKeeper

@@ -1,1 +1,0 @@
-"""Memory of a run, computed from the model's shapes before anything starts."""

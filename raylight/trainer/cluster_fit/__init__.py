@@ -1,0 +1,1 @@
+"""Settings that follow from a cluster's hardware, and the memory plan of a run."""

@@ -1,0 +1,333 @@
+"""Settings that follow the hardware, where the user has set none. An explicit setting always wins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from raylight.base_config import Config
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.engines.registry import choose_engine
+from raylight.engines.vllm.args import asked_gpus, most_workers
+from raylight.errors import ConfigError
+from raylight.experience.packing import can_pack
+from raylight.experience.settings import PolicySettings
+from raylight.trainer.cluster_fit.cluster_shape import this_machine
+from raylight.trainer.cluster_fit.engine_nodes import ask_nodes
+from raylight.trainer.spec.settings import ResolvedSettings
+
+SHARES = (0.6, 0.4)
+"""GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on
+one too, so the kind with more processes gets the larger one."""
+KEPT_BYTES = 16
+"""Bytes that a learner keeps of a trained parameter: its float32 weight, gradient and two moments."""
+FROZEN_BYTES = {"bf16": 2, "fp32": 4}
+"""Bytes that it keeps of a parameter of a frozen model, the reference or the base of an adapter, by dtype."""
+RESERVE = 4 * 2**30
+"""Device memory for the contexts of both processes, and for the buffers of a publication."""
+MAX_CONTEXT = 16_384
+"""Longest default of `engine.max_model_len` on a GPU."""
+MAX_THREADS = 8
+"""Largest default of a learner's threads on a CPU."""
+MAX_IN_FLIGHT: dict[type[Config], int] = {EngineConfig: 1024, RunnerConfig: 256}
+"""Largest default of the sequences of a replica on a GPU, and of the rollouts of a runner."""
+C = TypeVar("C", bound=Config)
+InFlight = TypeVar("InFlight", EngineConfig, RunnerConfig)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Hardware of a cluster on which defaults depend."""
+
+    gpus: float
+    """GPUs on nodes whose torch can use them."""
+    gpu_memory: int = 0
+    """Bytes of the smallest GPU; 0 if unknown."""
+    cpus: int = 1
+    """CPUs for each GPU, on the node with the fewest."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The parts of a run on which defaults depend."""
+
+    context: int | None = None
+    """Tokens of the model's longest sequence; None if unknown."""
+    kept_bytes: int | None = None
+    """Bytes that the learners keep between updates, all ranks together; None if unknown."""
+    overlaps: bool = False
+    """True if engines sample while the learners update."""
+    packs: bool = False
+    """True if rows of the model can be packed."""
+
+
+@dataclass(frozen=True)
+class HardwareChoice:
+    """Settings with the defaults for the hardware, and messages for the user."""
+
+    engine: EngineConfig
+    learner: LearnerConfig | None
+    notes: tuple[str, ...] = ()
+
+
+def settings_for_hardware(
+    settings: ResolvedSettings, requested: EngineConfig
+) -> tuple[ResolvedSettings, tuple[str, ...]]:
+    """Return a run's settings with the defaults for the cluster's hardware, and messages for the user.
+
+    Args:
+        requested: the user's settings of the engine, whose kind may be "auto".
+
+    Raises:
+        ConfigError: learners and engines do not fit on the GPUs, or a node with GPUs cannot load raylight.
+    """
+    serving, training, supervised = settings.serving, settings.training, settings.supervised
+    if supervised is not None:
+        packs = can_pack(_language_config(Path(supervised.model_path)))
+        learner = learner_alone(_cluster_hardware(), supervised.learner, packs)
+        return replace(settings, supervised=replace(supervised, learner=learner)), ()
+    if serving is None or serving.engine.kind == "upstream":
+        return settings, ()
+    own_kind = serving.engine.kind
+    on_gpu = requested.model_copy(update={"num_gpus": 1})
+    hardware = _cluster_hardware()
+    scoring = sum(asked_gpus(model.engine) for model in settings.scoring_models)
+    hardware = replace(hardware, gpus=max(hardware.gpus - scoring, 0))
+    kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
+    choice = choose(
+        hardware,
+        serving.engine.model_copy(update={"kind": kind}),
+        training.learner if training is not None and training.learner.kind == "ranks" else None,
+        workload(
+            Path(serving.model_path),
+            None if training is None else training.algorithm.policy_settings(),
+            None if training is None else training.learner,
+        ),
+    )
+    engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
+    if engine.num_gpus and training is not None:
+        rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
+        if engine.kind == "vllm":  # another engine has memory for each sequence from its start
+            engine = at_once(engine, rollouts, engine.replicas)
+        settings = replace(settings, runner=at_once(settings.runner, rollouts, settings.runner.n))
+    settings = settings.with_engine(engine)
+    if choice.learner is not None:
+        settings = settings.with_training(learner=choice.learner)
+    return settings, choice.notes
+
+
+def choose(
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, work: Workload
+) -> HardwareChoice:
+    """Return the settings with the defaults for the hardware. Nothing changes without GPUs.
+
+    Args:
+        engine: its kind is the one that it has on a GPU.
+        learner: None for a run without learners.
+
+    Raises:
+        ConfigError: learners and engines do not fit on the GPUs together, not even if they share them.
+    """
+    engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
+    if learner is not None:
+        learner = _learner_on_gpu(hardware, learner, work.packs)
+    if engine.num_gpus:
+        engine = engine_on_gpu(engine, learner, work.context)
+    return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
+
+
+def learner_alone(hardware: Hardware, learner: LearnerConfig, packs: bool) -> LearnerConfig:
+    """Return the settings of learners in a run without engines: each has a GPU if there are enough."""
+    if hardware.gpus >= learner.n:
+        learner = _with_defaults(learner, num_gpus=1)
+    return _learner_on_gpu(hardware, learner, packs)
+
+
+def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, packs: bool) -> LearnerConfig:
+    if not learner.num_gpus:
+        return learner
+    # states are loaded, cast and copied on the host; the other half is for engines and runners
+    threads = max(int(learner.num_cpus), min(hardware.cpus // 2, MAX_THREADS), 1)
+    learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True, num_threads=threads)
+    kernel = (learner.attention == "auto" and packs) or learner.attention == "flash_attention_2"
+    return _with_defaults(learner, packed=learner.dtype == "bf16" and kernel)
+
+
+def _assign_gpus(
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None, work: Workload
+) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
+    """Give GPUs to learners and engines without a setting: each its own if there are enough, else shares."""
+    ranks = 0 if learner is None else learner.n
+    workers = most_workers(engine)
+    free = hardware.gpus
+    open_learner = learner is not None and "num_gpus" not in learner.model_fields_set
+    open_engine = "num_gpus" not in engine.model_fields_set and engine.kind in ("transformers", "vllm")
+    if not free or not (open_learner or open_engine):
+        return engine, learner, []
+    if open_engine and learner is not None and open_learner:
+        if ranks + workers <= free:
+            return _with_defaults(engine, num_gpus=1), _with_defaults(learner, num_gpus=1), []
+        if max(ranks, workers) <= free and (ranks >= workers or ranks == 1):
+            return _share(hardware, engine, learner, work)
+        raise ConfigError(
+            f"{ranks} learner(s) (learner.n) and {workers} engine worker(s) (engine.replicas x "
+            f"engine.args.tensor_parallel_size) do not fit on {free:g} GPU(s), not even in pairs of one "
+            "learner and one worker. Lower them, add GPUs, have as many learners as workers, or set "
+            "learner.num_gpus and engine.num_gpus"
+        )
+    if open_engine:
+        if workers <= free - (ranks * learner.num_gpus if learner is not None else 0):
+            return _with_defaults(engine, num_gpus=1), learner, []
+        note = "the engine computes on a CPU, because the learners take the GPUs: give learner.num_gpus=0.6"
+        return engine, learner, [f"{note} and engine.num_gpus=0.4 to share them"]
+    assert learner is not None
+    if ranks <= free - workers * engine.num_gpus:
+        return engine, _with_defaults(learner, num_gpus=1), []
+    note = "the learners compute on CPUs, because the engines take the GPUs: give engine.num_gpus=0.4"
+    return engine, learner, [f"{note} and learner.num_gpus=0.6 to share them"]
+
+
+def _share(
+    hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload
+) -> tuple[EngineConfig, LearnerConfig | None, list[str]]:
+    """Put one learner and one engine worker on each GPU.
+
+    They take turns, and the engine frees its memory meanwhile, unless the engine samples during updates.
+    """
+    learner_share, engine_share = SHARES if learner.n >= most_workers(engine) else SHARES[::-1]
+    sleeps = engine.kind == "vllm" and not work.overlaps
+    shared = _with_defaults(engine, num_gpus=engine_share, sleep_while_learning=sleeps)
+    learner = _with_defaults(learner, num_gpus=learner_share)
+    if not _keeps_states(hardware, shared, learner, work):
+        learner = _with_defaults(learner, param_offload=True, optimizer_offload=True)
+    return shared, learner, ["learners and engines share GPUs, because there are too few for both"]
+
+
+def _keeps_states(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload) -> bool:
+    """Return True if the learner's weights and optimizer fit on a GPU beside an engine that samples."""
+    if not (hardware.gpu_memory and work.kept_bytes):
+        return False
+    kept = work.kept_bytes / (learner.fsdp_size or learner.n)
+    engine_share = float(engine.args.get("gpu_memory_utilization", engine.num_gpus))
+    return kept + RESERVE <= (1 - engine_share) * hardware.gpu_memory
+
+
+def engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: int | None) -> EngineConfig:
+    """Return the settings of an engine with the defaults for a GPU.
+
+    Args:
+        context: tokens of the model's longest sequence; None if unknown.
+    """
+    longest = min(context or MAX_CONTEXT, MAX_CONTEXT)
+    if learner is not None:
+        longest = min(longest, learner.row_limit)
+    engine = _with_defaults(engine, dtype="bfloat16", max_model_len=max(longest, 8))
+    if engine.kind != "vllm" or engine.num_gpus >= 1:
+        return engine
+    args: dict[str, Any] = {"gpu_memory_utilization": engine.num_gpus}
+    if engine.sleep_while_learning:
+        args["enable_sleep_mode"] = True
+    return engine.model_copy(update={"args": args | engine.args})
+
+
+def at_once(config: InFlight, rollouts: int, processes: int) -> InFlight:
+    """Return the settings of engines or runners that have all rollouts of a step in flight at once.
+
+    Args:
+        processes: number of replicas or of runners.
+    """
+    default = type(config).model_fields["max_concurrent"].default
+    each = min(max(-(-rollouts // processes), default), MAX_IN_FLIGHT[type(config)])
+    return _with_defaults(config, max_concurrent=each)
+
+
+def _summary(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig | None) -> list[str]:
+    """Return a line on what the GPUs are used for."""
+    if not hardware.gpus:
+        return []
+    roles = []
+    if learner is not None and learner.num_gpus:
+        names = {"gradient_checkpointing": "gradient checkpointing", "packed": "packed rows"}
+        details = [learner.dtype, *(text for name, text in names.items() if getattr(learner, name))]
+        roles.append(f"{learner.num_gpus:g} for each learner ({', '.join(details)})")
+    if engine.num_gpus:
+        details = [engine.dtype, f"{engine.max_model_len} tokens"]
+        roles.append(f"{engine.num_gpus:g} for each engine worker ({', '.join(details)})")
+    return [f"GPUs: {hardware.gpus:g} in the cluster; {', '.join(roles)}"] if roles else []
+
+
+def _with_defaults(config: C, **defaults: Any) -> C:
+    """Return settings with other defaults: those that the user has not set."""
+    return config.model_copy(
+        update={name: value for name, value in defaults.items() if name not in config.model_fields_set}
+    )
+
+
+def _cluster_hardware() -> Hardware:
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+    if not nodes or not all(ask_nodes(addresses, torch_uses_gpus).values()):
+        return Hardware(0.0)
+    gpus = sum(node["Resources"]["GPU"] for node in nodes)
+    memory = min(node.gpu_memory for node in ask_nodes(addresses, this_machine).values())
+    shares = [node["Resources"].get("CPU", 0) / node["Resources"]["GPU"] for node in nodes]
+    return Hardware(gpus, memory, int(min(shares)))
+
+
+def torch_uses_gpus() -> bool:
+    """True if the installed torch is not a build for CPUs only."""
+    return not importlib.metadata.version("torch").endswith("+cpu")
+
+
+def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig | None) -> Workload:
+    """Return the workload of a run.
+
+    Args:
+        folder: the model's.
+        policy, learner: None for a run without learners.
+    """
+    parameters, kept = count_parameters(folder), None
+    if policy is not None and learner is not None and parameters is not None:
+        dtype = learner.dtype if "dtype" in learner.model_fields_set else "bf16"  # the default on a GPU
+        frozen, adapted = FROZEN_BYTES[dtype], learner.lora is not None
+        models = 1 if policy.critic is None else 2
+        reference = frozen if policy.needs_reference and not adapted else 0
+        kept = (models * (frozen if adapted else KEPT_BYTES) + reference) * parameters
+    overlaps, packs = policy is not None and policy.max_staleness > 0, can_pack(_language_config(folder))
+    return Workload(longest_sequence(folder), kept, overlaps, packs)
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Return the parameters in a model's safetensors files, read from their headers; None if it has none, or
+    a file that only its loading reports as damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, "numpy") as tensors:
+                names = tensors.keys()
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        except (OSError, SafetensorError):
+            return None
+    return total or None
+
+
+def _language_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a model's language part; an empty one for the model of an engine of the
+    user's own, which may have no file."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return config | (config.get("text_config") or {})
+
+
+def longest_sequence(folder: Path) -> int | None:
+    """Return the tokens of the longest sequence of a model; None if its configuration does not say."""
+    longest = _language_config(folder).get("max_position_embeddings")
+    return longest if isinstance(longest, int) and longest > 0 else None

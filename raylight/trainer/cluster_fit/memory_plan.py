@@ -1,0 +1,209 @@
+"""Plan of a run's memory: what each role needs, what the cluster has, and what to change if it does not
+fit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
+from raylight.engines.vllm.args import most_workers
+from raylight.experience.settings import PolicySettings
+from raylight.trainer.cluster_fit.cluster_shape import ClusterShape
+from raylight.trainer.cluster_fit.model_shape import ModelShape, read_shape
+from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel, reward_model_memory
+from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
+from raylight.trainer.cluster_fit.role_needs import (
+    FLOAT32,
+    LOGIT_COPIES,
+    engine_memory,
+    learner_memory,
+    other_memory,
+)
+from raylight.trainer.cluster_fit.shortages import Shortage, find_shortages
+
+LORA_RANK = 16
+"""Rank of the adapter that a remedy proposes."""
+FEW_SEQUENCES, SHORT_ROW = 8, 2048
+"""Concurrent sequences of an engine, and tokens of a micro-batch, below which no remedy goes."""
+
+
+@dataclass(frozen=True)
+class PlannedTeacher:
+    """The model that scores the tokens of a run's policy.
+
+    Attributes:
+        model_path: folder of the model.
+    """
+
+    model_path: str
+    engine: EngineConfig
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The settings that a run's memory depends on.
+
+    Attributes:
+        model_path: folder of the model.
+        kind: the engine, "vllm" or "transformers".
+        teacher: None for a run without a teacher.
+        reward_models: those that the group reward calls.
+    """
+
+    model_path: str
+    kind: str
+    engine: EngineConfig
+    learner: LearnerConfig
+    runner: RunnerConfig
+    settings: PolicySettings
+    teacher: PlannedTeacher | None = None
+    reward_models: tuple[PlannedRewardModel, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of a run on a cluster.
+
+    Attributes:
+        shortages: what the cluster lacks; empty if the run fits.
+        remedies: changes of settings that together make the run fit; empty if it fits, or if none do.
+    """
+
+    shape: ModelShape
+    cluster: ClusterShape
+    roles: tuple[RoleMemory, ...]
+    shortages: tuple[Shortage, ...]
+    remedies: tuple[str, ...]
+
+
+def make_plan(run: PlannedRun, cluster: ClusterShape, *, at_peak: bool = True) -> MemoryPlan:
+    """Return the plan of a run on a cluster.
+
+    Args:
+        at_peak: the run shall fit with full micro-batches and a full cache; else with the shortest rollouts.
+
+    Raises:
+        ConfigError: transformers has no causal language model of the architecture.
+    """
+    shape = read_shape(run.model_path)
+    shortages = _shortages(run, shape, cluster, at_peak)
+    remedies = _remedies(run, shape, cluster, at_peak) if shortages else ()
+    return MemoryPlan(shape, cluster, tuple(_roles(run, shape, cluster)), tuple(shortages), remedies)
+
+
+def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[RoleMemory]:
+    return [
+        learner_memory(run.model_path, shape, run.learner, run.settings, run.engine.dtype),
+        engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
+        *(() if run.teacher is None else (_teacher(run.teacher, cluster),)),
+        *map(reward_model_memory, run.reward_models),
+        *other_memory(run.runner),
+    ]
+
+
+def _teacher(teacher: PlannedTeacher, cluster: ClusterShape) -> RoleMemory:
+    path, engine, shape = teacher.model_path, teacher.engine, read_shape(teacher.model_path)
+    memory = engine_memory(path, shape, engine.kind, engine, cluster.gpu_memory)
+    items = memory.items
+    if engine.kind == "transformers":
+        logits = LOGIT_COPIES * FLOAT32 * memory.context * shape.vocabulary
+        items += (Item("logits of a row", logits, grows=True),)
+    return RoleMemory("teacher", memory.processes, memory.gpus, items)
+
+
+def _shortages(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> list[Shortage]:
+    roles = _roles(run, shape, cluster)
+    found = find_shortages(roles, cluster, at_peak=at_peak, take_turns=run.engine.sleep_while_learning)
+    for role in roles:
+        if isinstance(role, EngineMemory) and role.room is not None and role.room < role.context:
+            found.append(
+                Shortage(
+                    "key-value cache",
+                    f"engine: no room for one sequence of {role.context:,} tokens beside the weights; give "
+                    "it more memory (engine.args.gpu_memory_utilization), more GPUs "
+                    "(engine.args.tensor_parallel_size), or lower engine.max_model_len",
+                )
+            )
+    return found
+
+
+def _remedies(run: PlannedRun, shape: ModelShape, cluster: ClusterShape, at_peak: bool) -> tuple[str, ...]:
+    """Apply changes one after the other until the run fits; return those that were needed."""
+    applied: list[_Change] = []
+    changed = run
+    for change in _changes(run, cluster):
+        previous, changed = changed, change.apply(changed)
+        if changed == previous:
+            continue
+        applied.append(change)
+        if not _shortages(changed, shape, cluster, at_peak):
+            return _needed(run, applied, shape, cluster, at_peak)
+    return ()
+
+
+def _needed(
+    run: PlannedRun, applied: list[_Change], shape: ModelShape, cluster: ClusterShape, at_peak: bool
+) -> tuple[str, ...]:
+    """Leave out each change without which the run still fits, and of two of the same settings the first."""
+    for change in list(applied):
+        fewer = [other for other in applied if other is not change]
+        changed = functools.reduce(lambda found, other: other.apply(found), fewer, run)
+        if fewer and not _shortages(changed, shape, cluster, at_peak):
+            applied = fewer
+    return tuple(f"{name}={json.dumps(value)}" for change in applied for name, value in change.values.items())
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of settings that saves memory.
+
+    Attributes:
+        values: new value of each setting, by dotted name.
+    """
+
+    values: dict[str, Any]
+
+    def apply(self, run: PlannedRun) -> PlannedRun:
+        """Return the run with the change."""
+        for name, value in self.values.items():
+            section, field = name.split(".", 1)
+            if name == "learner.lora.rank":
+                field, value = "lora", LoraConfig(rank=value)
+            changed: Any = getattr(run, section).model_copy(update={field: value})
+            run = replace(run, **{section: changed})
+        return run
+
+
+def _changes(run: PlannedRun, cluster: ClusterShape) -> Iterator[_Change]:
+    """Yield changes that save memory, those that cost least first."""
+    yield _Change({"learner.gradient_checkpointing": True})
+    sequences = run.engine.max_concurrent
+    while run.kind == "transformers" and sequences > FEW_SEQUENCES:
+        sequences = max(sequences // 2, FEW_SEQUENCES)
+        yield _Change({"engine.max_concurrent": sequences})
+    tokens, least = run.learner.max_tokens_per_micro_batch, run.learner.max_row_tokens or SHORT_ROW
+    while tokens > least:
+        tokens = max(tokens // 2, least)
+        shorter = {"engine.max_model_len": tokens} if tokens < run.engine.max_model_len else {}
+        yield _Change(shorter | {"learner.max_tokens_per_micro_batch": tokens})
+    if run.learner.num_gpus:
+        ranks = _most_ranks(run, cluster)
+        if ranks > run.learner.n:
+            yield _Change({"learner.n": ranks})
+        yield _Change({"learner.optimizer_offload": True})
+        yield _Change({"learner.param_offload": True})
+    if run.learner.lora is None:
+        yield _Change({"learner.lora.rank": LORA_RANK})
+
+
+def _most_ranks(run: PlannedRun, cluster: ClusterShape) -> int:
+    """Return the number of learners for which the engines leave GPUs. It keeps groups of ranks whole."""
+    workers = most_workers(run.engine)
+    free = cluster.gpus if run.learner.num_gpus < 1 else int(cluster.gpus - run.engine.num_gpus * workers)
+    group = math.lcm(run.learner.fsdp_size or 1, run.learner.ulysses)
+    return free // group * group

@@ -1,0 +1,208 @@
+"""Checks and defaults of a run that trains a policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raylight.agent.litagent import LitAgent
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.config import EngineConfig, LearnerConfig, cpu_threads
+from raylight.engines.registry import choose_engine
+from raylight.engines.vllm.args import asked_gpus, most_workers
+from raylight.errors import ConfigError
+from raylight.experience.correction_settings import default_limit
+from raylight.traces.trained_agents import AgentFilter
+from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings
+from raylight.weight_transfer.transports import choose_transport, find_transport
+
+MANY_CORES = 4
+"""Cores of the cluster per learner from which a learner on a single thread is worth a note."""
+LOCAL_ENGINE = frozenset(
+    (
+        *("kind", "args", "dtype", "max_model_len", "max_concurrent", "max_waiting", "token_in"),
+        *("tolerate_rewrites", "max_body_bytes", "ignore_fields", "host", "port", "weight_transfer"),
+    )
+)
+"""Settings of an engine that are read with a local learner; the transport is written to config.yaml."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that the configurations of mixtures of experts have for the number of experts."""
+
+
+def resolve_state_url(path: str) -> str:
+    """Return an absolute path, or a URL unchanged."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def check_lengths(engine: EngineConfig, learner: LearnerConfig) -> None:
+    """Raise a ConfigError if a rollout may be longer than a learner's micro-batch."""
+    if engine.max_model_len > learner.max_tokens_per_micro_batch:
+        raise ConfigError(
+            f"a rollout may have {engine.max_model_len} tokens (engine.max_model_len), more than a "
+            "micro-batch of a learner "
+            f"(learner.max_tokens_per_micro_batch={learner.max_tokens_per_micro_batch}); lower the "
+            "first or raise the second"
+        )
+
+
+def trainable_engine(engine: EngineConfig, learner: LearnerConfig) -> EngineConfig:
+    """Return the settings of the engine that samples from the policy, with its kind resolved.
+
+    Raises:
+        ConfigError: the engine takes no weights, is not installed, or does not fit the learner; or there is
+            no such transport.
+    """
+    kind = choose_engine(engine)
+    if learner.kind == "local":
+        _check_local_engine(engine, learner)
+        kind = "transformers"
+    if kind == "upstream":
+        raise ConfigError(
+            "an upstream model cannot be trained, because its weights are not in this run; leave engine.url "
+            "out, and pass a fixed model to the agent as a resource: LLM(endpoint=..., traced=True)"
+        )
+    if engine.weight_transfer != "auto":
+        find_transport(engine.weight_transfer)
+    return engine.model_copy(update={"kind": kind})
+
+
+def _check_local_engine(engine: EngineConfig, learner: LearnerConfig) -> None:
+    """Raise a ConfigError for an engine that a local learner cannot train in place."""
+    if engine.kind not in ("auto", "transformers"):
+        raise ConfigError(
+            f"a local learner trains in the transformers engine, and engine.kind is {engine.kind!r}; "
+            "leave it out, or use learner={'kind': 'ranks'}"
+        )
+    unread = [
+        name
+        for name, field in EngineConfig.model_fields.items()
+        if name not in LOCAL_ENGINE and getattr(engine, name) != field.get_default(call_default_factory=True)
+    ]
+    if unread:
+        raise ConfigError(
+            f"nothing reads engine.{', engine.'.join(unread)}: with learner.kind='local' the driver's "
+            "process is the engine; leave it out"
+        )
+    if learner.lora is None and engine.dtype != "float32":
+        raise ConfigError(
+            f"a local learner trains all weights in float32 only, and engine.dtype is {engine.dtype!r}; "
+            "leave it out, or train an adapter with learner.lora"
+        )
+
+
+def with_transport(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with the transport of weights, which depends on the engine and on who has GPUs.
+
+    Raises:
+        ConfigError: the transport does not fit engine or learners, or the engines sleep when they should
+            receive weights.
+    """
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None:
+        return settings
+    overlaps = training.algorithm.max_staleness > 0
+    if overlaps and serving.engine.sleep_while_learning:
+        raise ConfigError(
+            "max_staleness above 0 has engines sample while the learners update, and "
+            "engine.sleep_while_learning lends their GPUs to the learners; set max_staleness=0, or give both "
+            "GPUs of their own"
+        )
+    transport = choose_transport(serving.engine, training.learner, most_workers(serving.engine), overlaps)
+    return settings.with_engine(serving.engine.model_copy(update={"weight_transfer": transport}))
+
+
+def mismatch_limit(
+    algorithm: PolicyAlgorithm, engine: EngineConfig, learner: LearnerConfig, model_path: str
+) -> float:
+    """Return the limit of the mean difference of log-probs; its default depends on the precision."""
+    exact = engine.dtype == "float32" and learner.dtype == "fp32"
+    return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
+
+
+def with_mismatch_limit(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with the limit of the mean difference of log-probs filled in.
+
+    Raises:
+        ConfigError: the run would fail at the limit before it warns.
+    """
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None:
+        return settings
+    algorithm = training.algorithm
+    limit = mismatch_limit(algorithm, serving.engine, training.learner, serving.model_path)
+    warns_at = algorithm.warn_logprob_mismatch
+    if warns_at > limit and not algorithm.tolerates_mismatch:
+        raise ConfigError(
+            f"warn_logprob_mismatch={warns_at:g} is above the limit at which the run fails, {limit:g} for "
+            "these dtypes; lower it, or set max_logprob_mismatch"
+        )
+    return settings.with_training(algorithm=algorithm.model_copy(update={"max_logprob_mismatch": limit}))
+
+
+def _has_experts(model_path: str) -> bool:
+    """Return True if the model of a folder is a mixture of experts."""
+    config = json.loads(Path(model_path, "config.json").read_text())
+    fields = config | config.get("text_config", {})
+    return any(isinstance(fields.get(name), int) and fields[name] > 1 for name in EXPERT_COUNTS)
+
+
+def idle_hardware(
+    engine: EngineConfig,
+    learner: LearnerConfig,
+    resources: Mapping[str, float],
+    scoring: Sequence[ServingSettings] = (),
+) -> list[str]:
+    """Return notes on GPUs and cores of the cluster that a run leaves idle.
+
+    Args:
+        resources: total resources of the cluster, as Ray names them.
+        scoring: the teacher and the reward models.
+    """
+    gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
+    engines = engine, *(model.engine for model in scoring)
+    used = learner.n * learner.num_gpus + sum(map(asked_gpus, engines))
+    notes = [
+        f"the cluster has {gpus:g} GPUs, and the {model.name} computes on CPUs: set its num_gpus to 1"
+        for model in scoring
+        if gpus and not model.engine.num_gpus
+    ]
+    if gpus and not learner.num_gpus:
+        notes.append(
+            f"the cluster has {gpus:g} GPUs, and the learners compute on CPUs: set learner={{'num_gpus': 1}}"
+        )
+    elif gpus - used >= 1:
+        notes.append(
+            f"{gpus - used:g} of {gpus:g} GPUs of the cluster are idle: learners and engines ask for "
+            f"{used:g}; raise learner.n or engine.replicas"
+        )
+    if not learner.num_gpus and cpu_threads(learner) == 1 and cores >= MANY_CORES * learner.n:
+        notes.append(
+            f"each of {learner.n} learners computes on one thread, and the cluster has {cores} cores: set "
+            f"learner={{'num_threads': {cores // learner.n}}} for models above about ten million parameters"
+        )
+    return notes
+
+
+def trained_agents_pattern(agent: LitAgent, adapter: Any, algorithm: PolicyAlgorithm) -> str | None:
+    """Return the pattern of the trained agents, from the agent or the adapter.
+
+    Raises:
+        ConfigError: agent and adapter differ, the pattern is not a regular expression, or the adapter has no
+            `agent_match`.
+    """
+    agent_pattern, adapter_pattern = agent.trained_agents, getattr(adapter, "agent_match", None)
+    if adapter is not None and adapter_pattern is None:
+        raise ConfigError(
+            f"nothing reads the adapter: {type(algorithm).__name__} trains on the tokens that the "
+            "engine recorded; give an adapter with agent_match, or none"
+        )
+    if agent_pattern is not None and adapter_pattern is not None and agent_pattern != adapter_pattern:
+        raise ConfigError(
+            f"the agent has trained_agents={agent_pattern!r} and the adapter "
+            f"agent_match={adapter_pattern!r}; give one of them"
+        )
+    pattern = agent_pattern if agent_pattern is not None else adapter_pattern
+    AgentFilter(pattern)
+    return pattern

@@ -1,0 +1,262 @@
+"""Memory of the processes of a run that trains a policy, by role."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.engines.transformers.prompt_rows import count_prompt_rows
+from raylight.engines.transformers.worker import PREFILL_TOKENS
+from raylight.engines.vllm.args import most_workers, workers_per_replica
+from raylight.experience.settings import PolicySettings
+from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
+from raylight.trainer.cluster_fit.cluster_shape import GIB, MIB
+from raylight.trainer.cluster_fit.model_shape import (
+    ModelShape,
+    adapter_parameters,
+    measure_activations,
+    measure_prefill,
+)
+from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
+
+FLOAT32 = 4
+"""Bytes of a float32."""
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Data types by the names that settings use."""
+LEARNER_PROCESS = 740 * MIB
+ENGINE_PROCESS = {"transformers": 620 * MIB, "vllm": 1500 * MIB}
+RUNNER_PROCESS = 160 * MIB
+DRIVER_PROCESSES = 2 * GIB
+"""Host memory of processes without a model, as measured: Python and libraries. The driver's processes are the
+driver, the store, the coordinator, Serve's controller and proxies, and Ray itself."""
+GPU_CONTEXT = 700 * MIB
+"""Device memory of a CUDA context and of NCCL's communicators."""
+VLLM_MEMORY_SHARE = 0.92
+"""vLLM's default of `gpu_memory_utilization`."""
+VLLM_GRAPHS = GIB
+"""Device memory of vLLM's CUDA graphs, which it reports in its log. It grows with the model and the number of
+concurrent sequences; this is an upper bound for models of a few billion parameters."""
+VLLM_BATCHES = ((160 * GIB, 16_384), (70 * GIB, 8192), (0, 2048))
+"""vLLM's default of `max_num_batched_tokens`, by the least memory of the GPU."""
+TRANSFER_BUFFER = GIB
+"""Buffer in which weights are sent to engines on GPUs; one tensor that is larger has a larger one."""
+LOGIT_COPIES = 3
+"""Float32 copies of logits at the peak of the log-probs: of a block in learners, of all in engines."""
+
+
+def _with_gaps(items: Iterable[Item], on_gpu: bool) -> Iterator[Item]:
+    """Yield tensors that come and go, and on a CPU the gaps that the C library leaves between them.
+
+    glibc's aligned allocation asks for a little more than a tensor takes, so the block of a freed tensor does
+    not hold another one of its size. In measured updates the gaps are about as large as these tensors.
+    """
+    passing = list(items)
+    yield from passing
+    if not on_gpu:
+        yield Item("gaps between tensors", sum(item.size for item in passing), grows=True)
+
+
+def learner_memory(
+    path: str, shape: ModelShape, config: LearnerConfig, settings: PolicySettings, sent: str = "bfloat16"
+) -> RoleMemory:
+    """Return the memory of one learner rank at the peak of an update.
+
+    The peak is in a backward pass, when gradients and optimizer states of earlier updates exist.
+
+    Args:
+        sent: the engines' data type.
+    """
+    items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
+    if config.num_gpus:
+        items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
+    trained = adapter_parameters(path, config.lora) if config.lora else shape.parameters
+    items += _states("policy", shape, config, trained, computes=True)
+    if settings.needs_reference and not config.lora:
+        items += _states("reference", shape, config, 0)
+    if settings.critic is not None:
+        items += _states("critic", shape, config, trained)
+    models = 1 if settings.critic is None else 2
+    items.append(
+        Item("copy of the training state", models * 3 * trained * FLOAT32 // shards_of(config), "host")
+    )
+    if settings.max_staleness:
+        items.append(Item("snapshot of the weights", _snapshot(shape, config, trained, sent), "host"))
+    if config.num_gpus and config.lora is None:
+        largest = shape.vocabulary * shape.hidden * DTYPES[sent].itemsize
+        items.append(Item("transfer buffer", max(TRANSFER_BUFFER, largest), stays=True))
+    items += _with_gaps(_pass(path, shape, config, trained), bool(config.num_gpus))
+    return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
+
+
+def _snapshot(shape: ModelShape, config: LearnerConfig, trained: int, sent: str) -> int:
+    """Return the bytes of a rank's copy of the weights, from which they are sent beside updates.
+
+    Engines that serve the adapter receive nothing else. An adapter is merged in the model's own type; what it
+    does not change is copied from a GPU only.
+    """
+    if config.lora is None:
+        return trained * DTYPES[sent].itemsize // shards_of(config)
+    if config.lora.serve == "adapter":
+        return 0
+    frozen = shape.parameters * DTYPES[config.dtype].itemsize if config.num_gpus else 0
+    return (frozen + trained * FLOAT32) // shards_of(config)
+
+
+def _states(
+    name: str, shape: ModelShape, config: LearnerConfig, trained: int, computes: bool = False
+) -> Iterator[Item]:
+    """Yield what a rank keeps of a model: its shards. Those that are offloaded are in host memory, and on the
+    GPU while the model computes.
+
+    Args:
+        trained: number of trained parameters; an adapter's are beside the model's.
+        computes: True for the model that computes at the peak.
+    """
+    shards, compute = shards_of(config), DTYPES[config.dtype].itemsize
+    frozen = 0 if trained == shape.parameters else shape.parameters
+    weights = trained * FLOAT32 + frozen * compute
+    yield from _shards(f"{name} weights", weights // shards, config, config.param_offload, computes)
+    if trained:
+        if computes:  # those of another model are freed after its update
+            yield Item(f"{name} gradients", trained * FLOAT32 // shards)
+        moments = 2 * trained * FLOAT32 // shards
+        yield from _shards(f"{name} optimizer", moments, config, config.optimizer_offload, computes)
+
+
+def _shards(name: str, size: int, config: LearnerConfig, offload: bool, computes: bool) -> Iterator[Item]:
+    """Yield shards on the device, in host memory, or in both by turns. Without a GPU nothing is offloaded."""
+    offload = offload and bool(config.num_gpus)
+    if computes or not offload:
+        yield Item(name, size, stays=not offload)
+    if offload:
+        yield Item(f"{name}, offloaded", size, "host")
+
+
+def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
+    """Yield what a forward and backward pass over one micro-batch adds, in its largest phase.
+
+    FSDP2 gathers a layer while the next one is on its way, with a flat copy. Weights outside the layers are
+    groups of their own, but tied ones stay gathered for the whole pass. Gradients are copied to a flat
+    float32 buffer to be reduced, which lasts until that of the next group; gloo copies it again.
+    """
+    compute, full = DTYPES[config.dtype].itemsize, trained == shape.parameters
+    length = min(config.row_limit, config.max_tokens_per_micro_batch)
+    rows = max(config.max_tokens_per_micro_batch // length, 1)
+    activations = measure_activations(path, rows, length, DTYPES[config.dtype], config.gradient_checkpointing)
+    device = "cuda" if config.num_gpus else "cpu"
+    chunk = min(rows * length * shape.vocabulary, CHUNK_LOGITS[device])
+    logits = compute * chunk + LOGIT_COPIES * FLOAT32 * min(chunk, BLOCK_LOGITS[device])
+    outside = shape.root if shape.tied else shape.output
+    copies = 1 if config.num_gpus or shards_of(config) == 1 else 2
+    stays = compute * outside if shape.tied else 0
+
+    def reduced(size: int) -> int:
+        return int(full * FLOAT32 * size * (copies + 1 / shards_of(config)))
+
+    output = _Phase(compute * outside, full * compute * outside, logits)
+    layer = _Phase(
+        stays + compute * 3 * shape.layer,
+        full * (stays or FLOAT32 * outside) + full * compute * shape.layer + reduced(shape.layer),
+    )
+    largest = max(output, layer, key=_Phase.total)
+    yield Item("gathered weights", largest.weights)
+    if full:
+        yield Item("gradients to reduce", largest.gradients)
+    if config.no_sync and shards_of(config) > 1:
+        yield Item("gradients of the whole model", FLOAT32 * trained)
+    yield Item("activations", activations.total(shape.layers), grows=True)
+    yield Item("logits", largest.logits, grows=True)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Bytes that a phase of a backward pass takes beside activations."""
+
+    weights: int
+    gradients: int
+    logits: int = 0
+
+    def total(self) -> int:
+        return self.weights + self.gradients + self.logits
+
+
+def shards_of(config: LearnerConfig) -> int:
+    """Return the number of ranks among which a model is sharded."""
+    return config.fsdp_size or config.n
+
+
+def engine_memory(
+    path: str, shape: ModelShape, kind: str, config: EngineConfig, gpu_memory: int
+) -> EngineMemory:
+    """Return the memory of one worker of an engine's replica.
+
+    On a GPU vLLM fills its share of the device's memory with the key-value cache.
+
+    Args:
+        kind: "vllm" or "transformers".
+        gpu_memory: bytes of a GPU.
+    """
+    size = DTYPES[config.dtype].itemsize
+    workers = workers_per_replica(config.args)
+    length = min(config.max_model_len, shape.context or config.max_model_len)
+    weights = math.ceil(shape.parameters * size / workers)
+    per_token = math.ceil(shape.cache_per_token * size / workers)
+    items = [Item("Python and libraries", ENGINE_PROCESS[kind], "host"), Item("weights", weights)]
+    if config.num_gpus:
+        items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
+        if config.sleep_while_learning and kind == "vllm":
+            items.append(Item("weights during sleep", weights, "host"))
+    if kind == "vllm" and config.num_gpus:
+        share = float(config.args.get("gpu_memory_utilization", VLLM_MEMORY_SHARE))
+        step = _vllm_pass(path, shape, config, gpu_memory)
+        items += step
+        taken = weights + GPU_CONTEXT + sum(item.size for item in step)
+        cache = max(int(share * gpu_memory) - taken, 0)
+    elif kind == "vllm":
+        cache = GIB
+    else:
+        cache = config.max_concurrent * length * per_token
+    items.append(Item("key-value cache", cache, grows=kind == "transformers"))
+    if kind == "transformers":
+        prompts = count_prompt_rows(config.max_concurrent) * length * per_token
+        items.append(Item("kept prompts", prompts, grows=True))
+        rows = max(min(config.max_concurrent, PREFILL_TOKENS // length), 1)
+        prefill = measure_prefill(path, rows, length, DTYPES[config.dtype])
+        logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
+        passing = Item("prefill of prompts", prefill, grows=True), Item("logits", logits, grows=True)
+        items += _with_gaps(passing, bool(config.num_gpus))
+    processes, room = most_workers(config), cache // per_token if per_token else None
+    return EngineMemory("engine", processes, config.num_gpus, tuple(items), context=length, room=room)
+
+
+def _vllm_pass(path: str, shape: ModelShape, config: EngineConfig, gpu_memory: int) -> list[Item]:
+    """Return what a worker of vLLM takes beside weights and cache.
+
+    It keeps the memory of a step with the largest batch free, which it measures when it starts.
+    """
+    default = next(tokens for least, tokens in VLLM_BATCHES if gpu_memory >= least)
+    batch = int(config.args.get("max_num_batched_tokens") or default)
+    activations = measure_prefill(path, 1, batch, DTYPES[config.dtype]) // workers_per_replica(config.args)
+    logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
+    items = [Item("activations of a batch", activations), Item("logits", logits)]
+    return items if config.args.get("enforce_eager") else [*items, Item("CUDA graphs", VLLM_GRAPHS)]
+
+
+def other_memory(config: RunnerConfig) -> list[RoleMemory]:
+    """Return the memory of the runners, and of the driver with Ray's own processes."""
+    return [
+        RoleMemory("runner", config.n, 0, (Item("Python and libraries", RUNNER_PROCESS, "host"),)),
+        RoleMemory(
+            "driver, store, Serve, Ray", 1, 0, (Item("Python and libraries", DRIVER_PROCESSES, "host"),)
+        ),
+    ]

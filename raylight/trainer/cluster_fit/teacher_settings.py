@@ -1,0 +1,146 @@
+"""Settings of the teacher that scores the tokens of a run's policy, and checks that both fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.teacher import TeacherConfig
+from raylight.config import EngineConfig
+from raylight.engines.registry import choose_engine
+from raylight.errors import ConfigError
+from raylight.trainer.cluster_fit.hardware import engine_on_gpu, longest_sequence
+from raylight.trainer.spec.inputs import resolve_model
+from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings
+
+TEACHER_NAME = "teacher"
+PROMPT_ROOM = 1024
+"""Tokens by which a teacher's own prompt may be longer than the policy's, if its model takes so many."""
+
+
+def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> ServingSettings | None:
+    """Return the settings of a run's teacher; None if it has none.
+
+    Args:
+        model_path: folder of the policy's initial model.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ConfigError: its engine is not installed, or its tokens are not the policy's.
+    """
+    if (teacher := algorithm.teacher_model) is None:
+        return None
+    path, engine = resolve_model(teacher.model), teacher.engine()
+    check_same_tokens(model_path, path)
+    return ServingSettings(path, engine.model_copy(update={"kind": choose_engine(engine)}), TEACHER_NAME)
+
+
+def with_teacher_path(algorithm: PolicyAlgorithm, path: str) -> PolicyAlgorithm:
+    """Return an algorithm that names its teacher by a folder, whatever the working directory."""
+    assert algorithm.teacher_model is not None, "the algorithm has a teacher"
+    teacher = algorithm.teacher_model.model_copy(update={"model": path})
+    return algorithm.model_copy(update={"teacher": teacher})
+
+
+def check_stays(teacher_path: str, folder: str) -> None:
+    """Check that a run does not write its teacher: a replaced replica would load other weights.
+
+    Raises:
+        ConfigError: the teacher is in the run directory.
+    """
+    if Path(teacher_path).resolve().is_relative_to(Path(folder).resolve()):
+        raise ConfigError(
+            f"the teacher {teacher_path} is in the run directory, and the run writes its own models there; "
+            "copy it to another folder, or choose another output_dir"
+        )
+
+
+def check_same_tokens(model_path: str, teacher_path: str) -> None:
+    """Check that a teacher reads token ids as the policy does. It may have further tokens.
+
+    Raises:
+        ConfigError: it does not, or a model has no tokenizer that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    tokens = []
+    for path in (model_path, teacher_path):
+        try:
+            tokens.append(AutoTokenizer.from_pretrained(path).get_vocab())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the tokenizer of {path} cannot be loaded: {error}") from None
+    own, others = tokens
+    different = [token for token, number in own.items() if others.get(token) != number]
+    if different:
+        first = min(different, key=lambda token: own[token])
+        raise ConfigError(
+            f"the teacher {teacher_path} has another tokenizer than {model_path}: {len(different)} of "
+            f"{len(own)} tokens differ, such as {first!r}, which is {own[first]} here and "
+            f"{others.get(first, 'no token')} there; choose a teacher of the same family, or learn its "
+            "answers as text with rl.SFT"
+        )
+
+
+def with_teacher(settings: ResolvedSettings) -> ResolvedSettings:
+    """Return a run's settings with a teacher that takes rows as long as those of the policy, and longer ones
+    if it reads other prompts.
+
+    Raises:
+        ConfigError: its model takes only shorter ones, or its `max_model_len` is shorter.
+    """
+    serving, training = settings.serving, settings.training
+    if serving is None or training is None or (teacher := training.teacher) is None:
+        return settings
+    config = training.algorithm.teacher_model
+    assert config is not None, "a run with a teacher has its settings"
+    own = longest_sequence(Path(serving.model_path))
+    row = min(serving.engine.max_model_len, own or serving.engine.max_model_len)
+    engine = fitted_engine(teacher, config, row)
+    limit = longest_sequence(Path(teacher.model_path))
+    if limit is not None and limit < engine.max_model_len:
+        needed, one_more = longest_row(engine), ", to which vLLM adds one" if engine.kind == "vllm" else ""
+        if needed > row:
+            raise ConfigError(
+                f"the teacher {teacher.model_path} takes {limit} tokens, and its max_model_len is "
+                f"{needed}{one_more}; set it to {limit - engine.max_model_len + needed} at most"
+            )
+        raise ConfigError(
+            f"the teacher {teacher.model_path} takes {limit} tokens, and rows of the policy have up to {row} "
+            f"(engine.max_model_len){one_more}; set engine={{'max_model_len': "
+            f"{limit - engine.max_model_len + row}}}, or choose another teacher"
+        )
+    return settings.with_training(teacher=replace(teacher, engine=engine))
+
+
+def fitted_engine(teacher: ServingSettings, config: TeacherConfig, row: int) -> EngineConfig:
+    """Return the settings of a teacher's engine that scores the rows of a policy.
+
+    vLLM samples a token after each row. The transformers engine scores one row at a time and needs no cache.
+
+    Args:
+        row: tokens of the policy's longest row.
+
+    Raises:
+        ConfigError: the teacher's `max_model_len` is shorter.
+    """
+    engine = engine_on_gpu(teacher.engine, None, None) if teacher.engine.num_gpus else teacher.engine
+    more = int(engine.kind == "vllm")
+    longest = config.max_model_len
+    if longest is None:
+        limit = longest_sequence(Path(teacher.model_path))
+        room = PROMPT_ROOM if config.prompt is not None else 0
+        longest = row + (room if limit is None else max(min(room, limit - more - row), 0))
+    if longest < row:
+        raise ConfigError(
+            f"the teacher's max_model_len is {longest}, and rows of the policy have up to {row} tokens "
+            f"(engine.max_model_len); set it to {row} or more"
+        )
+    if more:
+        return engine.model_copy(update={"max_model_len": longest + more})
+    return engine.model_copy(update={"max_model_len": longest, "max_concurrent": 1})
+
+
+def longest_row(engine: EngineConfig) -> int:
+    """Return the tokens of the longest row that a teacher's engine scores."""
+    return engine.max_model_len - int(engine.kind == "vllm")

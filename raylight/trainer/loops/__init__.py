@@ -1,0 +1,1 @@
+"""Training loops, evaluations and the rollouts that they wait for."""

@@ -1,0 +1,123 @@
+"""Evaluation of the policy on tasks that it is never trained on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, Protocol
+
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.trainer.loops.batch_metrics import by_source, raise_if_hopeless
+from raylight.trainer.loops.model_selection import ModelSaver, ModelSelection
+from raylight.trainer.output.report import Metrics, Report
+from raylight.trainer.output.sampled_rollouts import example_ids, sampled_rollout
+from raylight.trainer.output.scores import Scores, measure, reward_of_failures
+from raylight.trainer.spec.served_adapter import PinnedAdapter
+from raylight.trainer.spec.settings import MODEL_NAME
+from raylight.types import FinishedRollout
+
+
+class EvaluationRollouts(Protocol):
+    """The part of PolicyRollouts that an Evaluator uses."""
+
+    async def evaluate(
+        self, step: int, tasks: list[Any], samples: int, progress: Any, model: str | None = None
+    ) -> list[FinishedRollout]:
+        """Roll every task out `samples` times after a step, with the model of this name."""
+        ...
+
+    async def with_spans(self, ids: list[str]) -> list[FinishedRollout]:
+        """Return finished rollouts with their spans."""
+        ...
+
+
+class Evaluator(ModelSelection):
+    """Evaluates the policy on validation tasks before, during and after training.
+
+    Args:
+        tasks: validation tasks; without any, nothing is evaluated.
+    """
+
+    def __init__(
+        self,
+        rollouts: EvaluationRollouts,
+        learners: ModelSaver,
+        algorithm: PolicyAlgorithm,
+        tasks: list[Any],
+        report: Report,
+    ) -> None:
+        super().__init__(learners, algorithm, report, bool(tasks))
+        self._rollouts, self._algorithm, self._tasks = rollouts, algorithm, tasks
+        self._reported_others = False
+
+    async def evaluate(self, step: int) -> Metrics:
+        """Evaluate the policy after a step, and compare it with the best so far; return the metrics.
+
+        Raises:
+            ConfigError, RaylightError: see `measure` and `compare`.
+        """
+        metrics = await self.measure(step)
+        await self.compare(step, metrics)
+        return metrics
+
+    async def measure(self, step: int, pinned: PinnedAdapter | None = None) -> Metrics:
+        """Return the metrics of the policy after a step.
+
+        Args:
+            pinned: the version after the step, if training goes on meanwhile.
+
+        Raises:
+            RaylightError: no rollout was scored (see `raise_if_hopeless`).
+        """
+        started = time.perf_counter()
+        algorithm, report = self._algorithm, self._report
+        finished = await self._rollouts.evaluate(
+            step,
+            self._tasks,
+            algorithm.val_samples,
+            report.rollout_progress("val"),
+            pinned.name if pinned else None,
+        )
+        if pinned is not None:
+            self._check_versions(finished, pinned)
+        report.failures(finished)
+        if report.takes_rollouts:
+            examples = await self._rollouts.with_spans(example_ids(finished))
+            report.rollouts(step, [sampled_rollout(example) for example in examples])
+        raise_if_hopeless(finished, algorithm.failure_reward)
+        metrics = describe_scores(
+            measure(finished, algorithm.val_samples, algorithm.failure_reward, algorithm.pass_reward)
+        )
+        of_failures = reward_of_failures(finished, algorithm.failure_reward)
+        for source, values in by_source(finished, of_failures).items():
+            metrics[f"val/source/{source}/reward"] = statistics.fmean(values)
+        metrics["time/val_s"] = time.perf_counter() - started
+        return metrics
+
+    def _check_versions(self, finished: list[FinishedRollout], pinned: PinnedAdapter) -> None:
+        """Show once that calls were not sampled from the pinned version."""
+        calls = [call for item in finished for call in item.generations if call.model == MODEL_NAME]
+        others = sum(bool((call.weight_versions != pinned.version).any()) for call in calls)
+        if others and not self._reported_others:
+            self._reported_others = True
+            self._report.note(
+                f"{others} of {len(calls)} calls of the evaluation were not sampled from the weights of its "
+                f"step, which the engines serve as {pinned.name!r} meanwhile: the agent must send llm.model "
+                "as the model of its requests"
+            )
+
+
+def describe_scores(scores: Scores) -> Metrics:
+    """Return scores as metrics of a step."""
+    metrics = {"val/rollouts": float(scores.rollouts), "val/failed": float(scores.failed)}
+    for name, spread in scores.rewards.items():
+        metrics["val/reward" if name == "reward" else f"val/reward/{name}"] = spread.mean
+    if (primary := scores.rewards.get("reward")) is not None:
+        metrics["val/reward_std"] = primary.std
+        if primary.error is not None:
+            metrics["val/reward_error"] = primary.error
+    if scores.best_of and (k := max(scores.best_of)) > 1:
+        metrics |= {"val/best_of_k": scores.best_of[k], "val/pass_at_k": scores.pass_at[k]}
+    if scores.calls:
+        metrics["val/response_tokens"] = scores.tokens / scores.calls
+    return metrics

@@ -1,0 +1,1 @@
+"""Reports, displays, metric loggers, and the records of a run."""

@@ -1,0 +1,51 @@
+"""Metric loggers: receivers of the metrics of every step.
+
+A logger is one class with the three methods of `MetricLogger`. `Trainer(loggers=[...])` takes the names in
+`LOGGERS` and `TRACKERS`, instances, classes, dotted names such as "package.module:MyLogger", and dicts of
+such a name as `type` with arguments. A constructor that has a parameter `folder`, `display` or `history`
+receives the run directory, the Display of the run, and the rows of the steps that a resumed run keeps.
+
+A subclass of `Tracker` is called in a thread of its own, so that a slow one delays no step. A logger that
+raises is reported once and does not end the run.
+"""
+
+from raylight.trainer.output.loggers.group import LoggerGroup
+from raylight.trainer.output.loggers.protocol import (
+    VAL_STEP,
+    Display,
+    MetricLogger,
+    Metrics,
+    SampledRollout,
+    evaluated_step,
+)
+from raylight.trainer.output.loggers.registry import DEFAULT_LOGGERS, LOGGERS, TRACKERS, find_loggers
+from raylight.trainer.output.loggers.run_files import (
+    METRICS_FILE,
+    PLOT_FILE,
+    ConsoleLogger,
+    JsonlLogger,
+    PlotLogger,
+    read_history,
+)
+from raylight.trainer.output.loggers.tracker import Tracker
+
+__all__ = [
+    "DEFAULT_LOGGERS",
+    "LOGGERS",
+    "METRICS_FILE",
+    "PLOT_FILE",
+    "TRACKERS",
+    "VAL_STEP",
+    "ConsoleLogger",
+    "Display",
+    "JsonlLogger",
+    "LoggerGroup",
+    "MetricLogger",
+    "Metrics",
+    "PlotLogger",
+    "SampledRollout",
+    "Tracker",
+    "evaluated_step",
+    "find_loggers",
+    "read_history",
+]

@@ -1,0 +1,1 @@
+"""Connection of the driver to a Ray cluster, and its end."""

@@ -1,0 +1,1 @@
+"""Kinds of run: from what a user asks for to the summary."""

@@ -1,0 +1,343 @@
+"""Evaluation of a model: a run with engines and runners, without learners."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from raylight.agent.resources import LLM, check_sampling
+from raylight.algorithms.policy import RunSettings
+from raylight.base_config import Config
+from raylight.bounds import MAX_SAMPLES, MAX_SECONDS
+from raylight.config import EngineConfig
+from raylight.errors import ConfigError, ModelNotFoundError
+from raylight.files import write_atomic
+from raylight.semconv import OUTPUT_MESSAGES
+from raylight.store.client import StoreClient
+from raylight.traces.rewards import MAX_REWARD
+from raylight.trainer.cluster_fit.cluster_settings import settings_for_cluster
+from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
+from raylight.trainer.components.run import Run
+from raylight.trainer.components.serving import ADAPTER_FILES
+from raylight.trainer.loops.awaited_rollouts import run_rollouts
+from raylight.trainer.loops.batch_metrics import raise_if_hopeless
+from raylight.trainer.loops.group_grader import GroupGrader
+from raylight.trainer.output.loggers import Display
+from raylight.trainer.output.report import ProgressReporter
+from raylight.trainer.output.scores import Scores, Spread, measure
+from raylight.trainer.ray_session.connection import Connection
+from raylight.trainer.runs.run_plan import fixed_model
+from raylight.trainer.spec.run_resources import with_policy
+from raylight.trainer.spec.settings import MODEL_NAME, ResolvedSettings
+from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutConfig
+
+COLLECT_CHUNK = 256
+"""Maximum number of rollouts whose spans are in memory at the same time."""
+
+
+class EvalSettings(Config):
+    """Settings of an evaluation."""
+
+    model: str
+    """Folder of a Hugging Face model, its name in the local cache, or the upstream's name of it."""
+    lora_adapter: str | None = None
+    """Folder of a LoRA adapter in peft's format, which is served with the model."""
+    samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    """Rollouts per task."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their
+    client themselves."""
+    failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
+    """Reward of a rollout whose agent failed. None: 0, or the lowest reward of the others if that is
+    negative. Infrastructure failures are always left out."""
+    pass_reward: float = Field(default=1.0, ge=-MAX_REWARD, le=MAX_REWARD)
+    """Lowest reward with which a rollout passes, for pass@k."""
+    rollout: RolloutConfig = Field(default_factory=lambda: RolloutConfig(timeout_seconds=600.0))
+    """Limits and retries of each rollout."""
+    lora_adapter_timeout_s: float = Field(default=120.0, gt=0, le=MAX_SECONDS)
+    """Deadline for the adapter to reach every replica, in seconds."""
+
+    _check_sampling = field_validator("sampling")(check_sampling)
+
+
+def start_evaluation(
+    settings: ResolvedSettings,
+    chosen: EvalSettings,
+    tasks: list[Any],
+    requested: RunSettings,
+    connection: Connection,
+    display: Display,
+) -> Coroutine[Any, Any, dict[str, Any]]:
+    """Return the work of a planned evaluation on the connected cluster.
+
+    Args:
+        requested: settings of the Trainer, as the algorithm adjusts them.
+    """
+    progress = ProgressReporter(display)
+    progress.stage(f"run {settings.name}")
+    connection.announce(progress.note, progress.stage)
+    settings, notes = settings_for_cluster(settings, requested)
+    for note in notes:
+        progress.note(note)
+    return evaluate(settings, chosen, tasks, progress, connection.owns_cluster)
+
+
+async def evaluate(
+    settings: ResolvedSettings,
+    chosen: EvalSettings,
+    tasks: list[Any],
+    progress: ProgressReporter,
+    owns_cluster: bool,
+) -> dict[str, Any]:
+    """Roll every task out `samples` times and score the rollouts; return the content of `eval.json`.
+
+    Writes `eval.json` (all scores, and the configuration), `eval.jsonl` (a line per rollout), `eval.png` (the
+    rewards) and `eval.db` (the store) to the folder of the settings.
+
+    Raises:
+        RaylightError: the model could not be served, or no rollout was scored.
+    """
+    folder = Path(settings.folder)
+    requests = [
+        EnqueueRolloutRequest(input=task, mode="val", group_id=f"val-{index}", config=settings.rollout)
+        for index, task in enumerate(tasks)
+        for _ in range(chosen.samples)
+    ]
+    async with Run(settings, progress.stage, owns_cluster) as run:
+        started = time.perf_counter()
+        async with run.watched():
+            ids = await run_rollouts(run, requests, progress.rollout_progress("val"))
+            if (grader := GroupGrader.of(run, progress.note)) is not None:
+                await grader.grade_all(await run.store.collect(ids))
+        seconds = time.perf_counter() - started
+        finished = await _collect(run.store, ids, chosen.samples, folder / "eval.jsonl")
+        progress.failures(finished)
+        progress.stage("stopping")
+    raise_if_hopeless(finished, chosen.failure_reward)
+    scores = measure(finished, chosen.samples, chosen.failure_reward, chosen.pass_reward)
+    if note := ignored_sampling(finished, chosen.sampling):
+        progress.note(note)
+    figures = describe_evaluation(settings, chosen, scores, finished, seconds, note)
+    write_atomic(folder / "eval.json", json.dumps(figures, indent=2) + "\n")
+    from raylight.trainer.output.plot import plot_histogram
+
+    plot_histogram(rewards_by_name(finished), folder / "eval.png")
+    return figures
+
+
+def plan_evaluation(
+    settings: ResolvedSettings, chosen: EvalSettings, engine: EngineConfig
+) -> ResolvedSettings:
+    """Return the settings of a run that scores a model.
+
+    Args:
+        settings: those that every run has.
+
+    Raises:
+        ConfigError, ModelNotFoundError: the agent, the model or the adapter does not exist or cannot be used.
+    """
+    settings.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
+    serving = fixed_model(chosen.model, engine)
+    serving = replace(serving, sampling_overrides=chosen.sampling)
+    if serving.engine.kind == "upstream" and chosen.rollout.has_budgets:
+        raise ConfigError(
+            "rollout: max_turns, max_tokens and max_seconds do not limit the calls of an upstream model; "
+            "leave them out, and set timeout_seconds"
+        )
+    if chosen.lora_adapter is not None:
+        if serving.engine.kind == "upstream":
+            raise ConfigError(
+                "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the "
+                "model with raylight"
+            )
+        update = {"max_adapters": max(engine.max_adapters, 1)}
+        serving = replace(
+            serving,
+            engine=serving.engine.model_copy(update=update),
+            lora_adapter=find_adapter(chosen.lora_adapter),
+            lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,
+        )
+    reward_models = plan_reward_models(settings.group_reward)
+    return replace(settings, rollout=chosen.rollout, serving=serving, reward_models=reward_models)
+
+
+def clear_results(folder: Path) -> None:
+    """Create a folder and remove the results of an earlier evaluation in it. Other files there are unchanged,
+    so the folder may be a training run's directory.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("eval.json", "eval.png"):
+            (folder / name).unlink(missing_ok=True)
+        (folder / "eval.jsonl").write_text("")
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {folder} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+
+
+async def _collect(store: StoreClient, ids: list[str], samples: int, path: Path) -> list[FinishedRollout]:
+    """Write a line per rollout; return the finished rollouts without their spans."""
+    finished: list[FinishedRollout] = []
+    with path.open("a") as file:
+        for start in range(0, len(ids), COLLECT_CHUNK):
+            chunk = ids[start : start + COLLECT_CHUNK]
+            for item in await store.collect(chunk, with_spans=True, with_span_tokens=False):
+                task, sample = divmod(len(finished), samples)
+                file.write(json.dumps(eval_line(item, task, sample), default=repr) + "\n")
+                finished.append(replace(item, spans=[]))
+    return finished
+
+
+def evaluation_config(settings: ResolvedSettings, chosen: EvalSettings, n_tasks: int) -> dict[str, Any]:
+    """Return the resolved configuration of an evaluation."""
+    own = chosen.model_dump(mode="json")
+    if settings.serving is not None:
+        own["model"] = settings.serving.model_path or chosen.model
+        own["lora_adapter"] = settings.serving.lora_adapter
+    return settings.resolved() | own | {"tasks": n_tasks}
+
+
+def describe_evaluation(
+    settings: ResolvedSettings,
+    chosen: EvalSettings,
+    scores: Scores,
+    finished: list[FinishedRollout],
+    seconds: float,
+    note: str | None,
+) -> dict[str, Any]:
+    """Return the content of `eval.json`."""
+    config = evaluation_config(settings, chosen, scores.tasks)
+    primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
+    failures = [item.rollout.failure for item in finished if item.rollout.failure]
+    return {
+        "agent": settings.agent.display_name,
+        "model": config["model"],
+        "lora_adapter": config["lora_adapter"],
+        "tasks": scores.tasks,
+        "samples": chosen.samples,
+        "rollouts": scores.rollouts,
+        "failed": scores.failed,
+        "lost": sum(failure.kind in ("infrastructure", "cancelled") for failure in failures),
+        "failures": {
+            text: sum(f.error == text for f in failures) for text in sorted({f.error for f in failures})
+        },
+        "unscored": scores.unscored,
+        "primary": primary,
+        "rewards": {name: _spread(spread) for name, spread in scores.rewards.items()},
+        "best_of": {str(k): value for k, value in scores.best_of.items()},
+        "pass_at": {str(k): value for k, value in scores.pass_at.items()},
+        "calls": scores.calls,
+        "tokens": scores.tokens,
+        "tokens_per_rollout": scores.tokens / scores.rollouts,
+        "seconds": round(seconds, 3),
+        "tokens_per_s": round(scores.tokens / seconds, 1),
+        "notes": [note] if note else [],
+        "config": config,
+    }
+
+
+def find_adapter(folder: str) -> str:
+    """Return the absolute path of a peft adapter's folder.
+
+    Raises:
+        ModelNotFoundError: there is no such folder, or it contains no adapter.
+    """
+    path = os.path.abspath(os.path.expanduser(folder))
+    if not os.path.isdir(path):
+        raise ModelNotFoundError(
+            f"there is no adapter folder {path}; give the folder to which peft saved the adapter"
+        )
+    if missing := [name for name in ADAPTER_FILES if not os.path.isfile(os.path.join(path, name))]:
+        raise ModelNotFoundError(
+            f"{path} is not a LoRA adapter in peft's format: {', '.join(missing)} is missing"
+        )
+    return path
+
+
+def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
+    """Return the content of a rollout's line in `eval.jsonl`.
+
+    Args:
+        task: index of the task.
+        sample: index of the rollout among those of its task.
+    """
+    rollout, attempt = item.rollout, item.rollout.attempt
+    ended = attempt.end_time if attempt else None
+    texts = [span.attributes[OUTPUT_MESSAGES] for span in item.spans if OUTPUT_MESSAGES in span.attributes]
+    return {
+        "task": rollout.input,
+        "task_index": task,
+        "sample": sample,
+        "rollout_id": rollout.rollout_id,
+        "status": rollout.status,
+        "error": rollout.failure.error if rollout.failure else None,
+        "reward": item.reward,
+        "rewards": item.rewards,
+        "calls": len(texts),
+        "tokens": sum(len(call.output_ids) for call in item.generations),
+        "seconds": round(ended - attempt.start_time, 4) if attempt and ended is not None else None,
+        "text": _text(texts[-1]) if texts else None,
+    }
+
+
+def _text(messages: str) -> str | None:
+    """Return the text of the last recorded message; None if it has none, such as a message with only tool
+    calls."""
+    content = json.loads(messages)[-1].get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content
+
+
+def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]) -> str | None:
+    """Return a note about sampling parameters that the agent did not pass on, by the recorded calls; None if
+    it did."""
+    calls = [call.sampling for item in finished for call in item.generations]
+    defaults = {"temperature": 1.0, "top_p": 1.0}
+    parts = []
+    for name in defaults.keys() & wanted.keys():
+        others = [
+            value for sampling in calls if (value := sampling.get(name, defaults[name])) != wanted[name]
+        ]
+        if others:
+            parts.append(
+                f"{len(others)} of {len(calls)} calls were sampled at {name} {others[0]:g}, not "
+                f"{wanted[name]:g}"
+            )
+    if not parts:
+        return None
+    return (
+        f"{'; '.join(sorted(parts))}: the agent does not use llm.sampling_parameters. Pass them to its client"
+    )
+
+
+def rewards_by_name(finished: Iterable[FinishedRollout]) -> dict[str, list[float]]:
+    """Return all rewards of succeeded rollouts, by name."""
+    rewards: dict[str, list[float]] = {}
+    for item in finished:
+        if item.rollout.status == "succeeded":
+            for name, value in item.rewards.items():
+                rewards.setdefault(name, []).append(value)
+    return rewards
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    interval = spread.interval
+    return {
+        "mean": spread.mean,
+        "std": spread.std,
+        "standard_error": spread.error,
+        "interval_95": list(interval) if interval else None,
+        "rollouts": spread.rollouts,
+    }

@@ -1,0 +1,88 @@
+"""`raylight serve`: a served model without a run."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+from raylight.config import EngineConfig
+from raylight.engines.model_report import report_model
+from raylight.no_proxy import LOOPBACK
+from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
+from raylight.trainer.components.serving import Serving
+from raylight.trainer.ray_session.blocking import run_blocking
+from raylight.trainer.ray_session.cluster_monitor import LossGuard, component_stack
+from raylight.trainer.ray_session.connection import ray_session
+from raylight.trainer.runs.run_plan import fixed_model
+from raylight.trainer.spec.settings import ServingSettings
+
+REPORTED = ("transformers", "vllm")
+"""Engines that read a model's chat template."""
+
+
+def serve_model(
+    model: str,
+    config: EngineConfig,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    address: str | None = None,
+    seed: int = 0,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Serve a model until Ctrl-C or SIGTERM, then stop everything that was started.
+
+    Args:
+        model: folder, name in the local Hugging Face cache, or the upstream's name.
+        name: model name that clients send; by default the upstream's name, or the last part of `model`.
+        api_key: key that clients must send. None: no key on loopback, and a new key, which is shown, on other
+            interfaces.
+        show: receives messages for the user.
+
+    Raises:
+        ConfigError: the engine is not installed, or its settings are wrong.
+        EngineStartError: the replicas did not start.
+    """
+    serving = fixed_model(model, config)
+    default_name = model if not serving.model_path else model.rstrip("/").rpartition("/")[2]
+    if api_key is None and config.host not in (None, *LOOPBACK):
+        api_key = f"rl-{secrets.token_hex(20)}"
+        show(f"the API key is {api_key}")
+    engine = serving.engine.model_copy(update={"host": config.host or "127.0.0.1"})
+    # the route / if no other application has it
+    with ray_session(address, False, config.start_timeout_s) as connection:
+        connection.announce(show, show)
+        engine = engine_on_nodes(config, engine)
+        serving = replace(serving, engine=engine, name=name or default_name, route="/")
+        work = _serve(serving, api_key, seed, connection.owns_cluster, show)
+        run_blocking(work, LossGuard("Start the command again"))
+
+
+def describe_model(path: str, config: EngineConfig) -> list[str]:
+    """Return lines on the model as the engine reads it, and on what is missing; none of other engines."""
+    if config.kind not in REPORTED:
+        return []
+    report = report_model(path, config.kind, config.args)
+    limit = min(config.max_model_len, report.context_length or config.max_model_len)
+    rows = report.rows() | {"context length": f"{limit} tokens"}
+    line = "; ".join(f"{name}: {value}" for name, value in rows.items())
+    return [line, *(f"note: {problem}; {remedy}" for problem, remedy in report.remedies().items())]
+
+
+async def _serve(
+    model: ServingSettings, secret: str | None, seed: int, owns_cluster: bool, show: Callable[[str], None]
+) -> None:
+    async with component_stack() as stack:
+        serving = Serving(f"serve-{secrets.token_hex(4)}", model, secret, None, show, owns_cluster)
+        await serving.open(stack)
+        serving.prepare(seed)
+        show(f"starting the {model.engine.kind} engine")
+        # imports transformers meanwhile
+        described = asyncio.to_thread(describe_model, model.model_path, model.engine)
+        url, lines = await asyncio.gather(serving.start(), described)
+        for line in lines:
+            show(line)
+        show(f"{model.name} is served at {url}/v1 (also {url}/health); press Ctrl-C to stop")
+        await asyncio.Event().wait()

@@ -1,0 +1,376 @@
+"""Defaults that follow the hardware: what each cluster gets, and that explicit settings win."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_settings import policy_settings, served_settings
+from safetensors.torch import save_file
+
+import raylight as rl
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
+from raylight.errors import ConfigError
+from raylight.trainer.cluster_fit import hardware
+from raylight.trainer.cluster_fit.cluster_shape import NodeShape
+from raylight.trainer.cluster_fit.hardware import (
+    Hardware,
+    Workload,
+    choose,
+    longest_sequence,
+    settings_for_hardware,
+    workload,
+)
+from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings
+
+CONTEXT = 32_768
+ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
+
+
+def changed(before: Any, after: Any) -> dict[str, Any]:
+    """Return the settings that differ."""
+    old, new = before.model_dump(), after.model_dump()
+    return {name: value for name, value in new.items() if value != old[name]}
+
+
+def choice(
+    gpus: float,
+    learner: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+    context: int | None = CONTEXT,
+    packs: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
+    found = choose(Hardware(gpus, cpus=24), *given, Workload(context, packs=packs))
+    return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
+
+
+ON_GPU = {"dtype": "bf16", "gradient_checkpointing": True, "num_threads": 8}
+SHARED_LEARNER = {
+    "num_gpus": 0.6,
+    "param_offload": True,
+    "optimizer_offload": True,
+    **ON_GPU,
+}
+SHARED_ENGINE = {
+    "num_gpus": 0.4,
+    "sleep_while_learning": True,
+    "args": {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True},
+} | ENGINE_ON_GPU
+OWN_LEARNER = {"num_gpus": 1, **ON_GPU}
+OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "engine", "expected_learner", "expected_engine"),
+    [
+        # no GPU: nothing changes
+        (0, {}, {}, {}, {}),
+        # one GPU, of whatever size: shared
+        (1, {}, {}, SHARED_LEARNER, SHARED_ENGINE),
+        (1, {"n": 1}, {"replicas": 1, "dtype": "float16"}, SHARED_LEARNER, SHARED_ENGINE | {"dtype": ...}),
+        # eight GPUs
+        (8, {}, {}, OWN_LEARNER, OWN_ENGINE),
+        (8, {"n": 4}, {"replicas": 4}, OWN_LEARNER, OWN_ENGINE),
+        (8, {"n": 8}, {"replicas": 8}, SHARED_LEARNER, SHARED_ENGINE),
+        (8, {"n": 8}, {"args": {"tensor_parallel_size": 8}}, SHARED_LEARNER, ...),
+        # one learner, and a worker for each GPU: no two workers fit on one
+        (
+            2,
+            {},
+            {"args": {"tensor_parallel_size": 2}},
+            SHARED_LEARNER | {"num_gpus": 0.4},
+            SHARED_ENGINE
+            | {
+                "num_gpus": 0.6,
+                "args": {
+                    "tensor_parallel_size": 2,
+                    "gpu_memory_utilization": 0.6,
+                    "enable_sleep_mode": True,
+                },
+            },
+        ),
+        # two nodes of eight
+        (16, {"n": 8}, {"replicas": 4, "args": {"tensor_parallel_size": 2}}, OWN_LEARNER, OWN_ENGINE),
+        # explicit settings win
+        (8, {"num_gpus": 0}, {"num_gpus": 0}, {}, {}),
+        (8, {"num_gpus": 0}, {}, {}, OWN_ENGINE),
+        (8, {}, {"num_gpus": 1}, OWN_LEARNER, ENGINE_ON_GPU),
+        (
+            8,
+            {"dtype": "fp32", "gradient_checkpointing": False},
+            {},
+            {"num_gpus": 1, "num_threads": 8},
+            OWN_ENGINE,
+        ),
+        (8, {}, {"dtype": "float32", "max_model_len": 512}, OWN_LEARNER, {"num_gpus": 1}),
+        # an explicit GPU is on a node that has yet to start
+        (
+            0,
+            {"num_gpus": 1},
+            {"num_gpus": 1},
+            ON_GPU,
+            ENGINE_ON_GPU,
+        ),
+        # taken GPUs
+        (1, {}, {"num_gpus": 1}, {}, ENGINE_ON_GPU),
+        (1, {"num_gpus": 1}, {}, ON_GPU, {}),
+        # shares of the user: the engine's share of the memory follows
+        (
+            1,
+            {"num_gpus": 0.7},
+            {"num_gpus": 0.3},
+            ON_GPU,
+            ENGINE_ON_GPU | {"args": {"gpu_memory_utilization": 0.3}},
+        ),
+        (
+            1,
+            {"num_gpus": 0.7},
+            {"num_gpus": 0.3, "args": {"gpu_memory_utilization": 0.5}},
+            ON_GPU,
+            ENGINE_ON_GPU,
+        ),
+        # an engine of the user's own decides itself
+        (8, {}, {"kind": "package.module:Engine"}, OWN_LEARNER, {}),
+    ],
+)
+def test_the_defaults_of_a_cluster(
+    gpus: float, learner: dict, engine: dict, expected_learner: dict, expected_engine: Any
+) -> None:
+    found_learner, found_engine, _ = choice(gpus, learner, engine)
+    assert found_learner == expected_learner
+    if expected_engine is not ...:
+        assert found_engine == {name: value for name, value in expected_engine.items() if value is not ...}
+
+
+@pytest.mark.parametrize(
+    ("learner", "packs", "packed"),
+    [
+        ({}, True, True),
+        ({"attention": "flash_attention_2"}, False, True),
+        ({}, False, False),
+        ({"dtype": "fp32"}, True, False),
+        ({"attention": "sdpa"}, True, False),
+    ],
+)
+def test_rows_are_packed_where_a_kernel_keeps_them_apart(learner: dict, packs: bool, packed: bool) -> None:
+    found, _, _ = choice(8, learner, packs=packs)
+    assert found.get("packed", False) == packed
+
+
+@pytest.mark.parametrize(
+    ("context", "learner", "length"),
+    [(None, {}, 16_384), (4096, {}, 4096), (131_072, {}, 16_384), (131_072, {"max_row_tokens": 8000}, 8000)],
+)
+def test_the_context_is_the_models_within_bounds(context: int | None, learner: dict, length: int) -> None:
+    _, engine, _ = choice(8, learner, context=context)
+    assert engine["max_model_len"] == length
+
+
+@pytest.mark.parametrize(
+    ("kept", "memory", "ranks", "offloads"),
+    [
+        (8, 140, 1, False),  # 0.5B on an H200
+        (122, 140, 1, True),  # 7.6B
+        (122, 80, 8, False),  # 7.6B on eight GPUs
+        (25, 24, 1, True),  # 1.5B on 24 GB
+        (9, 24, 1, False),
+        (None, 140, 1, True),  # weights that are not there yet
+    ],
+)
+def test_states_are_offloaded_only_if_they_do_not_fit_beside_a_sampling_engine(
+    kept: int | None, memory: int, ranks: int, offloads: bool
+) -> None:
+    found = choose(
+        Hardware(ranks, gpu_memory=memory * 2**30),
+        EngineConfig(kind="vllm", replicas=ranks),
+        LearnerConfig(n=ranks),
+        Workload(CONTEXT, None if kept is None else kept * 2**30),
+    ).learner
+    assert found is not None
+    assert (found.param_offload, found.optimizer_offload) == (offloads, offloads)
+
+
+def test_engines_that_sample_during_updates_stay_awake() -> None:
+    config = EngineConfig(kind="vllm")
+    found = choose(Hardware(1), config, LearnerConfig(), Workload(CONTEXT, overlaps=True))
+    assert changed(config, found.engine) == {
+        **{name: value for name, value in SHARED_ENGINE.items() if name != "sleep_while_learning"},
+        "args": {"gpu_memory_utilization": 0.4},
+    }
+
+
+def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
+    assert workload(tmp_path, None, None) == Workload()
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 77}))
+    save_file({"a": torch.zeros(10, 10), "b": torch.zeros(7)}, tmp_path / "model.safetensors")
+    plain, lora = rl.GRPO(model="m").policy_settings(), {"rank": 8}
+    assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107)
+    assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107)
+    fp32 = LearnerConfig(lora=lora, dtype="fp32")
+    assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107)
+    with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
+    assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, True)
+    assert workload(tmp_path, rl.PPO(model="m").policy_settings(), LearnerConfig()).kept_bytes == 32 * 107
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        ({"model_type": "qwen3"}, True),
+        ({"model_type": "qwen3_next"}, False),
+        ({"model_type": "gpt_oss"}, False),
+        ({}, False),
+        ({"model_type": "olmo3", "layer_types": ["sliding_attention", "full_attention"]}, True),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, True),
+        ({"model_type": "qwen3", "text_config": None}, True),
+        ({"model_type": "llama", "layer_types": ["linear_attention", "full_attention"]}, False),
+        ({"model_type": "llama", "attention_dropout": 0.1}, False),
+        ({"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 8}, False),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, True),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, False),
+        ({"model_type": "qwen2_moe", "use_sliding_window": False}, True),
+    ],
+)
+def test_rows_of_a_model_are_packed_if_its_layers_keep_them_apart(
+    config: dict, packs: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert workload(tmp_path, None, None).packs == packs
+
+
+def test_too_few_gpus_are_refused_with_the_settings() -> None:
+    with pytest.raises(ConfigError, match=r"8 learner\(s\) \(learner.n\) and 2 engine worker") as caught:
+        choice(4, {"n": 8}, {"replicas": 2})
+    assert "engine.replicas" in str(caught.value)
+
+
+def test_more_workers_than_learners_cannot_be_paired() -> None:
+    """Two of four workers of 0.4 GPUs would get the same GPU."""
+    with pytest.raises(ConfigError, match="have as many learners as workers"):
+        choice(4, {"n": 2}, {"args": {"tensor_parallel_size": 4}})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "engine", "message"),
+    [
+        (1, {}, {}, "learners and engines share GPUs"),
+        (1, {}, {"num_gpus": 1}, "the learners compute on CPUs, because the engines take the GPUs"),
+        (1, {"num_gpus": 1}, {}, "the engine computes on a CPU, because the learners take the GPUs"),
+        (8, {}, {}, "1 for each learner (bf16, gradient checkpointing), 1 for each engine worker (bfloat16"),
+    ],
+)
+def test_what_the_hardware_is_used_for_is_said(
+    gpus: float, learner: dict, engine: dict, message: str
+) -> None:
+    assert any(message in note for note in choice(gpus, learner, engine)[2])
+
+
+def test_a_cluster_without_gpus_needs_no_message() -> None:
+    assert choice(0)[2] == ()
+
+
+def test_an_engine_without_learners_takes_a_gpu() -> None:
+    engine = EngineConfig(kind="vllm")
+    found = choose(Hardware(2), engine, None, Workload(CONTEXT))
+    assert changed(engine, found.engine) == OWN_ENGINE
+    assert found.learner is None
+
+
+def test_the_longest_sequence_is_read_from_the_models_folder(tmp_path: Path) -> None:
+    assert longest_sequence(tmp_path) is None
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 77}}))
+    assert longest_sequence(tmp_path) == 77
+    (tmp_path / "config.json").write_text("{}")
+    assert longest_sequence(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cuda", "gpus"),
+    [([], True, 0), ([0.0], True, 0), ([0.0, 4.0], True, 1), ([4.0], False, 0)],
+    ids=["no-node", "cpu-only", "cpu-driver-and-gpu-worker", "torch-for-cpus"],
+)
+def test_the_plan_of_a_run_follows_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[float], cuda: bool, gpus: float
+) -> None:
+    known = [
+        {"Alive": True, "NodeID": str(i), "NodeManagerAddress": f"10.0.0.{i}", "Resources": {"GPU": amount}}
+        for i, amount in enumerate(nodes)
+    ]
+    asked: list[Any] = []
+
+    def ask(addresses: dict[str, str], question: Any) -> dict[str, Any]:
+        asked.append(addresses)
+        answers = {hardware.torch_uses_gpus: cuda, hardware.this_machine: NodeShape(2**34, 1, 2**34)}
+        return dict.fromkeys(addresses.values(), answers.get(question, False))
+
+    monkeypatch.setattr(hardware.ray, "nodes", lambda: known)
+    monkeypatch.setattr(hardware, "ask_nodes", ask)
+    settings = served_settings(str(tmp_path), EngineConfig(kind="transformers"))
+    found, notes = settings_for_hardware(settings, EngineConfig())
+    assert found.serving.engine.num_gpus == gpus  # type: ignore[union-attr]
+    assert bool(notes) == bool(gpus)
+    if not gpus:
+        assert found == settings
+    assert all(list(addresses) == [str(len(nodes) - 1)] for addresses in asked)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(3.0, (1, 1)), (2.0, (0.6, 0.4))])
+def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, expected: tuple[float, float]
+) -> None:
+    monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(gpus))
+    teacher = ServingSettings("t", EngineConfig(kind="transformers", num_gpus=1), "teacher")
+    engine = EngineConfig(kind="transformers")
+    settings = policy_settings(str(tmp_path), engine, training={"teacher": teacher})
+    found, _ = settings_for_hardware(settings, engine)
+    assert found.training is not None
+    assert found.serving is not None
+    assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected
+    model = RewardModelSettings(rl.reward_model("t"), teacher)
+    with_reward, _ = settings_for_hardware(
+        policy_settings(str(tmp_path), engine, reward_models=(model,)), engine
+    )
+    assert with_reward.training is not None
+    assert with_reward.training.learner == found.training.learner
+
+
+@pytest.mark.parametrize(
+    ("kind", "tasks", "given", "engine", "runner"),
+    [
+        ("vllm", 4, {}, 128, 64),
+        ("vllm", 40, {}, 160, 160),
+        ("vllm", 400, {}, 1024, 256),
+        ("vllm", 40, {"max_concurrent": 5}, 5, 5),
+        ("transformers", 40, {}, 128, 160),
+    ],
+)
+def test_the_rollouts_of_a_step_are_in_flight_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    tasks: int,
+    given: dict,
+    engine: int,
+    runner: int,
+) -> None:
+    monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(3))
+    config = EngineConfig(kind=kind, replicas=2, **given)
+    settings = policy_settings(
+        str(tmp_path),
+        config,
+        runner=RunnerConfig(n=2, **given),
+        training={"algorithm": rl.GRPO(model="m", tasks_per_step=tasks, group_size=8)},
+    )
+    found, _ = settings_for_hardware(settings, config)
+    assert found.serving is not None
+    assert (found.serving.engine.max_concurrent, found.runner.max_concurrent) == (engine, runner)
+
+
+def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:
+    engine = EngineConfig(kind="upstream", url="http://other/v1")
+    settings = served_settings(str(tmp_path), engine)
+    assert settings_for_hardware(settings, engine) == (settings, ())

@@ -1,0 +1,277 @@
+"""Memory plans of models of known sizes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
+from raylight.errors import ConfigError
+from raylight.experience.settings import CriticSettings, PolicySettings
+from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
+from raylight.trainer.cluster_fit.memory_plan import PlannedRun, PlannedTeacher, _changes, make_plan
+from raylight.trainer.cluster_fit.model_shape import (
+    adapter_parameters,
+    measure_activations,
+    measure_prefill,
+    read_config,
+    read_shape,
+)
+from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
+
+H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Return the folder of a configuration with the sizes of Qwen2.5-7B."""
+    from transformers import Qwen2Config
+
+    folder = tmp_path_factory.mktemp("dense")
+    Qwen2Config(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Return the folder of a small mixture-of-experts configuration."""
+    from transformers import Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("mixture")
+    Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def planned(path: str, settings: PolicySettings | None = None, **learner: object) -> PlannedRun:
+    defaults = {
+        "n": 4,
+        "num_gpus": 1,
+        "dtype": "bf16",
+        "gradient_checkpointing": True,
+        "max_row_tokens": 8192,
+    }
+    return PlannedRun(
+        path,
+        "vllm",
+        EngineConfig(num_gpus=1, replicas=4, dtype="bfloat16", max_model_len=8192),
+        LearnerConfig(**defaults | learner),
+        RunnerConfig(n=4),
+        settings or PolicySettings(),
+    )
+
+
+def learner_items(run: PlannedRun) -> dict[str, int]:
+    return {item.name: item.size for item in make_plan(run, H100S).roles[0].items}
+
+
+def test_the_sizes_of_a_dense_model(dense):
+    shape = read_shape(dense)
+    assert shape.parameters == 7_615_616_512
+    assert (shape.layers, shape.vocabulary, shape.hidden) == (28, 152064, 3584)
+    assert shape.cache_per_token == 28 * 2 * 4 * 128
+    assert shape.root == 2 * 152064 * 3584 + 3584
+    assert shape.root + shape.layers * shape.layer == shape.parameters
+
+
+def test_the_sizes_of_a_mixture_of_experts(mixture):
+    shape = read_shape(mixture)
+    assert shape.architecture == "Qwen3MoeForCausalLM"
+    assert shape.layer > 8 * 3 * 64 * 32
+    activations = measure_activations(mixture, 1, 64, torch.float32, False)
+    assert activations.per_layer > 0
+
+
+def test_states_are_sharded(dense):
+    one, four = learner_items(planned(dense, n=1)), learner_items(planned(dense, n=4))
+    for name in ("policy weights", "policy gradients", "policy optimizer"):
+        assert one[name] == pytest.approx(4 * four[name], rel=1e-6)
+    assert one["policy optimizer"] == 8 * 7_615_616_512
+    assert one["activations"] == four["activations"]
+
+
+def test_checkpointing_saves_activations(dense):
+    kept, recomputed = (
+        learner_items(planned(dense, gradient_checkpointing=value))["activations"] for value in (False, True)
+    )
+    assert kept > 10 * recomputed
+
+
+def test_a_reference_and_a_critic_need_memory(dense):
+    assert "reference weights" in learner_items(planned(dense, PolicySettings(kl_coef=0.1)))
+    with_critic = learner_items(planned(dense, PolicySettings(adv_estimator="gae", critic=CriticSettings())))
+    assert with_critic["critic optimizer"] == with_critic["policy optimizer"]
+    assert "critic gradients" not in with_critic  # freed after the critic's update
+
+
+def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
+    engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", max_concurrent=128)
+
+    def items(**args) -> dict[str, int]:
+        run = replace(planned(dense), kind="vllm", engine=engine.model_copy(update={"args": args}))
+        return {item.name: item.size for item in make_plan(run, H100S).roles[1].items}
+
+    kept = items()
+    assert kept["logits"] == 3 * 4 * 128 * 152064
+    assert kept["activations of a batch"] == measure_prefill(dense, 1, 8192, torch.bfloat16)
+    shares = [size for name, size in kept.items() if name != "Python and libraries"]
+    assert sum(shares) == int(0.92 * H100S.gpu_memory)
+    assert items(max_num_batched_tokens=2048)["activations of a batch"] < kept["activations of a batch"]
+    assert "CUDA graphs" not in items(enforce_eager=True)
+
+
+def test_a_teacher_needs_memory_and_gpus(dense):
+    engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 2})
+    plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, engine)), H100S)
+    teacher = plan.roles[2]
+    assert (teacher.role, teacher.processes, teacher.gpus) == ("teacher", 2, 1)
+    assert {item.name: item.size for item in teacher.items}["weights"] == 7_615_616_512
+    assert [shortage.what for shortage in plan.shortages] == ["GPUs"]  # 4 + 4 + 2 of 8
+    on_cpu = EngineConfig(kind="transformers", max_concurrent=1, max_model_len=1024)
+    plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, on_cpu)), H100S)
+    items = {item.name: item.size for item in plan.roles[2].items}
+    assert items["logits of a row"] == 3 * 4 * 1024 * 152064
+    assert not plan.shortages
+
+
+def test_a_reward_model_needs_memory_and_gpus(dense):
+    engine = EngineConfig(num_gpus=0.5, replicas=2, dtype="bfloat16", args={"max_batch_tokens": 4096})
+    reward_models = (PlannedRewardModel(dense, engine),)
+    plan = make_plan(replace(planned(dense), reward_models=reward_models), H100S)
+    role = plan.roles[2]
+    assert (role.role, role.processes, role.gpus) == ("reward model", 2, 0.5)
+    items = {item.name: item.size for item in role.items}
+    body = 7_615_616_512 - 152064 * 3584  # without the output layer, with a head for one number
+    labels = read_config(dense).num_labels
+    assert items["weights"] == 2 * (body + labels * 3584)
+    assert items["activations of a batch"] > measure_prefill(dense, 2, 2048, torch.bfloat16) / 2
+    assert [shortage.what for shortage in plan.shortages] == ["GPUs"]  # 4 + 4 + 1 of 8
+
+
+def test_on_a_cpu_tensors_that_come_and_go_leave_gaps(dense):
+    items = learner_items(planned(dense, num_gpus=0))
+    passing = ("gathered weights", "gradients to reduce", "activations", "logits")
+    assert items["gaps between tensors"] == sum(items[name] for name in passing)
+    assert "gaps between tensors" not in learner_items(planned(dense))
+
+
+def test_the_weights_outside_of_layers_do_not_stay_gathered(dense):
+    assert learner_items(planned(dense))["gathered weights"] == 2 * 3 * read_shape(dense).layer
+
+
+def test_lora_trains_the_adapter_only(dense):
+    adapter = adapter_parameters(dense, LoraConfig(rank=16))
+    items = learner_items(planned(dense, PolicySettings(kl_coef=0.1), lora={"rank": 16}))
+    assert items["policy optimizer"] == 2 * adapter * 4 // 4
+    assert "reference weights" not in items
+
+
+def test_a_run_that_fits_needs_no_change(dense):
+    plan = make_plan(planned(dense), H100S)
+    assert plan.shortages == ()
+    assert plan.remedies == ()
+
+
+def test_the_remedies_make_the_run_fit(dense):
+    run = planned(dense, gradient_checkpointing=False)
+    plan = make_plan(run, H100S)
+    assert [shortage.what for shortage in plan.shortages] == ["GPU memory"]
+    assert plan.remedies == ("learner.gradient_checkpointing=true",)
+    assert make_plan(planned(dense), H100S).shortages == ()
+
+
+def test_only_needed_changes_are_named(dense):
+    plan = make_plan(planned(dense, n=1), H100S)
+    assert plan.remedies == ("learner.n=4",)
+
+
+def test_learners_keep_copies_of_their_training_state(dense):
+    items = learner_items(planned(dense))
+    assert items["copy of the training state"] == 12 * 7_615_616_512 // 4
+    critic = PolicySettings(adv_estimator="gae", critic=CriticSettings())
+    assert learner_items(planned(dense, critic))["copy of the training state"] == 24 * 7_615_616_512 // 4
+
+
+@pytest.mark.parametrize(
+    ("learner", "size"),
+    [
+        ({}, 2 * 7_615_616_512 // 4),
+        ({"lora": {"rank": 16}}, 0),
+        ({"lora": {"rank": 16, "serve": "merged"}}, 2 * 7_615_616_512 // 4),
+    ],
+)
+def test_learners_keep_a_snapshot_of_what_they_send_beside_updates(dense, learner, size):
+    overlapping = PolicySettings(max_staleness=1)
+    items = learner_items(planned(dense, overlapping, **learner))
+    assert items["snapshot of the weights"] == pytest.approx(size, rel=0.03)
+    assert "snapshot of the weights" not in learner_items(planned(dense, **learner))
+
+
+def test_offloaded_weights_are_on_the_gpu_while_they_compute(dense):
+    kept, offloaded = (
+        make_plan(planned(dense, param_offload=value, optimizer_offload=value), H100S).roles[0]
+        for value in (False, True)
+    )
+    assert offloaded.total("device") == kept.total("device")
+    assert offloaded.total("host") == kept.total("host") + 12 * 7_615_616_512 // 4
+    assert (kept.idle > 20 * GIB, offloaded.idle < 2 * GIB) == (True, True)
+
+
+def test_remedies_leave_gpus_to_engines_and_keep_groups_of_ranks(dense):
+    run = replace(
+        planned(dense, n=2, fsdp_size=2),
+        engine=EngineConfig(num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 3}),
+    )
+    (change,) = [change for change in _changes(run, H100S) if "learner.n" in change.values]
+    assert change.values == {"learner.n": 4}
+
+
+def test_shorter_micro_batches_come_with_shorter_rollouts(dense):
+    (first, *_) = [
+        change
+        for change in _changes(planned(dense, max_row_tokens=None), H100S)
+        if "learner.max_tokens_per_micro_batch" in change.values
+    ][1:]
+    assert first.values == {"engine.max_model_len": 4096, "learner.max_tokens_per_micro_batch": 4096}
+
+
+def test_fewer_sequences_make_the_cache_of_transformers_fit(dense):
+    engine = EngineConfig(num_gpus=1, dtype="bfloat16", max_model_len=16384)
+    run = replace(planned(dense), kind="transformers", engine=engine)
+    assert make_plan(run, H100S).remedies == ("engine.max_concurrent=32",)
+
+
+def test_replicas_count_up_to_their_largest_number(dense):
+    engine = EngineConfig(num_gpus=1, replicas=1, max_replicas=3, dtype="bfloat16", max_model_len=8192)
+    run = replace(planned(dense), engine=engine, kind="transformers")
+    (_, memory, *_) = make_plan(run, H100S).roles
+    assert memory.processes == 3
+    assert {item.name for item in memory.items} >= {"prefill of prompts", "logits", "key-value cache"}
+
+
+def test_an_engine_without_room_for_its_cache_does_not_fit(dense):
+    plan = make_plan(planned(dense), ClusterShape((NodeShape(1000 * GIB, 8, 16 * GIB),)))
+    assert "key-value cache" in [shortage.what for shortage in plan.shortages]
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match="'vit'"):
+        read_shape(str(tmp_path))

@@ -1,0 +1,188 @@
+"""Checks and defaults of a run that trains: the transport of weights, limits, and the trained agents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_settings import policy_settings
+from unit_helpers import ReachedRay
+
+from raylight.agent.decorators import rollout
+from raylight.algorithms.policy import GRPO
+from raylight.config import EngineConfig, LearnerConfig
+from raylight.errors import AgentSignatureError, ConfigError
+from raylight.traces.triplets import TracerTraceToTriplet
+from raylight.trainer.cluster_fit.cluster_settings import finalize_settings
+from raylight.trainer.cluster_fit.hardware import Hardware, Workload, choose
+from raylight.trainer.cluster_fit.policy_checks import (
+    idle_hardware,
+    mismatch_limit,
+    trained_agents_pattern,
+    with_transport,
+)
+from raylight.trainer.spec.settings import ServingSettings
+from raylight.trainer.trainer import Trainer
+
+
+def planned(fit: Any, gpus: float) -> str:
+    """Return the transport of a run that found GPUs."""
+    settings = fit.settings
+    engine = settings.serving.engine.model_copy(update={"kind": "vllm"})
+    choice = choose(Hardware(gpus), engine, settings.training.learner, Workload(4096))
+    settings = settings.with_engine(choice.engine).with_training(learner=choice.learner)
+    return str(finalize_settings(settings).serving.engine.weight_transfer)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "expected"),
+    [
+        (0, "auto", "gloo"),
+        (1, "auto", "ipc"),
+        (2, "auto", "nccl"),
+        (2, "sharded_rdt", "sharded_rdt"),
+    ],
+)
+def test_the_transport_follows_the_gpus_that_a_run_takes(
+    gpus: float,
+    asked: str,
+    expected: str,
+    planned_runs: list[Any],
+    hollow_model: str,
+    tmp_path: Path,
+) -> None:
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model), output_dir=str(tmp_path), engine={"weight_transfer": asked}
+    )
+    with pytest.raises(ReachedRay):
+        trainer.fit(lambda task, llm: 1.0, [1, 2, 3])
+    assert planned(planned_runs[0], gpus) == expected
+
+
+def test_an_unknown_transport_is_refused_before_ray(hollow_model: str) -> None:
+    trainer = Trainer(algorithm=GRPO(model=hollow_model), engine={"weight_transfer": "ncl"})
+    with pytest.raises(ConfigError, match="no transport 'ncl'"):
+        trainer.fit(lambda task, llm: 1.0, [1, 2, 3])
+
+
+def test_a_transport_that_the_cluster_cannot_use_is_refused(
+    planned_runs: list[Any], hollow_model: str, tmp_path: Path
+) -> None:
+    trainer = Trainer(
+        algorithm=GRPO(model=hollow_model), output_dir=str(tmp_path), engine={"weight_transfer": "nccl"}
+    )
+    with pytest.raises(ReachedRay):
+        trainer.fit(lambda task, llm: 1.0, [1, 2, 3])
+    with pytest.raises(ConfigError, match="needs GPUs on both sides"):
+        planned(planned_runs[0], 0)
+
+
+@pytest.mark.parametrize("correction", [None, "token"])
+def test_a_warning_above_the_default_limit_is_refused_unless_the_run_corrects(
+    correction: str | None, planned_runs: list[Any], hollow_model: str, tmp_path: Path
+) -> None:
+    algorithm = GRPO(model=hollow_model, warn_logprob_mismatch=0.9, rollout_is=correction)
+    with pytest.raises(ReachedRay):
+        Trainer(algorithm=algorithm, output_dir=str(tmp_path)).fit(lambda task, llm: 1.0, [1, 2, 3])
+    if correction is None:
+        with pytest.raises(ConfigError, match="above the limit at which the run fails, 0"):
+            planned(planned_runs[0], 0)
+    else:
+        planned(planned_runs[0], 0)
+
+
+def test_engines_that_sleep_during_updates_cannot_sample_beside_them() -> None:
+    engine, algorithm = EngineConfig(kind="vllm", sleep_while_learning=True), GRPO(model="m", max_staleness=1)
+    with pytest.raises(ConfigError, match=r"max_staleness above 0 .*sleep_while_learning"):
+        with_transport(policy_settings("m", engine, algorithm=algorithm))
+    awake = engine.model_copy(update={"sleep_while_learning": False})
+    assert with_transport(policy_settings("m", awake, algorithm=algorithm)).serving is not None
+
+
+def trained(of_agent: str | None, adapter: Any) -> str | None:
+    agent = rollout(trained_agents=of_agent)(lambda task: 1.0)
+    return trained_agents_pattern(agent, adapter, GRPO(model="m"))
+
+
+def test_the_pattern_comes_from_the_agent_or_the_adapter() -> None:
+    assert trained(None, None) is None
+    assert trained("plan", None) == "plan"
+    assert trained(None, TracerTraceToTriplet(agent_match="code")) == "code"
+    assert trained("code", TracerTraceToTriplet(agent_match="code")) == "code"
+
+
+def test_two_patterns_that_differ_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="trained_agents='plan' and the adapter agent_match='code'"):
+        trained("plan", TracerTraceToTriplet(agent_match="code"))
+
+
+def test_an_adapter_without_a_pattern_would_not_be_read() -> None:
+    with pytest.raises(ConfigError, match="GRPO trains on the tokens that the engine recorded"):
+        trained("plan", TracerTraceToTriplet())
+
+
+def test_a_pattern_is_one() -> None:
+    with pytest.raises((ConfigError, AgentSignatureError), match="regular expression"):
+        trained("(", None)
+    with pytest.raises(ConfigError, match="regular expression"):
+        trained(None, TracerTraceToTriplet(agent_match="("))
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "experts", "given", "expected"),
+    [
+        ("float32", "fp32", None, 0.0, 1e-3),
+        ("bfloat16", "fp32", None, 0.0, 0.3),
+        ("float32", "bf16", 1, 0.0, 0.3),
+        ("bfloat16", "bf16", 128, 0.0, 2.0),
+        ("float32", "fp32", 128, 0.0, 1e-3),
+        ("bfloat16", "bf16", 128, 0.01, 0.01),
+    ],
+)
+def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
+    engine: Any, learner: Any, experts: int | None, given: float, expected: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_experts": experts}}))
+    algorithm = GRPO(model="m", max_logprob_mismatch=given)
+    limit = mismatch_limit(algorithm, EngineConfig(dtype=engine), LearnerConfig(dtype=learner), str(tmp_path))
+    assert limit == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "resources", "expected"),
+    [
+        ({}, {}, {"CPU": 2.0}, []),
+        (
+            {},
+            {},
+            {"CPU": 16.0},
+            ["one thread, and the cluster has 16 cores: set learner={'num_threads': 16}"],
+        ),
+        ({}, {"num_threads": 8}, {"CPU": 16.0}, []),
+        ({}, {"n": 8}, {"CPU": 16.0}, []),
+        ({"num_gpus": 1}, {}, {"CPU": 2.0, "GPU": 8.0}, ["has 8 GPUs, and the learners compute on CPUs"]),
+        ({"num_gpus": 1}, {"num_gpus": 1}, {"CPU": 2.0, "GPU": 2.0}, []),
+        ({"num_gpus": 1}, {"num_gpus": 1, "n": 4}, {"CPU": 2.0, "GPU": 8.0}, ["3 of 8 GPUs"]),
+        (
+            {"num_gpus": 1, "replicas": 2, "args": {"tensor_parallel_size": 2}},
+            {"num_gpus": 1, "n": 4},
+            {"CPU": 2.0, "GPU": 8.0},
+            [],
+        ),
+        ({"num_gpus": 0.4}, {"num_gpus": 0.6}, {"GPU": 1.0}, []),
+    ],
+)
+def test_idle_hardware_is_noted(engine: Any, learner: Any, resources: Any, expected: list[str]) -> None:
+    notes = idle_hardware(EngineConfig(**engine), LearnerConfig(**learner), resources)
+    assert len(notes) == len(expected)
+    assert all(text in note for text, note in zip(expected, notes, strict=True))
+
+
+@pytest.mark.parametrize(("teacher_gpus", "expected"), [(1, []), (0, ["teacher computes on CPUs", "1 of 3"])])
+def test_a_teacher_on_cpus_beside_gpus_is_noted(teacher_gpus: float, expected: list[str]) -> None:
+    on_gpu = {"num_gpus": 1}
+    teacher = ServingSettings("t", EngineConfig(num_gpus=teacher_gpus), "teacher")
+    notes = idle_hardware(EngineConfig(**on_gpu), LearnerConfig(**on_gpu), {"GPU": 3.0}, [teacher])
+    assert all(text in note for text, note in zip(expected, notes, strict=True))

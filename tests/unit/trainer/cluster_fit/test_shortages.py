@@ -1,0 +1,90 @@
+"""Comparison of what roles need with what a cluster has."""
+
+from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
+from raylight.trainer.cluster_fit.role_memory import Item, RoleMemory
+from raylight.trainer.cluster_fit.shortages import find_shortages, gib
+
+
+def cluster(nodes: int = 1, gpus: int = 0, gpu_memory: float = 0, memory: float = 100) -> ClusterShape:
+    return ClusterShape((NodeShape(int(memory * GIB), gpus, int(gpu_memory * GIB)),) * nodes)
+
+
+def role(name: str = "learner", processes: int = 1, gpus: float = 0, device: float = 0, host: float = 0):
+    items = (Item("weights", int(device * GIB)), Item("libraries", int(host * GIB), "host"))
+    return RoleMemory(name, processes, gpus, items)
+
+
+def kinds(roles: list[RoleMemory], on: ClusterShape) -> list[str]:
+    return [shortage.what for shortage in find_shortages(roles, on)]
+
+
+def test_a_run_that_fits_lacks_nothing():
+    assert kinds([role(processes=8, gpus=1, device=70, host=10)], cluster(1, 8, 80)) == []
+
+
+def test_without_a_gpu_everything_is_in_host_memory():
+    process = role(device=3, host=1)
+    assert (process.total("device"), process.total("host")) == (0, 4 * GIB)
+    assert kinds([process], cluster(memory=3.9)) == ["host memory"]
+    assert kinds([process], cluster(memory=4.1)) == []
+
+
+def test_missing_gpus_are_named_by_role():
+    (shortage,) = find_shortages(
+        [role(processes=4, gpus=1), role("engine", processes=2, gpus=2)], cluster(1, 7, 80)
+    )
+    assert shortage.message == "the run needs 8 GPUs (4 x 1 for learner, 2 x 2 for engine); there are 7"
+
+
+def test_roles_with_a_fraction_of_a_gpu_share_it():
+    learner, engine = role(gpus=0.6, device=50), role("engine", gpus=0.4, device=40)
+    assert kinds([learner, engine], cluster(1, 1, 80)) == ["GPU memory"]
+    assert kinds([learner, engine], cluster(1, 1, 96)) == []
+
+
+def test_roles_that_take_turns_need_the_larger_of_both():
+    learner, engine = role(gpus=0.6, device=50), role("engine", gpus=0.4, device=40)
+    assert find_shortages([learner, engine], cluster(1, 1, 80), take_turns=True) == []
+
+
+def test_what_an_idle_role_keeps_counts_while_the_other_computes():
+    learner = RoleMemory("learner", 1, 0.6, (Item("weights", 30 * GIB, stays=True), Item("pass", 20 * GIB)))
+    engine = role("engine", gpus=0.4, device=50)
+    (shortage,) = find_shortages([learner, engine], cluster(1, 1, 80), take_turns=True)
+    assert shortage.message.startswith("engine and learner: 80.0 GiB on each GPU")
+    assert find_shortages([learner, engine], cluster(1, 1, 90), take_turns=True) == []
+
+
+def test_a_part_of_a_gpu_is_left_for_fragmentation():
+    assert kinds([role(gpus=1, device=79)], cluster(1, 1, 80)) == ["GPU memory"]
+
+
+def test_memory_that_grows_on_demand_counts_at_the_peak():
+    items = (Item("weights", GIB), Item("key-value cache", 10 * GIB, grows=True))
+    engine = RoleMemory("engine", 1, 0, items)
+    assert engine.total("host") == 11 * GIB
+    assert find_shortages([engine], cluster(memory=2), at_peak=False) == []
+    assert kinds([engine], cluster(memory=2)) == ["host memory"]
+
+
+def test_sizes_are_readable():
+    assert [gib(size) for size in (0, 5 * 2**20, GIB, 80 * GIB)] == ["0 MiB", "5 MiB", "1.0 GiB", "80.0 GiB"]
+
+
+def test_memory_is_compared_on_each_machine():
+    learners = role("learner", processes=2, gpus=1, host=30)
+    nodes = (NodeShape(40 * GIB, 2, GIB), NodeShape(40 * GIB))
+    (shortage,) = find_shortages([learners], ClusterShape(nodes))
+    assert shortage.message == (
+        "the processes of one machine need 60.0 GiB of host memory (2 x learner); it has 40.0 GiB"
+    )
+    assert kinds([learners], cluster(2, 1, 1, memory=40)) == []
+
+
+def test_processes_without_gpus_are_spread():
+    assert kinds([role(processes=4, host=30)], cluster(2, memory=70)) == []
+    assert kinds([role(processes=5, host=30)], cluster(2, memory=70)) == ["host memory"]
+
+
+def test_two_fractions_above_a_half_do_not_fit_on_one_gpu():
+    assert kinds([role(processes=3, gpus=0.6)], cluster(1, 2, 80)) == ["GPUs"]

@@ -1,0 +1,288 @@
+"""Publications beside updates, and replicas that join, which receive the weights as soon as possible."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from unit_helpers import within
+
+from raylight.config import EngineConfig
+from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
+from raylight.trainer.components.publication import Publications
+from raylight.weight_sync.keeper import CoordinatorKeeper
+from raylight.weight_sync.orders import Snapshot
+
+
+class Learners:
+    """They serve all replicas that wait, unless they fail."""
+
+    def __init__(self, keeper: CoordinatorKeeper) -> None:
+        self.keeper = keeper
+        self.failure: Exception | None = None
+        self.served: list[tuple[int, list[str]]] = []
+        self.called = asyncio.Event()
+
+    async def publish_weights(self, version: int, token: str, settings: Any) -> None:
+        self.called.set()
+        if self.failure:
+            raise self.failure
+        self.served.append((version, sorted(self.keeper.lacking)))
+        self.keeper.update(Snapshot(1))
+
+
+class Bench:
+    """Publications whose learners hold version `held`, while version 3 is the last published one."""
+
+    def __init__(self) -> None:
+        self.keeper = CoordinatorKeeper(None, print)
+        self.learners: Any = Learners(self.keeper)
+        running: Any = SimpleNamespace(keeper=self.keeper, client=None, handle=None)
+        engine = EngineConfig(kind="transformers")
+        self.publications = Publications(self.learners, running, engine, 5.0, probe=[1, 2], tolerance=1e-9)
+        self.publications.published = self.held = 3
+        self.task = asyncio.create_task(self.publications.serve_joined(lambda: self.held))
+
+    def join(self, *replicas: str) -> None:
+        self.keeper.update(Snapshot(1, lacking=frozenset(replicas)))
+
+    async def turns(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+async def test_a_replica_that_joins_is_served_each_time() -> None:
+    async with within():
+        bench = Bench()
+        for _ in range(2):  # under the same name too, after a restart of the coordinator
+            bench.join("a", "b")
+            await bench.turns()
+        assert bench.learners.served == [(3, ["a", "b"])] * 2
+        bench.task.cancel()
+
+
+async def test_a_replica_waits_until_restarted_learners_have_returned_to_the_version() -> None:
+    async with within():
+        bench = Bench()
+        bench.held = 1
+        bench.join("a")
+        await bench.turns()
+        assert not bench.learners.served
+        bench.held = 3
+        bench.publications.notice_version()
+        await bench.turns()
+        assert bench.learners.served == [(3, ["a"])]
+        bench.task.cancel()
+
+
+@pytest.mark.parametrize("error", [LearnerLostError("a rank died"), LearnerError("a bug")])
+async def test_a_failure_of_the_learners_is_raised_and_the_replica_is_served_after_it(
+    error: LearnerError,
+) -> None:
+    async with within():
+        bench = Bench()
+        bench.learners.failure = error
+        bench.join("a")
+        with pytest.raises(LearnerError, match=str(error)):
+            await bench.publications.wait_for_failure()
+        bench.learners.failure = None
+        await bench.turns()
+        assert not bench.learners.served  # until they have been restarted
+        bench.publications.notice_version()
+        await bench.turns()
+        assert bench.learners.served == [(3, ["a"])]
+        bench.task.cancel()
+
+
+async def test_a_replica_that_cannot_be_reached_waits_for_the_next_publication() -> None:
+    async with within():
+        bench = Bench()
+        bench.learners.failure = WeightSyncError("several transfers broke")
+        bench.join("a")
+        await bench.learners.called.wait()
+        bench.learners.called.clear()
+        bench.join("a")
+        await bench.turns()
+        assert not bench.learners.called.is_set()
+        bench.learners.failure = None
+        bench.join("a", "b")
+        await bench.turns()
+        assert bench.learners.served == [(3, ["a", "b"])]
+        bench.task.cancel()
+
+
+class Replicas:
+    """The coordinator's client. A publication lasts until the learners have sent the weights."""
+
+    def __init__(self) -> None:
+        self.version, self.sent, self.failed = 0, asyncio.Event(), ""
+
+    async def publish(self, version: int, *args: Any, token: str, probe: list[int]) -> dict[str, Any]:
+        self.sent.clear()
+        await self.sent.wait()
+        if self.failed:
+            raise WeightSyncError(self.failed)
+        self.version = version
+        return {"a": [float(version)] * len(probe), "joined meanwhile": None}
+
+    async def fail_publication(self, token: str, reason: str) -> None:
+        self.failed = reason
+        self.sent.set()
+
+    async def probe(self, ids: list[int], *args: Any) -> dict[str, list[float]]:
+        return {"a": [float(self.version)] * len(ids)}
+
+
+class Senders:
+    """Learners whose weights are the number of updates. They send when `may_send` is set."""
+
+    def __init__(self, replicas: Replicas, keeper: CoordinatorKeeper) -> None:
+        self.replicas, self.keeper, self.weights, self.snapshot = replicas, keeper, 0, 0
+        self.sending, self.may_send = asyncio.Event(), asyncio.Event()
+        self.sent: list[int] = []
+        self.failure: Exception | None = None
+
+    async def take_snapshot(self, ids: list[int], settings: Any) -> list[float]:
+        assert not self.sending.is_set(), "the snapshot is being sent"
+        await asyncio.sleep(0)
+        self.snapshot = self.weights
+        return [float(self.weights)] * len(ids)
+
+    async def logprobs(self, ids: list[int]) -> list[float]:
+        return [float(self.weights)] * len(ids)
+
+    async def publish_weights(self, version: int, token: str, settings: Any) -> None:
+        self.sending.set()
+        try:
+            await self.may_send.wait()
+            if self.failure:
+                raise self.failure
+        finally:
+            self.sending.clear()
+        self.sent.append(self.snapshot if settings.beside_updates else self.weights)
+        assert self.sent[-1] == version
+        if not token:
+            self.keeper.update(Snapshot(1))
+        self.replicas.sent.set()
+
+
+class Run:
+    """A trainer that updates and publishes."""
+
+    def __init__(self, beside_updates: bool) -> None:
+        self.keeper, self.replicas = CoordinatorKeeper(None, print), Replicas()
+        self.learners: Any = Senders(self.replicas, self.keeper)
+        running: Any = SimpleNamespace(keeper=self.keeper, client=self.replicas, handle=None)
+        self.publications = Publications(
+            self.learners,
+            running,
+            EngineConfig(kind="transformers"),
+            5.0,
+            probe=[1, 2, 3],
+            tolerance=1e-9,
+            beside_updates=beside_updates,
+        )
+
+    async def update(self) -> None:
+        async with self.publications.learners_busy:
+            self.learners.weights += 1
+
+
+async def test_an_update_runs_while_the_version_before_is_sent() -> None:
+    async with within():
+        run = Run(beside_updates=True)
+        await run.update()
+        first = asyncio.create_task(run.publications.publish(1))
+        await asyncio.sleep(0)
+        await run.update()  # it waits for the snapshot
+        await run.learners.sending.wait()
+        assert run.learners.weights == 2
+        assert not run.replicas.version
+        second = asyncio.create_task(run.publications.publish(2))
+        await asyncio.sleep(0)
+        run.learners.may_send.set()
+        assert (await first).max_abs == (await second).max_abs == 0.0, (
+            "compared with the weights of the version"
+        )
+        assert run.learners.sent == [1, 2]
+        assert run.publications.published == 2
+
+
+async def test_without_snapshots_an_update_waits_until_the_weights_are_sent() -> None:
+    async with within():
+        run = Run(beside_updates=False)
+        await run.update()
+        publishing = asyncio.create_task(run.publications.publish(1))
+        await run.learners.sending.wait()
+        updating = asyncio.create_task(run.update())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert run.learners.weights == 1
+        run.learners.may_send.set()
+        await asyncio.gather(publishing, updating)
+        assert run.learners.sent == [1]
+
+
+async def test_a_joined_replica_gets_the_published_version_while_the_learners_have_a_later_one() -> None:
+    async with within():
+        run = Run(beside_updates=True)
+        run.learners.may_send.set()
+        await run.update()
+        await run.publications.publish(1)
+        await run.update()
+        joining = asyncio.create_task(run.publications.serve_joined(lambda: run.learners.weights))
+        run.replicas.sent.clear()
+        run.keeper.update(Snapshot(1, lacking=frozenset({"b"})))
+        await run.replicas.sent.wait()
+        assert run.learners.sent == [1, 1]
+        joining.cancel()
+
+
+async def test_restarted_learners_have_no_snapshot_until_they_return_to_the_published_version() -> None:
+    async with within():
+        run = Run(beside_updates=True)
+        run.learners.may_send.set()
+        for version in (1, 2):
+            await run.update()
+            await run.publications.publish(version)
+        run.learners.weights = 1
+        run.publications.notice_version()
+        joining = asyncio.create_task(run.publications.serve_joined(lambda: 2))
+        run.keeper.update(Snapshot(1, lacking=frozenset({"b"})))
+        assert await run.publications.publish(1) is None
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert run.learners.sent == [1, 2]
+        await run.update()
+        run.replicas.sent.clear()
+        assert await run.publications.publish(2) is not None
+        await run.replicas.sent.wait()
+        assert run.learners.sent == [1, 2, 2]
+        joining.cancel()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+async def test_a_cancelled_publication_leaves_no_replica_waiting(beside: bool) -> None:
+    async with within():
+        run = Run(beside)
+        await run.update()
+        publishing = asyncio.create_task(run.publications.publish(1))
+        await run.learners.sending.wait()
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert run.replicas.failed
+        await run.update()
+
+
+async def test_learners_that_are_lost_while_they_send_end_the_publication() -> None:
+    async with within():
+        run = Run(beside_updates=True)
+        run.learners.failure = LearnerLostError("a rank died")
+        run.learners.may_send.set()
+        await run.update()
+        with pytest.raises(LearnerLostError, match="a rank died"):
+            await run.publications.publish(1)
+        assert "a rank died" in run.replicas.failed

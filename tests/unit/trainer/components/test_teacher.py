@@ -1,0 +1,320 @@
+"""The teacher of a distillation: requests to its replicas, its settings, and checks of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, RayTaskError
+from run_settings import policy_settings
+from training_world import FakeRun, World, live
+from unit_helpers import make_finished, make_generation, make_key
+
+import raylight as rl
+from raylight import semconv
+from raylight.config import EngineConfig
+from raylight.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    RowTooLongError,
+    ServingLostError,
+    TeacherPromptError,
+    WeightSyncError,
+)
+from raylight.experience.batch import TrainBatch
+from raylight.experience.trajectory import build_trajectories
+from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
+from raylight.serving.deploy.replica import ScoredRow
+from raylight.trainer.cluster_fit.teacher_settings import plan_teacher, with_teacher
+from raylight.trainer.components.run import Run
+from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, split_rows
+from raylight.trainer.spec.settings import ServingSettings
+from raylight.types import FinishedRollout, Span, Trajectory
+
+
+@given(st.lists(st.integers(2, 2 * MOST_TOKENS), max_size=40), st.integers(1, 6))
+def test_rows_are_divided_in_order_and_within_the_limit(lengths: list[int], parts: int) -> None:
+    found = list(split_rows(lengths, parts))
+    assert [index for part in found for index in part] == list(range(len(lengths)))
+    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= MOST_TOKENS for part in found)
+
+
+def test_all_replicas_get_rows() -> None:
+    assert list(split_rows([4] * 8, 4)) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+
+
+class Handle:
+    """A deployment whose replicas give each token the log-prob -id."""
+
+    def __init__(self, fail: Callable[[int], Exception | None] = lambda call: None) -> None:
+        self.call = self
+        self.fail, self.calls, self.running, self.most = fail, 0, 0, 0
+
+    async def remote(self, method: str, rows: list[Any]) -> list[Any]:
+        self.calls, self.running = self.calls + 1, self.running + 1
+        self.most = max(self.most, self.running)
+        try:
+            error = self.fail(self.calls)
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            if method == "render_chats":
+                return [render(json.loads(request)["messages"]) for request in rows]
+            return [-row.ids[row.start :].astype(np.float32) for row in rows]
+        finally:
+            self.running -= 1
+
+
+def render(messages: list[dict[str, Any]]) -> list[int]:
+    """Return the tokens of messages: the number of each, then one that begins the answer."""
+    return [*(message["content"] for message in messages), 7]
+
+
+def make_teacher(
+    handle: Handle, replicas: int = 2, timeout_s: float = 30.0, prompt: Any = None, longest: int = 2048
+) -> tuple[Teacher, list[str]]:
+    notes: list[str] = []
+    engine = EngineConfig(replicas=replicas, max_model_len=longest)
+    model = ServingSettings(STARTER_MODEL, engine, "teacher")
+    teacher = Teacher("run-1", model, timeout_s, None, notes.append, True, prompt)
+    teacher._service._router = handle
+    return teacher, notes
+
+
+def make_batch(count: int = 16) -> TrainBatch:
+    rows = [
+        Trajectory("r", [n, 7, 8, n + 1], [0, 0, 1, 1], [0, 0, -1, -1], [-1, -1, 0, 0]) for n in range(count)
+    ]
+    return TrainBatch([1.0] * count, ["g"] * count, rows, list(range(count)))
+
+
+async def test_each_row_has_the_log_probs_of_its_response() -> None:
+    handle = Handle()
+    scored, metrics = await make_teacher(handle)[0].score(make_batch(), [])
+    assert scored.teacher_logprobs is not None
+    assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(16)]
+    assert handle.calls == 4
+    assert handle.most <= 4  # two for each replica
+    assert metrics["teacher/retries"] == 0
+
+
+async def test_a_lost_replica_costs_a_retry() -> None:
+    lost = [ActorDiedError(), RayTaskError("score", "traceback", ActorDiedError())]  # of router, of replica
+    handle = Handle(lambda call: lost[call - 2] if call in (2, 3) else None)
+    teacher, notes = make_teacher(handle)
+    scored, metrics = await teacher.score(make_batch(), [])
+    assert scored.teacher_logprobs is not None
+    assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(16)]
+    assert metrics["teacher/retries"] == 2
+    assert await teacher.counts() == {"teacher_retries": 2}
+    assert "replica of the teacher was lost" in notes[0]
+
+
+async def test_a_teacher_that_stays_away_ends_the_run() -> None:
+    teacher, _ = make_teacher(Handle(lambda call: ActorDiedError()), timeout_s=0.01)
+    with pytest.raises(ServingLostError, match=r"score 4 rows within 0\.01 s \(teacher\.timeout_s\)"):
+        await teacher.score(make_batch(), [])
+
+
+async def test_an_engine_that_refuses_tokens_says_why() -> None:
+    refused = WeightSyncError("log-probs need 2 to 64 token ids")
+    teacher, _ = make_teacher(Handle(lambda call: RayTaskError("score", "traceback", refused)))
+    with pytest.raises(WeightSyncError, match="need 2 to 64 token ids"):
+        await teacher.score(make_batch(), [])
+
+
+def prompted(count: int) -> tuple[TrainBatch, list[FinishedRollout]]:
+    """Return a batch of rollouts of one call each, and the rollouts. Rollout n asks n."""
+    finished, rows = [], []
+    for number in range(count):
+        item = make_finished(calls=0)
+        key = make_key(item.rollout.rollout_id)
+        item.generations.append(make_generation([number, 7], [8, number + 1], key=key))
+        attributes = {
+            semconv.CALL_ID: key.call_id,
+            semconv.DIALECT: "chat",
+            semconv.INPUT_MESSAGES: json.dumps([{"role": "user", "content": number}]),
+            semconv.REQUEST_PARAMETERS: "{}",
+        }
+        item.spans.append(
+            Span.from_attributes(
+                rollout_id=key.rollout_id, attempt_id="at-1", sequence_id=1, name="c", attributes=attributes
+            )
+        )
+        finished.append(item)
+        rows += build_trajectories(item.generations).rows
+    return TrainBatch([0.0] * count, ["g"] * count, rows, list(range(count))), finished
+
+
+def with_hint(task: Any, messages: list[Any]) -> list[Any]:
+    """Add a message for odd questions only."""
+    number = messages[0]["content"]
+    return [{"role": "system", "content": 100 + number}, *messages] if number % 2 else messages
+
+
+async def test_a_teacher_with_other_messages_scores_the_sampled_tokens() -> None:
+    batch, finished = prompted(6)
+    scored_rows: list[ScoredRow] = []
+
+    class Seeing(Handle):
+        async def remote(self, method: str, rows: list[Any]) -> list[Any]:
+            scored_rows.extend(row for row in rows if isinstance(row, ScoredRow))
+            return await super().remote(method, rows)
+
+    teacher, notes = make_teacher(Seeing(), prompt=with_hint)
+    scored, metrics = await teacher.score(batch, finished)
+    assert scored.teacher_logprobs is not None
+    assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(6)]
+    read = sorted((row.ids.tolist() for row in scored_rows), key=lambda ids: ids[-1])
+    hints = [[100 + n] if n % 2 else [] for n in range(6)]
+    assert read == [[*hint, n, 7, 8, n + 1] for n, hint in enumerate(hints)]
+    assert (metrics["teacher/changed_prompts"], metrics["teacher/added_tokens"]) == (3, 1)
+    assert metrics["teacher/other_renderings"] == 0
+    assert not notes
+
+
+async def test_another_chat_template_is_counted_and_noted_once() -> None:
+    batch, finished = prompted(4)
+    for item in finished:  # the model's template put another token before its answer
+        (call,) = item.generations
+        item.generations[0] = replace(call, prompt_ids=[call.prompt_ids[0], 6])
+    batch = replace(batch, rows=[build_trajectories(item.generations).rows[0] for item in finished])
+    teacher, notes = make_teacher(Handle(), prompt=with_hint)
+    for _ in range(2):
+        _, metrics = await teacher.score(batch, finished)
+        assert metrics["teacher/other_renderings"] == 2
+    assert len(notes) == 1
+    assert "chat template renders the messages of 2 rows otherwise" in notes[0]
+
+
+async def test_a_row_that_is_too_long_with_the_teachers_prompt_is_an_error() -> None:
+    batch, finished = prompted(2)
+    teacher, _ = make_teacher(Handle(), prompt=lambda task, messages: 8 * messages, longest=8)
+    with pytest.raises(RowTooLongError, match=r"has 11 tokens, and the teacher takes 8; return shorter"):
+        await teacher.score(batch, finished)
+
+
+async def test_a_prompt_function_that_hangs_ends_the_run() -> None:
+    batch, finished = prompted(2)
+    release = threading.Event()
+    teacher, _ = make_teacher(Handle(), timeout_s=0.05, prompt=lambda task, messages: release.wait(60))
+    with pytest.raises(TeacherPromptError, match=r"did not return within 0\.05 s for all of 2 rows"):
+        await teacher.score(batch, finished)
+    release.set()
+
+
+class TaughtRun(FakeRun):
+    """A run with a teacher, whose learners need its log-probs."""
+
+    async def _open(self) -> None:
+        await super()._open()
+        self.teacher, _ = make_teacher(Handle())
+        update = self.learners.group.update
+
+        async def update_with_scores(batch: TrainBatch) -> dict[str, float]:
+            assert batch.teacher_logprobs is not None
+            for row, scores in zip(batch.rows, batch.teacher_logprobs, strict=True):
+                assert scores.tolist() == (-row.token_ids[row.prompt_length :]).tolist()
+            return await update(batch)
+
+        self.learners.group.update = update_with_scores  # type: ignore[method-assign]
+
+
+async def test_each_step_is_scored_before_its_update(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run, world.algorithm, world.reward_of = TaughtRun, rl.OPD, lambda rollout_id: 1.0
+    rows = await live(world, teacher="t")
+    steps = [row for row in rows if row["step"]]
+    assert len(steps) == world.steps
+    assert all(row["time/teacher_s"] > 0 and row["weights/version"] == row["step"] for row in steps)
+
+
+def test_another_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has another tokenizer .* tokens differ, such as .*rl\.SFT"):
+        plan_teacher(rl.OPD(model=STARTER_MODEL, teacher=TOOL_MODEL), STARTER_MODEL)
+
+
+def test_a_missing_teacher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is no model folder"):
+        plan_teacher(rl.OPD(model=STARTER_MODEL, teacher=tmp_path / "none"), STARTER_MODEL)
+    assert plan_teacher(rl.GRPO(model=STARTER_MODEL), STARTER_MODEL) is None
+
+
+def test_a_model_that_the_run_itself_writes_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(STARTER_MODEL, tmp_path / "run" / "best")
+    algorithm = rl.OPD(model=STARTER_MODEL, teacher=tmp_path / "run" / "best", n_steps=1)
+    agent = rl.rollout(lambda task, llm: None)
+    with pytest.raises(ConfigError, match=r"is in the run directory, .* copy it to another folder"):
+        rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")._plan(algorithm, agent, [1], None)
+    found = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "next")._plan(algorithm, agent, [1], None)
+    assert found.settings.training.teacher.model_path == str(tmp_path / "run" / "best")
+
+
+def settings_with(teacher: dict[str, Any], **engine: Any) -> Any:
+    algorithm = rl.OPD(model=STARTER_MODEL, teacher={"model": STARTER_MODEL} | teacher)
+    return policy_settings(
+        STARTER_MODEL,
+        EngineConfig(kind="transformers", **engine),
+        algorithm=algorithm,
+        training={"teacher": plan_teacher(algorithm, STARTER_MODEL)},
+    )
+
+
+def test_a_teacher_takes_rows_as_long_as_the_policys() -> None:
+    found = with_teacher(settings_with({"replicas": 3}, max_model_len=48)).training.teacher
+    assert (found.engine.max_model_len, found.engine.max_concurrent, found.engine.replicas) == (48, 1, 3)
+    assert (found.name, found.engine.kind, found.engine.dtype) == ("teacher", "transformers", "float32")
+    on_gpu = with_teacher(settings_with({"num_gpus": 1, "kind": "transformers"})).training.teacher
+    assert on_gpu.engine.dtype == "bfloat16"
+
+
+def test_a_teacher_with_a_prompt_takes_longer_rows(tmp_path: Path) -> None:
+    prompt = {"prompt": with_hint}
+    assert with_teacher(settings_with(prompt)).training.teacher.engine.max_model_len == 2048  # the model's
+    assert with_teacher(settings_with(prompt, max_model_len=64)).training.teacher.engine.max_model_len == 1088
+    own = {"max_model_len": 100}
+    assert with_teacher(settings_with(own, max_model_len=64)).training.teacher.engine.max_model_len == 100
+    with pytest.raises(ConfigError, match=r"max_model_len is 100, and rows .* up to 128 .* set it to 128"):
+        with_teacher(settings_with(own, max_model_len=128))
+    with pytest.raises(
+        ConfigError, match=r"takes 2048 tokens, and its max_model_len is 4096; set it to 2048"
+    ):
+        with_teacher(settings_with({"max_model_len": 4096}))
+
+
+def test_a_teacher_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    shutil.copytree(STARTER_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    settings = settings_with({"model": str(folder)}, max_model_len=48)
+    with pytest.raises(ConfigError, match=r"takes 32 tokens, and rows .* up to 48 .*'max_model_len': 32"):
+        with_teacher(settings)
+
+
+def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(STARTER_MODEL, tmp_path / "teacher")
+    monkeypatch.chdir(tmp_path)
+    algorithm = rl.OPD(model=STARTER_MODEL, teacher={"model": "teacher", "timeout_s": 5}, n_steps=1)
+    trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")
+    fit = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
+    settings = with_teacher(fit.settings)
+    assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
+    teacher = Run(settings, print, True)._make_teacher()
+    assert isinstance(teacher, Teacher)
+    service = teacher._service
+    assert (service._name, service._timeout_s) == (f"{settings.name}-teacher", 5)
+    assert trainer._config(fit)["algorithm"]["teacher"] == {
+        "model": str(tmp_path / "teacher"),
+        "timeout_s": 5,
+    }

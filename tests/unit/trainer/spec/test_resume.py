@@ -1,0 +1,213 @@
+"""Resuming: the point where a run starts, changed settings, metrics, and the former driver's store."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from recording_display import RecordingDisplay
+from run_settings import make_settings
+
+from raylight.errors import ConfigError, StoreError
+from raylight.experience.checkpoints import TrainingStates
+from raylight.store.journal import Journal
+from raylight.trainer.components.run import Run
+from raylight.trainer.output.report import Report
+from raylight.trainer.spec.resume import (
+    ResumePoint,
+    affects_updates,
+    changed_settings,
+    find_resume_point,
+    fresh_start,
+    prepare_states,
+    resume_after,
+    resume_point_of,
+    state_metadata,
+    wait_for_store,
+)
+
+CONFIG = {
+    "name": "run-1",
+    "seed": 0,
+    "total_steps": 20,
+    "algorithm": {
+        "name": "GRPO",
+        "model": "/m",
+        "lr": 1e-4,
+        "n_steps": 20,
+        "lr_schedule": "constant",
+        "critic": None,
+    },
+    "learner": {"n": 1, "lora": None},
+    "tasks": {"number": 3, "digest": "abc"},
+}
+
+
+def changed(**values: object) -> dict:
+    """CONFIG with changed values; two underscores in a name stand for a dot."""
+    config = json.loads(json.dumps(CONFIG))
+    for name, value in values.items():
+        *sections, last = name.split("__")
+        inner = config
+        for section in sections:
+            inner = inner[section]
+        inner[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("values", "updates"),
+    [
+        ({"name": "run-2"}, None),
+        ({"learner__n": 2}, False),
+        ({"algorithm__n_steps": 40, "total_steps": 40}, False),
+        ({"algorithm__lr": 1e-3}, True),
+        ({"seed": 1}, True),
+        ({"tasks__digest": "xyz"}, True),
+        ({"algorithm__lr_schedule": "cosine", "total_steps": 40}, True),
+    ],
+)
+def test_changed_settings_and_their_effect_on_updates(values: dict, updates: bool | None):
+    now = changed(**values)
+    found = changed_settings(CONFIG, now)
+    assert bool(found) == (updates is not None)
+    assert any(affects_updates(name, now) for name in found) == bool(updates)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"algorithm__model": "/other"},
+        {"algorithm__name": "PPO"},
+        {"learner__lora": {"rank": 8}},
+        {"algorithm__critic": {"lr": 1}},
+    ],
+)
+def test_another_model_algorithm_or_adapter_raises(values: dict):
+    with pytest.raises(ConfigError, match="training state belongs to another run"):
+        changed_settings(CONFIG, changed(**values))
+
+
+TAKEN = {"next_group": 30, "open_groups": [28]}
+
+
+def metadata(start, version: int = 5) -> dict:
+    return state_metadata(
+        start,
+        CONFIG,
+        version=version,
+        groups=TAKEN,
+        tasks={},
+        observed_step=4,
+        ledger={},
+        steps_without_signal=1,
+        evaluation={"best": None},
+    )
+
+
+def test_the_resume_point_of_each_option(tmp_path: Path):
+    url = str(tmp_path / "state")
+    assert find_resume_point(False, url, CONFIG, 0).is_fresh
+    assert find_resume_point("auto", url, CONFIG, 0).is_fresh
+    with pytest.raises(ConfigError, match="no complete training state"):
+        find_resume_point(True, url, CONFIG, 0)
+
+    new = fresh_start()
+    prepare_states(new, url, CONFIG)
+    # killed before the first state: the store has the rollouts since the start
+    start = find_resume_point("auto", url, CONFIG, 0)
+    assert (start.step, start.version, start.lineage, start.same_run) == (0, 0, new.lineage, True)
+
+    TrainingStates(url).complete(10, metadata(new))
+    for resume in (True, "auto", str(tmp_path), url, f"{url}/step-10"):
+        start = find_resume_point(resume, url, CONFIG, 8)
+        assert (start.step, start.version, start.groups, start.steps_without_signal) == (10, 5, TAKEN, 1)
+        assert (start.lineage, start.same_run, start.starts_new_lineage) == (new.lineage, True, False)
+    assert resume_point_of(TrainingStates(url), 10).evaluation == {"best": None}
+    with pytest.raises(ConfigError, match="only those of steps"):
+        find_resume_point(f"{url}/step-7", url, CONFIG, 0)
+
+
+def test_another_learning_rate_starts_a_lineage_with_new_versions():
+    start = resume_after("u", 10, metadata(fresh_start()), changed(algorithm__lr=1.0), highest_version=8)
+    assert start.starts_new_lineage
+    assert start.parent_lineage is not None
+    assert start.parent_lineage != start.lineage
+    assert start.version > 8 + 1
+    assert any("algorithm.lr: 0.0001 -> 1.0" in note for note in start.notes)
+    same = resume_after("u", 10, metadata(fresh_start()), changed(learner__n=4), highest_version=8)
+    assert (same.version, same.starts_new_lineage) == (5, False)
+
+
+def test_a_state_of_another_version_raises():
+    old = metadata(fresh_start())
+    old["tasks_consumed"] = old.pop("groups")
+    with pytest.raises(ConfigError, match="another version of raylight: it has no groups"):
+        resume_after("u", 10, old, CONFIG, highest_version=0)
+
+
+def test_a_state_of_another_folder_starts_a_lineage_without_parent(tmp_path: Path):
+    url = str(tmp_path / "state")
+    TrainingStates(url).complete(10, metadata(fresh_start()))
+    start = find_resume_point(f"{url}/step-10", str(tmp_path / "mine" / "state"), CONFIG, 0)
+    assert (start.same_run, start.starts_new_lineage, start.parent_lineage, start.version) == (
+        False,
+        True,
+        None,
+        5,
+    )
+    assert start.evaluation is None  # the best model is in the other folder
+    assert find_resume_point(True, url, CONFIG, 0).evaluation is not None
+
+
+def test_metrics_continue_after_the_step_of_the_state(tmp_path: Path):
+    first = Report(tmp_path, RecordingDisplay(), {}, time.perf_counter() - 100)
+    for step in range(6):
+        first.step(step, {"x": float("nan") if step == 1 else float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "x"')  # the run was killed
+    (tmp_path / "best").mkdir()
+    second = Report(tmp_path, RecordingDisplay(), {}, last_logged_step=3)
+    second.step(4, {"x": 40.0})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["x"] for row in rows] == [0.0, None, 2.0, 3.0, 40.0]
+    assert rows[4]["time/total_s"] >= rows[3]["time/total_s"] >= 100
+    assert (tmp_path / "best").exists()
+    Report(tmp_path, RecordingDisplay(), {})
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / "best").exists()
+
+
+def test_a_resumed_run_waits_until_the_former_store_is_closed(tmp_path: Path):
+    path = tmp_path / "store.db"
+    journal = Journal(path)
+
+    async def wait() -> None:
+        with pytest.raises(StoreError, match="still has"):
+            await wait_for_store(path, timeout=0.05)
+        waiting = asyncio.create_task(wait_for_store(path, timeout=5))
+        await asyncio.sleep(0)
+        journal.close()
+        await waiting
+
+    asyncio.run(wait())
+    Journal(path).close()
+
+
+async def test_the_engines_of_a_resumed_run_have_a_seed_of_their_own() -> None:
+    async def seed(attempts: int, **start: Any) -> int:
+        async def statistics() -> dict[str, int]:
+            return {"total_attempts": attempts}
+
+        run = Run(make_settings(seed=7), print, True, ResumePoint("a", **start))
+        run.store = cast(Any, SimpleNamespace(statistics=statistics))
+        return await run._sampling_seed()
+
+    assert await seed(5) == await seed(0) == 7, "the store may be shared"
+    lost = [await seed(0, state_url="states", step=step, same_run=same) for step in (3, 4) for same in (0, 1)]
+    kept = [await seed(attempts, same_run=True) for attempts in (8, 16)]
+    assert len({7, lost[0], lost[2], *kept}) == 5
