@@ -33,7 +33,6 @@ from raylight.cli_options import (
 )
 from raylight.cli_runs import export, export_traces_command, grafana, scale, trace, ui_command
 from raylight.cli_serve import serve
-from raylight.cli_starter import starter
 from raylight.cli_tinker import tinker
 from raylight.errors import RaylightError
 
@@ -318,7 +317,7 @@ def runner(
 
 app.command("ui")(ui_command)
 app.command("export-traces")(export_traces_command)
-for _command in (scale, trace, export, grafana, starter):
+for _command in (scale, trace, export, grafana):
     app.command()(_command)
 
 

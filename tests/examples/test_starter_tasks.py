@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+from examples.starter_models.tasks.grid_worlds import best_actions, gymnasium
+from examples.starter_models.tasks.guessing import GAMES, textarena
+from examples.starter_models.tasks.puzzles import reasoning_gym
+from examples.starter_models.tasks.registry import demonstrations, find_family
+from examples.starter_models.tasks.repairs import FORMATS, harness, repair_tasks
+from examples.starter_models.tokenizer import build_tokenizer
 from raylight.environments.gymnasium_text import action_names, instructions, observation_text, parse_action
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import Demonstration, demonstration_rows
-from raylight.starter.tasks.grid_worlds import best_actions, gymnasium
-from raylight.starter.tasks.guessing import GAMES, textarena
-from raylight.starter.tasks.puzzles import reasoning_gym
-from raylight.starter.tasks.registry import demonstrations, find_family
-from raylight.starter.tasks.repairs import FORMATS, harness, repair_tasks
-from raylight.starter.tokenizer import build_tokenizer
 
 
 @pytest.mark.parametrize("task", repair_tasks(0, 8), ids=lambda task: task["command"])

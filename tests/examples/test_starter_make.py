@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-import raylight as rl
-from raylight.cli import app
+from examples.starter_models.__main__ import main
+from examples.starter_models.make import (
+    LEAST_HELD_OUT,
+    MEASURED_TOKENS,
+    enough_rows,
+    make_starter,
+    split_held_out,
+)
+from examples.starter_models.tasks.registry import FAMILIES, find_family
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import DemonstrationRow
-from raylight.starter.make import LEAST_HELD_OUT, MEASURED_TOKENS, enough_rows, split_held_out
-from raylight.starter.tasks.registry import FAMILIES, find_family
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ def echoes(seed: int, words: int = 40) -> Iterator[Any]:
 @pytest.mark.slow
 def test_a_few_steps_make_a_model_that_answers(tmp_path: Path) -> None:
     lines: list[str] = []
-    made = rl.make_starter(echoes, tmp_path / "model", accuracy=1.0, steps=60, report=lines.append)
+    made = make_starter(echoes, tmp_path / "model", accuracy=1.0, steps=60, report=lines.append)
     assert (made.accuracy > 0.9, made.sampled_accuracy > 0.5, made.steps) == (True, True, 60)
     assert json.loads((tmp_path / "model" / "starter.json").read_text())["task"] == "echoes"
     assert lines[0].startswith("echoes: 40 demonstrations")
@@ -61,7 +65,7 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
 
     def weights(name: str, seed: int) -> bytes:
         torch.manual_seed(len(name))  # the caller's own random numbers have no influence
-        rl.make_starter(echoes, tmp_path / name, steps=2, seed=seed, report=None)
+        make_starter(echoes, tmp_path / name, steps=2, seed=seed, report=None)
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     assert weights("first", 0) == weights("again", 0) != weights("other", 1)
@@ -70,7 +74,7 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_careless_teacher_brings_the_accuracy_down(tmp_path: Path) -> None:
     lines: list[str] = []
-    made = rl.make_starter(echoes, tmp_path / "model", accuracy=0.7, steps=60, report=lines.append)
+    made = make_starter(echoes, tmp_path / "model", accuracy=0.7, steps=60, report=lines.append)
     assert 0.4 < made.accuracy <= 0.7
     assert any(line.startswith("careless step") for line in lines)
 
@@ -79,7 +83,7 @@ def test_an_accuracy_that_is_missed_is_a_warning_with_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "raylight"):
-        made = rl.make_starter("add", tmp_path / "model", steps=1, report=None)
+        made = make_starter("add", tmp_path / "model", steps=1, report=None)
     assert made.accuracy < 0.1
     assert made.demonstrations < 2000  # of 16,384: one step needs no more
     assert f"reached an accuracy of {made.accuracy:.3f} in 1 steps, and 0.500 was aimed at" in caplog.text
@@ -89,8 +93,7 @@ def test_a_file_of_messages(tmp_path: Path) -> None:
     file = tmp_path / "messages.jsonl"
     file.write_text("".join(json.dumps({"messages": one}) + "\n" for one in echoes(0)))
     output = str(tmp_path / "model")
-    done = CliRunner().invoke(app, ["starter", "--messages", str(file), "--output", output, "--steps", "1"])
-    assert done.exit_code == 0, done.output
+    main(["--messages", str(file), "--output", output, "--steps", "1"])
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
@@ -100,9 +103,9 @@ def test_settings_of_the_task_by_the_command_line(tmp_path: Path, monkeypatch: p
         "    yield [{'role': 'user', 'content': 'say'}, {'role': 'assistant', 'content': f'{word} {seed}'}]\n"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     arguments = ["--task", "lessons:lesson", "--set", "word=hello", "--seed", "3", "--steps", "1"]
-    done = CliRunner().invoke(app, ["starter", *arguments, "--output", "model"])
-    assert done.exit_code == 0, done.output
+    main([*arguments, "--output", "model"])
     assert json.loads((tmp_path / "model" / "starter.json").read_text())["demonstrations"] == 1
 
 
@@ -140,7 +143,7 @@ def test_wrong_arguments_are_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(error) as failed:
-        rl.make_starter(**arguments, report=None)
+        make_starter(**arguments, report=None)
     assert words in str(failed.value)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -148,13 +151,14 @@ def test_wrong_arguments_are_named(
 def test_a_demonstration_that_is_too_long_is_named(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "1" * 9000}, {"role": "assistant", "content": "a"}]
     with pytest.raises(DatasetError, match=r"demonstration 1 of messages has 90.. tokens"):
-        rl.make_starter(messages=[long], output=tmp_path / "model", report=None)
+        make_starter(messages=[long], output=tmp_path / "model", report=None)
 
 
-def test_the_help_lists_the_tasks() -> None:
-    text = " ".join(CliRunner().invoke(app, ["starter", "--help"], env={"COLUMNS": "200"}).output.split())
+def test_a_wrong_task_ends_the_command_and_names_all(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="error: there is no task") as ended:
+        main(["--task", "ad", "--output", str(tmp_path / "model")])
     for name in FAMILIES:
-        assert name in text
+        assert name in str(ended.value)
 
 
 def test_equal_demonstrations_are_on_one_side() -> None:

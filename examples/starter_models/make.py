@@ -12,6 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.starter_models.batches import MAX_TOKENS
+from examples.starter_models.model import SIZES, build_model
+from examples.starter_models.sampling import sampled_accuracy
+from examples.starter_models.tasks.registry import KNOWN, TaskFamily, demonstrations, find_family
+from examples.starter_models.tokenizer import MODEL_LENGTH, build_tokenizer
+from examples.starter_models.training import StarterTraining, TeachingProgress
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import (
     Demonstration,
@@ -20,12 +26,6 @@ from raylight.experience.demonstrations import (
     render_demonstration,
 )
 from raylight.files import atomic_folder, write_atomic
-from raylight.starter.batches import MAX_TOKENS
-from raylight.starter.model import SIZES, build_model
-from raylight.starter.sampling import sampled_accuracy
-from raylight.starter.tasks.registry import KNOWN, TaskFamily, demonstrations, find_family
-from raylight.starter.tokenizer import MODEL_LENGTH, build_tokenizer
-from raylight.starter.training import StarterTraining, TeachingProgress
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from examples.starter_models.tokenizer import MODEL_LENGTH
 from raylight.errors import ConfigError
-from raylight.starter.tokenizer import MODEL_LENGTH
 
 HEAD_SIZE = 32
 """Size of an attention head; vLLM on a CPU requires a multiple of 32."""

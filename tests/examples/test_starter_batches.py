@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from raylight.experience.demonstrations import DemonstrationRow
-from raylight.starter.batches import (
+from examples.starter_models.batches import (
     MAX_ROWS,
     MAX_TOKENS,
     CarelessTeacher,
@@ -14,6 +13,7 @@ from raylight.starter.batches import (
     careless_rate,
     split_by_size,
 )
+from raylight.experience.demonstrations import DemonstrationRow
 
 
 def row(*answer: int, prompt: int = 3) -> DemonstrationRow:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from examples.starter_models.tasks.arithmetic import add, calculator
+from examples.starter_models.tasks.grid_worlds import gymnasium
+from examples.starter_models.tasks.guessing import textarena
+from examples.starter_models.tasks.puzzles import reasoning_gym
+from examples.starter_models.tasks.repairs import harness
 from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError
-from raylight.starter.tasks.arithmetic import add, calculator
-from raylight.starter.tasks.grid_worlds import gymnasium
-from raylight.starter.tasks.guessing import textarena
-from raylight.starter.tasks.puzzles import reasoning_gym
-from raylight.starter.tasks.repairs import harness
 
 
 @dataclass(frozen=True)
