@@ -34,7 +34,7 @@ import pytest
 from packaging.requirements import Requirement
 from ray_cluster import SESSION, Cluster, assert_no_new_ray_processes, ray_head, restore_interrupts
 
-from raylight.garbage import collect_less_often
+from raylight._utils.garbage import collect_less_often
 
 # once the user has a token, `ray start` requires it; drivers with an explicit address need this mode
 os.environ["RAY_AUTH_MODE"] = "token"

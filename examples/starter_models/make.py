@@ -18,6 +18,7 @@ from examples.starter_models.sampling import sampled_accuracy
 from examples.starter_models.tasks.registry import KNOWN, TaskFamily, demonstrations, find_family
 from examples.starter_models.tokenizer import MODEL_LENGTH, build_tokenizer
 from examples.starter_models.training import StarterTraining, TeachingProgress
+from raylight._utils.files import atomic_folder, write_atomic
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import (
     Demonstration,
@@ -25,7 +26,6 @@ from raylight.experience.demonstrations import (
     demonstration_rows,
     render_demonstration,
 )
-from raylight.files import atomic_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raylight.disk import disk_errors
+from raylight._utils.disk import disk_errors
+from raylight._utils.machine import check_writable
 from raylight.errors import RaylightError
-from raylight.machine import check_writable
 from raylight.trainer.arguments import TrainerArguments
 from raylight.trainer.cluster import Connection, ray_session
 from raylight.trainer.cluster_settings import settings_for_cluster

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
-from raylight.aio import cancel_all, pause, task_group
+from raylight._utils.aio import cancel_all, pause, task_group
 from raylight.trainer.concurrency import Concurrency
 from raylight.trainer.report import Metrics
 from raylight.trainer.training_groups import TrainingGroups

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
-from raylight.no_proxy import LOOPBACK
 from raylight.trainer.blocking import run_blocking
 from raylight.trainer.cluster import ray_session
 from raylight.trainer.cluster_monitor import LossGuard, component_stack

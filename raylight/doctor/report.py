@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from raylight import __version__
+from raylight._utils.broken_packages import import_packages
 from raylight.algorithms.policy import GRPO, RunSettings
-from raylight.broken_packages import import_packages
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
-from raylight.doctor import (
+from raylight.doctor.facts import (
     GIB,
     PORTS,
     Cluster,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raylight.cli_options import (
+from raylight.cli.options import (
     DATA,
     ENGINE,
     MODEL,
@@ -31,9 +31,9 @@ from raylight.cli_options import (
     apply_assignments,
     import_from_here,
 )
-from raylight.cli_runs import export, export_traces_command, grafana, scale, trace, ui_command
-from raylight.cli_serve import serve
-from raylight.cli_tinker import tinker
+from raylight.cli.runs import export, export_traces_command, grafana, scale, trace, ui_command
+from raylight.cli.serve import serve
+from raylight.cli.tinker import tinker
 from raylight.errors import RaylightError
 
 app = typer.Typer(
@@ -333,11 +333,11 @@ def doctor(
     With --model, also the context length, tool calls and reasoning as the engines read them. With --clean,
     only list and remove what ended runs left here: HAProxy's processes and folders, Ray sessions with logs.
     """
-    from raylight import doctor_report
+    from raylight.doctor import report
 
     if clean:
-        doctor_report.clean(as_json, {"--model": model, "--address": address})
-    doctor_report.examine(model, address, as_json)
+        report.clean(as_json, {"--model": model, "--address": address})
+    report.examine(model, address, as_json)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from raylight.aio import BroadcastCondition, task_group
+from raylight._utils.aio import BroadcastCondition, task_group
 
 
 async def fail(error: BaseException) -> None:

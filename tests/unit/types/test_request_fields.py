@@ -9,9 +9,9 @@ import pytest
 from raylight.config import EngineConfig
 from raylight.engines.transformers.requests import ChatRequest, CompletionRequest
 from raylight.errors import ConfigError
-from raylight.request_fields import LABELS, PROTECTED, drop_field
 from raylight.serving.dialects.messages_request import MessagesRequest
 from raylight.serving.dialects.responses_request import ResponsesRequest
+from raylight.types.request_fields import LABELS, PROTECTED, drop_field
 
 
 @pytest.mark.parametrize(

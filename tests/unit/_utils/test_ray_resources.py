@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from raylight._utils.ray_resources import format_amounts
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
-from raylight.ray_resources import format_amounts
 
 
 @pytest.mark.parametrize("config", [EngineConfig, LearnerConfig, RunnerConfig])

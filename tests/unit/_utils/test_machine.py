@@ -13,8 +13,7 @@ import pytest
 import ray._common.utils as ray_common
 import ray._private.utils as ray_utils
 
-from raylight.errors import ClusterStartError, ConfigError
-from raylight.machine import (
+from raylight._utils.machine import (
     DASHBOARD_SOCKET,
     MIN_SHM,
     SESSION_SOCKET,
@@ -24,6 +23,7 @@ from raylight.machine import (
     check_writable,
     total_memory,
 )
+from raylight.errors import ClusterStartError, ConfigError
 
 
 @pytest.mark.parametrize(

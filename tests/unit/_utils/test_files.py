@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raylight import files
+from raylight._utils import files
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -108,7 +108,7 @@ def test_a_kill_leaves_the_old_content_and_the_next_write_cleans_up(tmp_path: Pa
 
     write("old")
     code = (
-        "import os, signal\nfrom raylight import files\n"
+        "import os, signal\nfrom raylight._utils import files\n"
         f"def kill(): os.kill(os.getpid(), signal.SIGKILL)\n{KILLED[kind]}"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == -9

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import pytest
 from unit_helpers import until, within
 
-from raylight.agent_threads import AgentThreads
+from raylight._utils.agent_threads import AgentThreads
 
 PLACE: ContextVar[str] = ContextVar("place", default="nowhere")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raylight.broken_packages import BrokenPackage, check_packages, find_broken, import_packages
+from raylight._utils.broken_packages import BrokenPackage, check_packages, find_broken, import_packages
 from raylight.config import LearnerConfig
 from raylight.errors import BrokenPackageError
 from raylight.learner.faults import classify_in_rank
@@ -146,7 +146,7 @@ def test_other_errors_are_left_alone(site: Path, statement: str) -> None:
 def test_transformers_own_error_names_the_package(torchvision: Path) -> None:
     """transformers only says that it could not import the model's class."""
     code = (
-        "from raylight.broken_packages import find_broken\n"
+        "from raylight._utils.broken_packages import find_broken\n"
         "try:\n    from transformers import Qwen3ForCausalLM\n"
         "except Exception as error:\n    print(type(error).__name__, find_broken(error))"
     )

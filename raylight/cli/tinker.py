@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raylight.cli_options import (
+from raylight.cli.options import (
     Address,
     Assignments,
     Dtype,

@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from raylight import __version__, cli, doctor, doctor_report
-from raylight.doctor import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages
-from raylight.doctor_report import render
+from raylight import __version__, cli
+from raylight.doctor import facts, report
+from raylight.doctor.facts import GIB, Cluster, Machine, Node, Problem, find_problems, gather_packages
+from raylight.doctor.report import render
 from raylight.engines.model_report import ModelReport
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
@@ -159,8 +160,8 @@ def test_requirements_of_extras_and_other_platforms_are_left_out():
 
 
 def test_machine_facts(monkeypatch):
-    monkeypatch.setattr(doctor, "gather_gpus", lambda: ["One, 4.0 GiB"])
-    machine = doctor.gather_machine()
+    monkeypatch.setattr(facts, "gather_gpus", lambda: ["One, 4.0 GiB"])
+    machine = facts.gather_machine()
     assert 1 <= machine.cpus <= (os.cpu_count() or 1)
     assert machine.memory > 0
     assert machine.disk_free > 0
@@ -171,25 +172,25 @@ def test_machine_facts(monkeypatch):
 def test_port_is_free_until_someone_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert not doctor.port_is_free(port)
-        assert doctor.is_reachable(f"127.0.0.1:{port}")
-        assert doctor.is_reachable(f"ray://127.0.0.1:{port}")
-    assert doctor.port_is_free(port)
-    assert not doctor.is_reachable(f"127.0.0.1:{port}")
-    assert not doctor.is_reachable("no address")
+        assert not facts.port_is_free(port)
+        assert facts.is_reachable(f"127.0.0.1:{port}")
+        assert facts.is_reachable(f"ray://127.0.0.1:{port}")
+    assert facts.port_is_free(port)
+    assert not facts.is_reachable(f"127.0.0.1:{port}")
+    assert not facts.is_reachable("no address")
 
 
 def test_an_unreachable_address_is_reported_and_no_cluster_is_started(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert doctor.gather_cluster() == Cluster(
+    assert facts.gather_cluster() == Cluster(
         "127.0.0.1:1", error="no Ray cluster is reachable at RAY_ADDRESS=127.0.0.1:1"
     )
-    assert doctor.gather_cluster("127.0.0.1:2") == Cluster(
+    assert facts.gather_cluster("127.0.0.1:2") == Cluster(
         "127.0.0.1:2", error="no Ray cluster is reachable at 127.0.0.1:2"
     )
-    assert doctor.gather_cluster("local") is None, "the argument wins"
+    assert facts.gather_cluster("local") is None, "the argument wins"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert doctor.gather_cluster() is None
+    assert facts.gather_cluster() is None
 
 
 def test_prints_the_cluster():
@@ -221,18 +222,18 @@ def left(monkeypatch) -> list[Leftover]:
             found.remove(leftover)
         return leftover not in found
 
-    monkeypatch.setattr(doctor_report, "find_leftovers", lambda: list(found))
-    monkeypatch.setattr(doctor_report, "remove", remove)
+    monkeypatch.setattr(report, "find_leftovers", lambda: list(found))
+    monkeypatch.setattr(report, "remove", remove)
     return found
 
 
 @pytest.fixture
 def bare_machine(monkeypatch, left) -> None:
     """A machine without a cluster, without HAProxy and without torch."""
-    monkeypatch.setattr(doctor_report, "gather_packages", lambda required: {"torch==2.13.0": None})
-    monkeypatch.setattr(doctor_report, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
-    monkeypatch.setattr(doctor_report, "gather_cluster", lambda address: None)
-    monkeypatch.setattr(doctor_report, "load_xgrammar", lambda: None)
+    monkeypatch.setattr(report, "gather_packages", lambda required: {"torch==2.13.0": None})
+    monkeypatch.setattr(report, "gather_machine", lambda: dataclasses.replace(MACHINE, haproxy=None))
+    monkeypatch.setattr(report, "gather_cluster", lambda address: None)
+    monkeypatch.setattr(report, "load_xgrammar", lambda: None)
 
 
 FOLDER = Leftover("folder", "/tmp/raylight-0/abc", 2**20)
@@ -242,15 +243,15 @@ HAPROXY = Leftover("process", "4711", started=1.0)
 
 def test_required_problem_makes_the_exit_code_1(bare_machine):
     with pytest.raises(SystemExit) as end:
-        doctor_report.examine()
+        report.examine()
     assert end.value.code == 1
 
 
 def test_a_source_tree_that_is_not_installed_is_a_remark(bare_machine, monkeypatch, capsys):
-    monkeypatch.setattr(doctor_report, "installed", lambda name: None)
-    monkeypatch.setattr(doctor_report, "gather_packages", lambda required: dict.fromkeys(required))
+    monkeypatch.setattr(report, "installed", lambda name: None)
+    monkeypatch.setattr(report, "gather_packages", lambda required: dict.fromkeys(required))
     with pytest.raises(SystemExit) as end:
-        doctor_report.examine()
+        report.examine()
     assert end.value.code == 0
     assert "raylight runs from a source tree and is not installed" in capsys.readouterr().out
 
@@ -258,7 +259,7 @@ def test_a_source_tree_that_is_not_installed_is_a_remark(bare_machine, monkeypat
 def test_what_ended_runs_left_is_a_remark(bare_machine, left, capsys):
     left += [FOLDER, SESSION]
     with pytest.raises(SystemExit):
-        doctor_report.examine()
+        report.examine()
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
         "  ! ended runs left 2 processes or folders (3.0 GiB)",
@@ -269,26 +270,26 @@ def test_what_ended_runs_left_is_a_remark(bare_machine, left, capsys):
 def test_the_logs_of_a_run_are_no_remark(bare_machine, left, capsys):
     left.append(dataclasses.replace(SESSION, size=2**20))
     with pytest.raises(SystemExit):
-        doctor_report.examine()
+        report.examine()
     assert "ended runs left" not in capsys.readouterr().out
 
 
 def test_the_report_as_json(bare_machine, left, capsys):
     left.append(HAPROXY)
     with pytest.raises(SystemExit) as end:
-        doctor_report.examine(as_json=True)
-    report = json.loads(capsys.readouterr().out)
-    assert report["machine"]["cpus"] == 8
-    assert report["cluster"] is None
-    assert report["leftovers"] == [{"kind": "process", "name": "4711", "size": 0, "started": 1.0}]
-    assert {problem["required"] for problem in report["problems"]} == {True, False}
+        report.examine(as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["machine"]["cpus"] == 8
+    assert printed["cluster"] is None
+    assert printed["leftovers"] == [{"kind": "process", "name": "4711", "size": 0, "started": 1.0}]
+    assert {problem["required"] for problem in printed["problems"]} == {True, False}
     assert end.value.code == 1
 
 
 def test_clean_lists_what_it_removes(left, capsys):
     left += [HAPROXY, FOLDER, SESSION]
     with pytest.raises(SystemExit) as end:
-        doctor_report.clean()
+        report.clean()
     assert capsys.readouterr().out.splitlines() == [
         "removed the HAProxy, process 4711, whose Ray Serve has ended",
         "removed the folder of an ended HAProxy: /tmp/raylight-0/abc (1.0 MiB)",
@@ -297,7 +298,7 @@ def test_clean_lists_what_it_removes(left, capsys):
     ]
     assert end.value.code == 0
     with pytest.raises(SystemExit):
-        doctor_report.clean()
+        report.clean()
     assert capsys.readouterr().out == "ended runs left nothing on this machine\n"
 
 
@@ -312,10 +313,10 @@ def test_clean_refuses_options_that_nothing_reads(left):
 def test_clean_names_what_it_could_not_remove(left, capsys):
     left += [Leftover("folder", "/tmp/locked"), FOLDER]
     with pytest.raises(SystemExit) as end:
-        doctor_report.clean(as_json=True)
-    report = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in report["removed"]] == [FOLDER.name]
-    assert [one["name"] for one in report["not_removed"]] == ["/tmp/locked"]
+        report.clean(as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in printed["removed"]] == [FOLDER.name]
+    assert [one["name"] for one in printed["not_removed"]] == ["/tmp/locked"]
     assert end.value.code == 1
 
 
@@ -323,21 +324,21 @@ def test_an_xgrammar_that_does_not_load_is_reported(monkeypatch, tmp_path):
     (tmp_path / "xgrammar.py").write_text("raise ImportError('libxgrammar.so: wrong ELF class')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "xgrammar", raising=False)
-    error = doctor.load_xgrammar()
+    error = facts.load_xgrammar()
     assert error == "ImportError: libxgrammar.so: wrong ELF class"
-    assert "force-reinstall xgrammar" in doctor.xgrammar_problem(error).remedy
+    assert "force-reinstall xgrammar" in facts.xgrammar_problem(error).remedy
 
 
 def test_an_absent_xgrammar_is_not_said_to_work(monkeypatch):
     assert "works" in printed().split("constrained answers")[1].splitlines()[0]
-    monkeypatch.setattr(doctor_report, "installed", lambda name: None)
+    monkeypatch.setattr(report, "installed", lambda name: None)
     assert printed().split("constrained answers")[1].splitlines()[0].strip() == "none: xgrammar is absent"
 
 
 def test_prints_the_model_as_each_engine_reads_it():
     out = io.StringIO()
-    report = ModelReport("vllm", 4096, True, True, "hermes", None, True)
-    render(MACHINE, {}, None, [], Console(file=out, markup=False), None, [report])
+    printed = ModelReport("vllm", 4096, True, True, "hermes", None, True)
+    render(MACHINE, {}, None, [], Console(file=out, markup=False), None, [printed])
     section = out.getvalue().split("\nmodel, vllm engine\n")[1]
     for text in ("4096 tokens", "it shows tools to the model", "hermes", "left in the answer"):
         assert text in section
@@ -363,13 +364,13 @@ def test_command_without_a_cluster():
 
 
 def test_a_model_that_cannot_be_trained_is_a_remark(tmp_path):
-    assert doctor_report.find_refusal(str(STARTER_MODEL)) is None
+    assert report.find_refusal(str(STARTER_MODEL)) is None
     shutil.copytree(STARTER_MODEL, tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(
         json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}})
     )
-    problem = doctor_report.find_refusal(str(tmp_path / "model"))
+    problem = report.find_refusal(str(tmp_path / "model"))
     assert not problem.required
     assert "quantized (fp8)" in problem.summary
     assert "use the unquantized model" in problem.remedy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raylight.disk import describe_space, disk_errors
+from raylight._utils.disk import describe_space, disk_errors
 from raylight.errors import CheckpointError, DiskError
 
 

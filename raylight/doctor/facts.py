@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from packaging.requirements import Requirement
 
 from raylight import __version__
-from raylight.broken_packages import BrokenPackage
-from raylight.machine import available_cpus, total_memory
-from raylight.no_proxy import LOOPBACK
+from raylight._utils.broken_packages import BrokenPackage
+from raylight._utils.machine import available_cpus, total_memory
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.serving.deploy.haproxy_launcher import connection_limit
 from raylight.trainer.cluster import running_cluster
 from raylight.trainer.local_cluster import is_reachable, loopback_address

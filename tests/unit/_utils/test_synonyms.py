@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from raylight._utils.synonyms import accept_synonyms, take_synonyms
 from raylight.errors import ConfigError
-from raylight.synonyms import accept_synonyms, take_synonyms
 
 
 @accept_synonyms(old="new", worn="fresh")

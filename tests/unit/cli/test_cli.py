@@ -38,7 +38,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "raylight.trainer.scale_run.scale_run", lambda run, sizes, address, timeout: take(address=address)
     )
     monkeypatch.setattr(
-        "raylight.doctor_report.examine", lambda model, address, as_json: take(address=address)
+        "raylight.doctor.report.examine", lambda model, address, as_json: take(address=address)
     )
     return given
 
@@ -54,7 +54,7 @@ def test_every_command_that_uses_a_cluster_takes_an_address() -> None:
 def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str | None) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("{}\n")
-    run_file = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+    run_file = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
     model = ["--model", str(STARTER_MODEL)]
     agent = "raylight.quickstart.agent:adder"
     commands = [

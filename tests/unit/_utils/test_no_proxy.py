@@ -21,7 +21,7 @@ import requests.utils
 import yarl
 from counting_proxy import OUTSIDE, PROXY_VARIABLES, CountingProxy, OutsideHandler, counting_proxy
 
-from raylight.no_proxy import LOOPBACK, bypass_proxies, is_loopback, no_proxy_variables
+from raylight._utils.no_proxy import LOOPBACK, bypass_proxies, is_loopback, no_proxy_variables
 
 OURS = ",".join(LOOPBACK)
 

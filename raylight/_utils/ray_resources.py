@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from raylight.bounds import MAX_PROCESSES
+from raylight._utils.bounds import MAX_PROCESSES
 
 OWN_SETTINGS = {
     "CPU": "num_cpus",
