@@ -88,7 +88,6 @@ _EXPORTS = {
         "matches",
     ),
     "runner.local_runner": ("LitAgentRunner",),
-    "starter.make": ("StarterModel", "make_starter"),
     "harbor.tasks": ("HarborTasks",),
     "harnesses.command": ("CommandAgent",),
     "harnesses.program": ("CommandResult",),

@@ -96,8 +96,6 @@ from raylight.sandboxes.registry import SandboxSpec as SandboxSpec
 from raylight.sandboxes.sandbox import ExecResult as ExecResult
 from raylight.sandboxes.sandbox import Sandbox as Sandbox
 from raylight.sandboxes.sandbox import SandboxLimits as SandboxLimits
-from raylight.starter.make import StarterModel as StarterModel
-from raylight.starter.make import make_starter as make_starter
 from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
 from raylight.tasks.curriculum import Curriculum as Curriculum

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
-from raylight.bounds import check_plain
+from raylight._utils.bounds import check_plain
 from raylight.errors import ConfigError
 
 MAX_SHOWN = 120

@@ -6,10 +6,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from raylight._utils.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS
+from raylight._utils.ray_resources import CustomResources
 from raylight.base_config import Config
-from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS
-from raylight.ray_resources import CustomResources
-from raylight.request_fields import PROTECTED
+from raylight.types.request_fields import PROTECTED
 
 
 def cpu_threads(config: EngineConfig | LearnerConfig) -> int:

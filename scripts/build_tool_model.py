@@ -1,8 +1,8 @@
 """Build the tool-calling starter model: python scripts/build_tool_model.py OUT
 
 A Qwen3 of three layers that reads the tools of its prompt, calls one in the format of Hermes and Qwen, and
-answers with the tool's result. It copies and does not compute. `raylight starter --task calculator` makes a
-model for one tool and one form of question in a minute; this one reads the tools and the prompts of many
+answers with the tool's result. It copies and does not compute. `examples/starter_models` makes
+a model for one tool and one form of question in a minute; this one reads the tools and the prompts of many
 frameworks, which takes longer. As there, its teacher is careless at the end: sampled at temperature 1 about
 half of its rollouts are right, and the right token stays the most probable one.
 
@@ -16,7 +16,9 @@ import functools
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,8 +26,10 @@ from tool_dialogues import Careless, Dialogue, Teacher
 from tool_texts import PROSE
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from raylight.starter.model import ROPE_THETA, attend_to_previous
-from raylight.starter.tokenizer import chat_template
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.starter_models.model import ROPE_THETA, attend_to_previous
+from examples.starter_models.tokenizer import chat_template
 
 TEMPLATE = chat_template()
 VOCABULARY = 1280

@@ -41,7 +41,7 @@ from ray_cluster import (
     restore_interrupts,
 )
 
-from raylight.garbage import collect_less_often
+from raylight._utils.garbage import collect_less_often
 
 # once the user has a token, `ray start` requires it; drivers with an explicit address need this mode
 os.environ["RAY_AUTH_MODE"] = "token"

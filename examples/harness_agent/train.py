@@ -10,11 +10,15 @@ a broken module; after it has ended, tests enter that folder and are the reward.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import raylight as rl
-from raylight.starter.tasks.repairs import repair_tasks
+from examples.starter_models.make import make_starter
+from examples.starter_models.tasks.repairs import repair_tasks
 
 FOLDER = Path(__file__).resolve().parent
 COMMAND = ["mini", "-c", str(FOLDER / "mini.yaml"), "-c", "{home}/mini.yaml", "-o", "{home}/trajectory.json"]
@@ -45,7 +49,7 @@ def make_agent() -> rl.CommandAgent:
 def make_model(folder: Path) -> Path:
     """Make the starter model, unless it is there already."""
     if not (folder / "starter.json").exists():
-        rl.make_starter("harness:bash", folder)
+        make_starter("harness:bash", folder)
     return folder
 
 

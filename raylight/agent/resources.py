@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
+from raylight._utils.no_proxy import is_loopback
+from raylight._utils.synonyms import take_synonyms
 from raylight.agent.attempt_keys import KeyUse, attempt_key, attempt_path
 from raylight.agent.clients import Provider, async_client, sync_client
 from raylight.base_config import Config, validation_message
-from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.errors import ConfigError
-from raylight.no_proxy import is_loopback
-from raylight.synonyms import take_synonyms
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic

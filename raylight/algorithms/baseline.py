@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from raylight._utils.bounds import MAX_COUNT, MAX_SECONDS
 from raylight.algorithms.base import FastAlgorithm
 from raylight.base_config import Config
-from raylight.bounds import MAX_COUNT, MAX_SECONDS
 from raylight.errors import DatasetError
 from raylight.store.client import StoreClient
 from raylight.types import WAITING, Attempt, EnqueueRolloutRequest, FinishedRollout, RolloutMode, Span

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from raylight._utils.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
-from raylight.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.experience.off_policy import OffPolicySampling, off_policy_parameters

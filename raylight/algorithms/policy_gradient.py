@@ -12,9 +12,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
-from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.experience.settings import CriticSettings, KlType, LossAggregation
 from raylight.types import FinishedRollout
 

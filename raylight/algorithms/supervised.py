@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.base import BaseAlgorithm
-from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
 from raylight.traces.rewards import MAX_REWARD
 from raylight.types import RolloutMode

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator
 
-from raylight.bounds import MAX_COUNT
+from raylight._utils.bounds import MAX_COUNT
 from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.config import ScoringConfig
 from raylight.experience.teacher_prompts import TeacherPrompt, check_prompt_function

@@ -16,12 +16,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from raylight._utils.no_proxy import is_loopback
 from raylight.engines.protocol import EngineLoad, EngineSettings, InferenceOnlyEngine
 from raylight.errors import ConfigError
 from raylight.http.errors import RequestError, UnknownModelError, error_body, error_response, read_error
 from raylight.http.request import json_request, until_disconnect
 from raylight.http.sse import sse_bytes
-from raylight.no_proxy import is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from raylight._utils.aio import task_group
 from raylight.agent.operations import operation
 from raylight.agent.resources import LLM
-from raylight.aio import task_group
 
 MAX_RESULT = 32_768
 """Characters of a tool's result that the model receives; the rest is cut off."""

@@ -21,9 +21,9 @@ from typing import Any
 
 import fsspec
 
-from raylight.disk import disk_errors
+from raylight._utils.disk import disk_errors
+from raylight._utils.files import sync_folder, write_atomic
 from raylight.errors import CheckpointError, ConfigError
-from raylight.files import sync_folder, write_atomic
 
 COMPLETE = "COMPLETE"
 CONTENT = "content"

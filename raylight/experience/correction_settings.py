@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from raylight._utils.bounds import MAX_FACTOR, MAX_SAMPLES
 from raylight.base_config import Config
-from raylight.bounds import MAX_FACTOR, MAX_SAMPLES
 
 TAIL = 0.999
 """Quantile of the differences of log-probs that has a limit beside the mean. The maximum has none: among

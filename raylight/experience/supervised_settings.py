@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from raylight.bounds import MAX_FACTOR
+from raylight._utils.bounds import MAX_FACTOR
 from raylight.experience.settings import OptimizerSettings
 
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge", "robust"]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raylight.files import write_atomic
+from raylight._utils.files import write_atomic
 from raylight.types import LogprobArray
 
 TOKENS_FOLDER = "tokens"

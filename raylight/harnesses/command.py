@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
+from raylight._utils.no_proxy import no_proxy_variables
 from raylight.agent.litagent import LitAgent, RolloutResult
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import AgentSignatureError, CommandError
@@ -26,7 +27,6 @@ from raylight.harnesses.rewards import (
     reward_in_output,
 )
 from raylight.harnesses.task import HarnessTask
-from raylight.no_proxy import no_proxy_variables
 from raylight.sandboxes.file_bundle import FileSource, bundle_files, resolve_files
 from raylight.sandboxes.pool import SandboxPool
 from raylight.sandboxes.registry import SandboxSpec

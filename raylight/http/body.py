@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from raylight.http.errors import RequestError
-from raylight.request_fields import LABELS, PROTECTED
+from raylight.types.request_fields import LABELS, PROTECTED
 
 DESCRIBED_PROBLEMS = 10
 """Problems described in one error; the rest is counted."""

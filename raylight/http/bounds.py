@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raylight.http.errors import RequestError
-from raylight.request_fields import LABELS
+from raylight.types.request_fields import LABELS
 
 LARGEST = 2**31 - 1
 """Largest count of anything: engines keep counts in 32 bits."""

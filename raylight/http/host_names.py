@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from raylight.no_proxy import LOOPBACK
+from raylight._utils.no_proxy import LOOPBACK
 
 OTHER_HOST = (
     "a server without a key answers requests to localhost only, and this one names another host; call it by "

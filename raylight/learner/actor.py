@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig, cpu_threads
-from raylight.disk import disk_errors
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
 from raylight.experience.settings import PolicySettings

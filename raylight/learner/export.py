@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig, LoraConfig
-from raylight.disk import disk_errors
 from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.checkpoints import TrainingStates, locate_state
 from raylight.experience.settings import PolicySettings

@@ -11,7 +11,7 @@ import re
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from raylight.broken_packages import find_broken
+from raylight._utils.broken_packages import find_broken
 from raylight.config import LearnerConfig
 from raylight.errors import (
     LearnerError,

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylight.aio import cancel_all, wait_while_progressing
+from raylight._utils.aio import cancel_all, wait_while_progressing
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import LearnerError, LearnerLostError

@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig
-from raylight.disk import disk_errors
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError, DeviceMemoryError, LearnerError
 from raylight.experience.batch import TrainBatch

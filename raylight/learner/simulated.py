@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, LearnerError, TransferBrokenError, WeightSyncError
 from raylight.experience.batch import TrainBatch

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from raylight.disk import find_disk_error
+from raylight._utils.disk import find_disk_error
 from raylight.errors import CheckpointError
 
 Tensors = dict[str, torch.Tensor]

@@ -18,8 +18,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 
+from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
-from raylight.files import atomic_folder
 from raylight.learner.weight_source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 STARTER_MODEL = str(Path(__file__).parent / "model")
 """Folder of a model of 0.25M parameters that adds two-digit numbers with an accuracy of about one half.
 
-`raylight starter --task add` makes such a model.
+`examples/starter_models` makes such models.
 """
 TOOL_MODEL = str(Path(__file__).parent / "tool_model")
 """Folder of a model of 0.5M parameters that calls tools in Hermes' format and answers with their results.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from raylight.agent_threads import AgentThreads
+from raylight._utils.agent_threads import AgentThreads
 from raylight.errors import GroupRewardError, RewardError
 from raylight.traces.messages import Message, OpenAIMessages, TraceToMessages
 from raylight.traces.rewards import named_rewards

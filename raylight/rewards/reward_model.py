@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from raylight.bounds import MAX_COUNT
+from raylight._utils.bounds import MAX_COUNT
 from raylight.config import ScoringConfig
 from raylight.errors import ConfigError, RewardModelError
 from raylight.rewards.group import GroupReward, GroupRollout

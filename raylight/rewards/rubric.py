@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raylight._utils.bounds import MAX_FACTOR
 from raylight.agent.resources import LLM
-from raylight.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupRollout, run_plain
 from raylight.rewards.judge import MAX_ATTEMPTS, MAX_CONCURRENT, Judge, as_score

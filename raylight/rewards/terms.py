@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raylight.bounds import MAX_FACTOR
+from raylight._utils.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward
 from raylight.rewards.reward_model import RewardModel, find_reward_models

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from raylight._utils.garbage import collect_less_often, freeze_startup_objects
+from raylight._utils.no_proxy import bypass_proxies
 from raylight.agent.clients import close_clients
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.litagent import LitAgent
@@ -17,8 +19,6 @@ from raylight.agent.rollout_scope import TrainerView
 from raylight.components import CODE_FOLDERS, add_code_folders
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError
-from raylight.garbage import collect_less_often, freeze_startup_objects
-from raylight.no_proxy import bypass_proxies
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.runner.runner import Runner, RunnerExit
 from raylight.store.client import StoreClient

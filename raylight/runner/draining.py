@@ -11,7 +11,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
 from ray.exceptions import RpcError
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
 from raylight.runner.actor import RunnerPayload

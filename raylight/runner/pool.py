@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from raylight.aio import pause, task_group
+from raylight._utils.aio import pause, task_group
 from raylight.config import RunnerConfig
 from raylight.errors import (
     ConfigError,

@@ -22,14 +22,14 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from raylight._utils.agent_threads import AgentThreads
+from raylight._utils.aio import BroadcastCondition, pause
+from raylight._utils.no_proxy import bypass_proxies
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.agent.rollout_scope import TrainerView
-from raylight.agent_threads import AgentThreads
-from raylight.aio import BroadcastCondition, pause
 from raylight.errors import SpanError, WorkerGoneError
-from raylight.no_proxy import bypass_proxies
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe
 from raylight.store.client import StoreClient

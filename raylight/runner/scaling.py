@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
-from raylight.aio import task_group
+from raylight._utils.aio import task_group
 from raylight.errors import RaylightError
 from raylight.store.client import StoreClient
 

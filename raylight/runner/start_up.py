@@ -16,11 +16,11 @@ import ray._private.state as ray_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayError
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
+from raylight._utils.machine import available_cpus
+from raylight._utils.ray_resources import format_amounts
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError, summarize_ray_error
-from raylight.machine import available_cpus
-from raylight.ray_resources import format_amounts
 
 logger = logging.getLogger(__name__)
 

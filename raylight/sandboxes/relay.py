@@ -9,9 +9,9 @@ import os
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
+from raylight._utils.machine import SOCKET_PATH_LENGTH
+from raylight._utils.no_proxy import is_loopback
 from raylight.errors import SandboxError
-from raylight.machine import SOCKET_PATH_LENGTH
-from raylight.no_proxy import is_loopback
 
 INSIDE_PORT = 41763
 """Port of the relay on the loopback of a sandbox, which is its own."""

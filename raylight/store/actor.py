@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raylight._utils.garbage import freeze_startup_objects
 from raylight.config import StoreConfig
-from raylight.garbage import freeze_startup_objects
 from raylight.store.service import StoreService
 
 STORE_NAME = "store"

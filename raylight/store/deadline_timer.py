@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
-from raylight.aio import BroadcastCondition, cancel_all
+from raylight._utils.aio import BroadcastCondition, cancel_all
 
 logger = logging.getLogger(__name__)
 

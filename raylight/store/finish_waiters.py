@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raylight.disk import disk_error, find_disk_error
+from raylight._utils.disk import disk_error, find_disk_error
 from raylight.errors import DiskError, StoreError
 from raylight.store.schema import SCHEMA, VERSION
 

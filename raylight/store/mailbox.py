@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 
 REMEMBERED_REPLIES = 64
 """Replies that are kept for a repetition of their request."""

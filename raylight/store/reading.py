@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from raylight._utils.synonyms import accept_synonyms
 from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import (
     CALL_ID,
@@ -37,7 +38,6 @@ from raylight.store.rows import (
     step_groups_from_json,
     worker_from_row,
 )
-from raylight.synonyms import accept_synonyms
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import (
     ATTEMPT_FINISHED,

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.config import StoreConfig
 from raylight.errors import DiskError, QueryError, RaylightError, StoreError
 from raylight.store.answered_messages import AnsweredMessages, CallResult

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.errors import StoreError, StoreLostError
 
 INTERVAL_S = 10.0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from raylight.bounds import MAX_FACTOR, is_number
+from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.shuffled import ShuffledTasks, shuffled_indices

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raylight.bounds import MAX_FACTOR, is_number
+from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import Draw, SetSampler, TaskSet

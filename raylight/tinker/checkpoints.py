@@ -14,10 +14,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from raylight.disk import disk_errors
+from raylight._utils.disk import disk_errors
+from raylight._utils.files import OLD, PARTIAL, atomic_folder
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import CheckpointError
-from raylight.files import OLD, PARTIAL, atomic_folder
 from raylight.http.errors import RequestError
 
 SCHEME = "tinker://"

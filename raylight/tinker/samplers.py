@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.errors import EngineStartError
 from raylight.http.errors import RequestError, read_error
 from raylight.tinker.requests import SamplingOptions

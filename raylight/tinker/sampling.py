@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.http.errors import RequestError
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.datums import check_tokens

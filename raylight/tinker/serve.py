@@ -14,12 +14,12 @@ import ray
 import uvicorn
 from pydantic import Field, field_validator
 
+from raylight._utils.bounds import MAX_PROCESSES, MAX_SECONDS
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.base_config import Config
-from raylight.bounds import MAX_PROCESSES, MAX_SECONDS
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError, EngineStartError, LearnerLostError
 from raylight.http.slow_clients import ImpatientProtocol
-from raylight.no_proxy import LOOPBACK
 from raylight.serving.local_endpoint import ThreadServer, listen
 from raylight.tinker.losses import SUBSTITUTES
 from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
 from raylight.tinker.datums import Batch

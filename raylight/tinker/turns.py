@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from raylight.aio import BroadcastCondition, cancel_all
+from raylight._utils.aio import BroadcastCondition, cancel_all
 from raylight.http.errors import RequestError
 from raylight.tinker.promises import ResultBody
 

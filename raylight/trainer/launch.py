@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raylight.disk import disk_errors
+from raylight._utils.disk import disk_errors
+from raylight._utils.machine import check_writable
 from raylight.errors import RaylightError
-from raylight.machine import check_writable
 from raylight.trainer.cluster_fit.cluster_settings import settings_for_cluster
 from raylight.trainer.components.run_metrics import StepMetrics
 from raylight.trainer.output.displays import make_display

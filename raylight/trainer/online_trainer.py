@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raylight._utils.bounds import ENDLESS
 from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.bounds import ENDLESS
 from raylight.config import SessionConfig
 from raylight.errors import ConfigError
 from raylight.serving.gateway.sessions import SessionRules

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from raylight._utils.synonyms import accept_synonyms
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm
@@ -19,7 +20,6 @@ from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, Runne
 from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
-from raylight.synonyms import accept_synonyms
 from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer

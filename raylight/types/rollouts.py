@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SECONDS
 from raylight.base_config import Config
-from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SECONDS
 from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
 
 FailureKind = Literal[

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.errors import RaylightError
 from raylight.ui.rollout_view import plain
 from raylight.ui.shown_run import REFRESH_S, ShownRun

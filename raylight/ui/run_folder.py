@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
+from raylight._utils.bounds import ENDLESS
+from raylight._utils.files import read_bounded
 from raylight.advisories import Advisor
-from raylight.bounds import ENDLESS
 from raylight.errors import ConfigError
-from raylight.files import read_bounded
 from raylight.trainer.output.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import STORE_FILES

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import uvicorn
 
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.errors import ConfigError
 from raylight.http.slow_clients import ImpatientProtocol
-from raylight.no_proxy import LOOPBACK
 from raylight.ui.app import build_app
 
 DEFAULT_PORT = 7860

@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.errors import StoreError
 from raylight.experience.row_rules import RowRules
 from raylight.experience.staleness import StaleMask

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from raylight.no_proxy import LOOPBACK, bypass_proxies
+from raylight._utils.no_proxy import LOOPBACK, bypass_proxies
 from raylight.store.client import StoreClient
 from raylight.ui.run_folder import RunFolder
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.store.client import StoreClient
 from raylight.weight_sync.client import CoordinatorClient

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.engines.protocol import EngineLoad, UpdateMode
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError, summarize_ray_error
 from raylight.weight_sync.coordinator import ReplicaCoordinator

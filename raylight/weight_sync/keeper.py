@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from raylight.aio import BroadcastCondition, pause
+from raylight._utils.aio import BroadcastCondition, pause
 from raylight.errors import CoordinatorLostError, CoordinatorUnavailableError
 from raylight.weight_sync.client import RETRY_DELAY_S, call_coordinator
 from raylight.weight_sync.orders import Snapshot

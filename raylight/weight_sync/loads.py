@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.engines.protocol import EngineLoad
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.engines.protocol import EngineLoad
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.errors import ReplicaEvictedError
 from raylight.weight_sync.orders import TRANSIENT, CatchUp, Order, Snapshot
 from raylight.weight_sync.quorum import Quorum, Subscription

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.engines.protocol import Engine, LoraAdapter
 from raylight.errors import (
     CoordinatorLostError,

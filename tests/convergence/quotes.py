@@ -74,8 +74,8 @@ async def buyer(task: dict[str, int], llm: rl.LLM) -> float:
 def teach_buyer(folder: Path) -> None:
     """Train the quickstart's model on second turns for half a minute, and write it to a folder.
 
-    The original model was trained on first turns only. As in `raylight.starter`, a careless teacher leaves it
-    right only some of the time.
+    The original model was trained on first turns only. As in `examples.starter_models`, a careless
+    teacher leaves it right only some of the time.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -13,6 +13,7 @@ from ray_cluster import Cluster
 from scripted_model import scripted_model
 
 import raylight as rl
+from examples.starter_models.make import make_starter
 from raylight.environments.shared_services import close_shared_services
 from raylight.quickstart import TOOL_MODEL
 
@@ -87,7 +88,7 @@ LESSONS = [
 @pytest.mark.timeout(480)
 def test_a_starter_model_learns(lesson: Lesson, cluster: Cluster, tmp_path: Path) -> None:
     pytest.importorskip(lesson.package)
-    made = rl.make_starter(lesson.task, tmp_path / "model", options=lesson.options, steps=lesson.teaching)
+    made = make_starter(lesson.task, tmp_path / "model", options=lesson.options, steps=lesson.teaching)
     names = snippet(PAGE, lesson.snippet).run()
     learning = learn(
         names["agent"],

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from docs_snippets import DOCS, snippet, write_files
 
+from examples.starter_models.tasks.registry import FAMILIES
+from examples.starter_models.tasks.repairs import harness
+from examples.starter_models.tokenizer import build_tokenizer
 from raylight.experience.demonstrations import Demonstration, demonstration_rows
-from raylight.starter.tasks.registry import FAMILIES
-from raylight.starter.tasks.repairs import harness
-from raylight.starter.tokenizer import build_tokenizer
 
 PAGE = DOCS / "starter_models.md"
 

@@ -16,7 +16,7 @@ import yaml
 from jinja2 import Template
 
 from examples.harness_agent.train import FOLDER, make_agent
-from raylight.starter.tasks.repairs import harness
+from examples.starter_models.tasks.repairs import harness
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from weight_loading import load_weights
 
-from raylight.aio import BroadcastCondition, pause, task_group
+from raylight._utils.aio import BroadcastCondition, pause, task_group
 from raylight.engines.capture_context import Sample
 
 TOKENS = 250

@@ -13,7 +13,7 @@ import pytest
 from ray_cluster import Cluster, eventually
 
 import raylight as rl
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.types import FinishedRollout
 
 LLM = {"llm": rl.LLM(endpoint="http://unused", model="fixed")}

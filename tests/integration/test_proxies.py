@@ -14,7 +14,7 @@ from proxied_clients import CLIENTS, proxied_agent
 from ray_cluster import BIN, Cluster
 
 import raylight as rl
-from raylight.no_proxy import is_loopback
+from raylight._utils.no_proxy import is_loopback
 
 
 @pytest.mark.slow

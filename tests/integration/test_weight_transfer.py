@@ -17,7 +17,7 @@ from ray_cluster import Cluster
 from served_replicas import Served, replica_pid, served
 from test_learner_faults import gang, make_batch, pids
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import LearnerLostError
 from raylight.learner.actor import LearnerActor

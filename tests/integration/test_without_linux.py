@@ -36,7 +36,7 @@ def test_the_quickstart_completes_with_serve_s_own_proxy(tmp_path: Path, no_proc
 
 def test_the_hidden_calls_are_hidden_from_raylight_only() -> None:
     script = (
-        "import os, psutil; from raylight.machine import available_cpus, write_problem\n"
+        "import os, psutil; from raylight._utils.machine import available_cpus, write_problem\n"
         "from pathlib import Path\n"
         "assert not hasattr(os, 'pidfd_open') and not hasattr(os, 'sched_getaffinity')\n"
         "from raylight.ui import run_folder\n"

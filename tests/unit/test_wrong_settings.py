@@ -23,6 +23,7 @@ import raylight
 import raylight.algorithms.minigrpo.algorithm  # defines settings, as do the next two
 import raylight.algorithms.policy_gradient
 import raylight.tinker.serve
+from raylight._utils.bounds import leaf_types
 from raylight.agent.resources import LLM, SamplingParameters
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.baseline import BaselineSettings
@@ -31,7 +32,6 @@ from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import flatten, verl_defaults
 from raylight.base_config import Config
-from raylight.bounds import leaf_types
 from raylight.cli import app
 from raylight.errors import ConfigError, DatasetError, RaylightError
 from raylight.tasks.datasets import MAX_ROWS
@@ -205,7 +205,7 @@ def test_every_number_has_bounds(cls: type[Config]) -> None:
         leaves = set(leaf_types(field.annotation))
         if {int, float} & leaves and name not in PARSED and not has_bounds(field):
             unbounded.append(name)
-    assert not unbounded, "give them bounds of raylight.bounds"
+    assert not unbounded, "give them bounds of raylight._utils.bounds"
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

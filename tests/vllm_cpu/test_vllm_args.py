@@ -167,7 +167,7 @@ def test_the_core_runs_the_only_worker_of_a_gpu(
 
 def test_fields_of_vllm_that_shape_an_answer_cannot_be_ignored() -> None:
     from raylight.engines.vllm.fields import KNOWN
-    from raylight.request_fields import LABELS, PROTECTED
+    from raylight.types.request_fields import LABELS, PROTECTED
 
     harmless = {
         *("cache_salt", "ec_transfer_params", "include_reasoning", "modalities", "priority", "request_id"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm_helpers import HI, TOLERANCE, difference, until, within
 
-from raylight.request_fields import LABELS
+from raylight.types.request_fields import LABELS
 
 RECORDED = "raylight_recorded"
 TOKENS = {"return_token_ids": True}

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from raylight._utils.aio import task_group
 from raylight.agent.prompts import PromptTemplate
-from raylight.aio import task_group
 from raylight.algorithms.apo.edits import RejectedEdit, parse_rewrite
 from raylight.algorithms.apo.history import Candidate, History, Rejection
 from raylight.algorithms.apo.settings import ApoSettings

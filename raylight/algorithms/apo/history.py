@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from raylight._utils.files import write_atomic
 from raylight.agent.prompts import PromptTemplate
 from raylight.errors import CheckpointError
-from raylight.files import write_atomic
 
 RejectionKind = Literal["endpoint", "empty", "cut off", "malformed", "placeholders", "duplicate"]
 

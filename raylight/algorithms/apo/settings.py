@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from raylight._utils.bounds import MAX_CONCURRENT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight.base_config import Config
-from raylight.bounds import MAX_CONCURRENT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight.traces.rewards import MAX_REWARD
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 from rich.console import Console
 
+from raylight._utils.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
+from raylight._utils.files import write_atomic
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.algorithm import APO, BEST_FILE, fingerprint
 from raylight.algorithms.apo.critic import client_on_current_loop
@@ -19,9 +21,7 @@ from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import as_list
 from raylight.algorithms.gepa.adapter import RolloutAdapter
 from raylight.base_config import Config
-from raylight.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight.errors import CheckpointError, ConfigError, DatasetError
-from raylight.files import write_atomic
 from raylight.traces.rewards import MAX_REWARD
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from raylight._utils.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.minigrpo.settings import AdapterSettings, TrlSettings, rename_passes
 from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.base_config import Config
-from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.errors import ConfigError
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES, MAX_TASKS, Seed
 from raylight.base_config import Config
-from raylight.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES, MAX_TASKS, Seed
 from raylight.config import LoraConfig
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

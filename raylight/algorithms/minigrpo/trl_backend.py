@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from raylight._utils.files import atomic_files
 from raylight.algorithms.base import RunContext
 from raylight.algorithms.minigrpo.settings import TrlSettings
 from raylight.errors import ConfigError, RewardError
-from raylight.files import atomic_files
 from raylight.learner.local_device import select_device
 
 Metrics = dict[str, float]

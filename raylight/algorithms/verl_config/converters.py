@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from raylight._utils.bounds import MAX_SEED
 from raylight.algorithms.verl_config.key_rules import UNSET, ConfigReader, Converter, UnsupportedValueError
-from raylight.bounds import MAX_SEED
 from raylight.experience.registry import ESTIMATORS
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))

@@ -24,7 +24,7 @@ from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import Vocabulary
 from raylight.http.errors import RequestError
-from raylight.request_fields import log_dropped
+from raylight.types.request_fields import log_dropped
 
 PROMPT_END = 16
 """Tokens at the end of a prompt that show whether it opens or closes the model's reasoning."""

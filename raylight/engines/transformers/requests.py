@@ -12,7 +12,7 @@ from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.body import invalid_body, without_labels
 from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError
-from raylight.request_fields import log_dropped
+from raylight.types.request_fields import log_dropped
 
 NO_BUDGETS = "this engine cannot enforce (or thinking.budget_tokens)"
 MAX_TOP_LOGPROBS = 20

@@ -15,7 +15,7 @@ from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hin
 from raylight.http.bounds import check_answer_size
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
-from raylight.request_fields import LABELS, log_dropped
+from raylight.types.request_fields import LABELS, log_dropped
 
 logger = logging.getLogger(__name__)
 

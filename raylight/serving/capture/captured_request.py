@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.engines.capture_context import CURRENT, CaptureContext
 from raylight.http.request import JsonRequest, until_disconnect
 from raylight.serving.capture.call_records import model_of, records_of

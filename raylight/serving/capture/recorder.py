@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.http.errors import RequestError
 from raylight.serving.capture.holds import HOLD_S, Hold, Holds
 from raylight.serving.capture.retry_queue import INVALID_ITEM, RetryQueue

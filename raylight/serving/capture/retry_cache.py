@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.http.request import JsonRequest, json_request, until_disconnect
 from raylight.serving.dialects.registry import sampling_dialect

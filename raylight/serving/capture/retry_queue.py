@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import RayServeException
 
+from raylight._utils.no_proxy import LOOPBACK
+from raylight._utils.ray_resources import format_amounts
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
-from raylight.no_proxy import LOOPBACK
-from raylight.ray_resources import format_amounts
 from raylight.serving.deploy import ingress
 from raylight.serving.deploy.applications import build_application
 from raylight.serving.deploy.haproxy_launcher import RESERVED_FILES

@@ -57,8 +57,8 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE 
 from ray.serve.config import ControllerOptions  # noqa: E402
 from ray.serve.schema import LoggingConfig  # noqa: E402
 
+from raylight._utils.no_proxy import LOOPBACK  # noqa: E402
 from raylight.errors import EngineStartError  # noqa: E402
-from raylight.no_proxy import LOOPBACK  # noqa: E402
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, IngressPlan  # noqa: E402
 
 logger = logging.getLogger(__name__)

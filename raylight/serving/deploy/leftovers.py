@@ -22,7 +22,7 @@ from typing import Literal
 
 import psutil
 
-from raylight.machine import SOCKET_PATH_LENGTH
+from raylight._utils.machine import SOCKET_PATH_LENGTH
 from raylight.sandboxes.folders import abandoned_folders, remove_abandoned
 
 logger = logging.getLogger(__name__)

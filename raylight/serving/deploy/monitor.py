@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import httpx2
 
-from raylight.aio import cancel_all, pause
+from raylight._utils.aio import cancel_all, pause
 from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy.health import Outage, Probe, ServingHealth

@@ -17,14 +17,14 @@ import ray.serve._private.replica as serve_replica
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raylight.broken_packages import find_broken
+from raylight._utils.broken_packages import find_broken
+from raylight._utils.garbage import collect_less_often
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine, load_factory
 from raylight.engines.reward_model.scorer import ConversationScorer, ScoredConversation
 from raylight.engines.start_stages import note_stage
 from raylight.errors import TeacherPromptError
-from raylight.garbage import collect_less_often
 from raylight.ray_metrics.reporter import MetricReporter
 from raylight.rewards.reward_model import RewardModelInput
 from raylight.serving.capture.recorder import Recorder

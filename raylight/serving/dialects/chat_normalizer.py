@@ -11,8 +11,8 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylight.http.errors import RequestError
-from raylight.request_fields import log_dropped
 from raylight.serving.dialects.tool_checks import check_response_format, check_tools
+from raylight.types.request_fields import log_dropped
 
 HINTS = frozenset({"reasoning_effort", "reasoning", "verbosity", "thinking", "enable_thinking"})
 """Settings of a model's style and reasoning, by their names in chat requests."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.http.request import JsonRequest, json_request
-from raylight.request_fields import drop_field, log_dropped
+from raylight.types.request_fields import drop_field, log_dropped
 
 
 class IgnoredFields:

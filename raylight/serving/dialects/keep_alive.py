@@ -11,7 +11,7 @@ from typing import Self
 
 from starlette.types import Message, Send
 
-from raylight.aio import cancel_all, pause
+from raylight._utils.aio import cancel_all, pause
 
 KEEP_ALIVE_S = 15.0
 """Seconds of silence after which something is sent, as the standard on server-sent events recommends."""

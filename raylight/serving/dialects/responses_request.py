@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raylight.http.body import RequestModel
-from raylight.request_fields import log_dropped
 from raylight.serving.dialects.field_names import FieldNames
 from raylight.serving.dialects.responses_items import (
     AdditionalToolsItem,
@@ -24,6 +23,7 @@ from raylight.serving.dialects.responses_items import (
     to_messages,
 )
 from raylight.serving.dialects.responses_tools import GivenTools, ResponsesTool
+from raylight.types.request_fields import log_dropped
 
 CHAT_FIELDS = {
     "messages": "input",

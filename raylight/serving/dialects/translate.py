@@ -18,7 +18,6 @@ from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import SseReader, sse_bytes
-from raylight.request_fields import log_dropped
 from raylight.serving.dialects.answers import DONE, decode_json
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.dialect import Dialect, Event, Translation
@@ -26,6 +25,7 @@ from raylight.serving.dialects.keep_alive import COMMENT, KEEP_ALIVE_S, KeepAliv
 from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.tool_checks import check_large_schemas, check_response_format
+from raylight.types.request_fields import log_dropped
 
 DIALECT_KEY = "raylight.dialect"
 """Key of the ASGI scope that holds the name of the dialect of a translated request."""

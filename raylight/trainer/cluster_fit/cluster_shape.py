@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raylight._utils.machine import total_memory
 from raylight.errors import ConfigError
-from raylight.machine import total_memory
 
 MIB, GIB = 2**20, 2**30
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.experience.batch import TrainBatch
 from raylight.experience.token_records import RowRecord
 from raylight.learner.local import LocalLearner

@@ -12,7 +12,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.errors import EngineStartError, ServingLostError, summarize_ray_error
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec.settings import ServingSettings

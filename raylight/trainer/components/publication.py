@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from raylight.aio import cancel_all, task_group
+from raylight._utils.aio import cancel_all, task_group
 from raylight.config import EngineConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.learner.group import LearnerGroup

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from raylight.aio import task_group
+from raylight._utils.aio import task_group
 from raylight.engines.reward_model.scorer import ScoredConversation
 from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
 from raylight.rewards.reward_model import RewardModel, RewardModelInput, Scorer

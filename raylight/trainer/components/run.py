@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, Self
 
-from raylight.aio import cancel_all, task_group
+from raylight._utils.aio import cancel_all, task_group
 from raylight.runner.scaling import Resizable, ScaleRequests
 from raylight.store.client import StoreClient
 from raylight.trainer.components.learner_ranks import LearnerRanks

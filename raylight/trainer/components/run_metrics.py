@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, get_args
 
-from raylight.aio import pause
+from raylight._utils.aio import pause
 from raylight.ray_metrics.reporter import REPORT_S, Measurement, MetricReporter
 from raylight.ray_metrics.table import ROWS
 from raylight.store.client import StoreClient

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from raylight.no_proxy import LOOPBACK
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
 from raylight.serving.deploy.ingress import head_node

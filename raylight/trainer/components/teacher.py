@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raylight.aio import task_group
+from raylight._utils.aio import task_group
 from raylight.errors import RowTooLongError, TeacherPromptError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.teacher_prompts import (

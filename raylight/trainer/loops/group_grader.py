@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Self
 
-from raylight.aio import task_group
+from raylight._utils.aio import task_group
 from raylight.errors import GroupRewardError, ServingLostError
 from raylight.experience.rewards import group_key
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording

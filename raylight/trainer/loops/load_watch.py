@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
-from raylight.aio import cancel_all, pause, task_group
+from raylight._utils.aio import cancel_all, pause, task_group
 from raylight.trainer.loops.concurrency import Concurrency
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Metrics

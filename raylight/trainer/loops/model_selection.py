@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from raylight._utils.files import replace_folder, restore_folder, write_atomic
 from raylight.errors import ConfigError
-from raylight.files import replace_folder, restore_folder, write_atomic
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.spec.served_adapter import PinnedAdapter
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.errors import LearnerLostError
 from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.ledger import Ledger

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, get_args
 
-from raylight.aio import BroadcastCondition
+from raylight._utils.aio import BroadcastCondition
 from raylight.errors import StoreError
 from raylight.store.client import StoreClient
 from raylight.tasks.task_set import Draw

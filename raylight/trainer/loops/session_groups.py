@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.experience.staleness import newest_version, oldest_version
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive
 from raylight.trainer.loops.training_groups import FinishedGroup, TrainingGroups

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from raylight.aio import BroadcastCondition, cancel_all, task_group
+from raylight._utils.aio import BroadcastCondition, cancel_all, task_group
 from raylight.experience.rewards import is_informative
 from raylight.tasks.task_set import Draw, TaskSet
 from raylight.trainer.components.run import Run

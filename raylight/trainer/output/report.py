@@ -15,11 +15,11 @@ from typing import Any, Self
 
 import yaml
 
+from raylight._utils.files import write_atomic
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError, summarize_ray_error
 from raylight.experience.batch import BatchReport
 from raylight.experience.token_records import TOKENS_FOLDER, RowRecord, TokenRecords
-from raylight.files import write_atomic
 from raylight.trainer.output.drift_log import DriftLog
 from raylight.trainer.output.loggers import (
     PLOT_FILE,

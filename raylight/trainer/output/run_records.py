@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from raylight._utils.files import read_bounded
+from raylight._utils.printable import printable
 from raylight.errors import UnknownIdError
 from raylight.experience.row_rules import RowRules
 from raylight.experience.transcript import transcript, transcript_json
-from raylight.files import read_bounded
-from raylight.printable import printable
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer.output.stored_rollouts import store_file

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import ray
 import ray._private.worker as ray_worker
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.errors import ClusterLostError
 from raylight.trainer.ray_session.blocking import Guard
 

@@ -17,10 +17,10 @@ import ray._private.worker as ray_worker
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from raylight._utils.no_proxy import bypass_proxies
+from raylight._utils.ray_resources import format_amounts
 from raylight.errors import ClusterStartError, ConfigError, PlacementError, summarize_ray_error
 from raylight.log import log_level
-from raylight.no_proxy import bypass_proxies
-from raylight.ray_resources import format_amounts
 from raylight.serving.deploy.leftovers import mark_session, sweep
 from raylight.trainer.ray_session.blocking import ignored_interrupts, single_interrupt
 from raylight.trainer.ray_session.cluster_monitor import (

@@ -30,10 +30,10 @@ from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module
     persist_port,
 )
 
+from raylight._utils.files import write_atomic
+from raylight._utils.machine import available_cpus, check_start, write_problem
+from raylight._utils.no_proxy import is_loopback
 from raylight.errors import ClusterStartError, summarize_ray_error
-from raylight.files import write_atomic
-from raylight.machine import available_cpus, check_start, write_problem
-from raylight.no_proxy import is_loopback
 from raylight.ray_metrics.board import BOARD_FILE, board
 from raylight.trainer.ray_session.blocking import ignored_interrupts
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from raylight._utils.bounds import MAX_SAMPLES, MAX_SECONDS
+from raylight._utils.files import write_atomic
 from raylight.agent.resources import LLM, check_sampling
 from raylight.algorithms.policy import RunSettings
 from raylight.base_config import Config
-from raylight.bounds import MAX_SAMPLES, MAX_SECONDS
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError, ModelNotFoundError
-from raylight.files import write_atomic
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import MAX_REWARD

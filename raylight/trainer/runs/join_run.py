@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, RaylightError
 from raylight.runner.actor import RunnerPayload

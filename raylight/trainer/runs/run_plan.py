@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from raylight._utils.broken_packages import check_packages
 from raylight.agent.resources import LLM
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.supervised import SupervisedAlgorithm
-from raylight.broken_packages import check_packages
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.config import EngineConfig
 from raylight.engines.model_report import report_model
-from raylight.no_proxy import LOOPBACK
 from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Awaitable, Iterator
 from typing import Any, cast
 
-from raylight.agent_threads import AgentThreads
+from raylight._utils.agent_threads import AgentThreads
 from raylight.algorithms.base import Algorithm
 from raylight.trainer.components.run import Run
 from raylight.trainer.loops.policy_loop import Training

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from pydantic import Field
 
+from raylight._utils.bounds import MAX_COUNT, Seed
 from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
@@ -16,7 +17,6 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
-from raylight.bounds import MAX_COUNT, Seed
 from raylight.components import build_component, import_dotted_name
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raylight._utils.bounds import MAX_ROLLOUTS
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
-from raylight.bounds import MAX_ROLLOUTS
 from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
 from raylight.store.payloads import encode_payload

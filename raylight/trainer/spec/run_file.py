@@ -19,13 +19,13 @@ import yaml
 
 import raylight
 from raylight import algorithms
+from raylight._utils.bounds import Seed
 from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
-from raylight.bounds import Seed
 from raylight.components import (
     IN_CODE,
     NotImportedError,

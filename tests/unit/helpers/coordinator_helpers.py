@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import OwnerDiedError
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.engines.protocol import LoraAdapter, UpdateMode
 from raylight.errors import TransferBrokenError, WeightSyncError
 from raylight.weight_sync.client import ReplicaClient

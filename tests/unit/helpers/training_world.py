@@ -20,8 +20,8 @@ from recording_display import RecordingDisplay
 from unit_helpers import within
 
 import raylight as rl
+from raylight._utils.aio import BroadcastCondition, task_group
 from raylight.agent.resources import LLM
-from raylight.aio import BroadcastCondition, task_group
 from raylight.config import (
     CheckpointConfig,
     EngineConfig,

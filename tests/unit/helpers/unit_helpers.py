@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from raylight._utils.agent_threads import AgentThreads
 from raylight.agent.decorators import rollout as decorate
 from raylight.agent.hooks import HookDispatcher
 from raylight.agent.litagent import LitAgent
-from raylight.agent_threads import AgentThreads
 from raylight.runner.execute import FindTruncation, RolloutContext, execute
 from raylight.runner.outcome import Outcome
 from raylight.runner.runner import Runner

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raylight.aio import wait_while_progressing
+from raylight._utils.aio import wait_while_progressing
 from raylight.learner import progress
 from raylight.learner.progress import ProgressClock
 

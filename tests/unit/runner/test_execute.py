@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from unit_helpers import make_context, make_rollout, run_attempt, until, within
 
+from raylight._utils.agent_threads import AgentThreads
 from raylight.agent.attempt_keys import key_use
 from raylight.agent.emit import emit_reward
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, ProxyLLM
-from raylight.agent_threads import AgentThreads
 from raylight.errors import RewardError
 from raylight.runner import execute as module
 from raylight.runner.execute import execute

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raylight.machine import SOCKET_PATH_LENGTH
+from raylight._utils.machine import SOCKET_PATH_LENGTH
 from raylight.sandboxes.relay import UnixRelay, reach_of
 
 

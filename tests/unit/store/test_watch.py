@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from unit_helpers import until, within
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.errors import StoreError, StoreLostError
 from raylight.store import watch
 from raylight.store.watch import StoreWatch

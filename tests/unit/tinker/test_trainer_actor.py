@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 from unit_helpers import within
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.errors import AdapterLostError, LearnerLostError
 from raylight.tinker import trainer_actor
 from raylight.tinker.models import RESTARTED

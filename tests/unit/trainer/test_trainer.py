@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from unit_helpers import ReachedRay
 
+from raylight._utils.synonyms import take_synonyms
 from raylight.agent.decorators import rollout
 from raylight.agent.hooks import Hook, LoggingHook
 from raylight.agent.litagent import LitAgent
@@ -19,7 +20,6 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConf
 from raylight.errors import ConfigError, DatasetError, HookError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.synonyms import take_synonyms
 from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer

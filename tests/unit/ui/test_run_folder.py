@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from recorded_run import SECRET, record_run, write_metrics
 
-from raylight.bounds import ENDLESS
+from raylight._utils.bounds import ENDLESS
 from raylight.errors import ConfigError
 from raylight.ui import run_folder
 from raylight.ui.run_folder import MetricTable, RunFolder, find_runs, name_runs

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.config import EngineConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import CoordinatorUnavailableError, TransferBrokenError, WeightSyncError

@@ -12,7 +12,7 @@ from coordinator_helpers import PAYLOAD_REF, join, obey
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from unit_helpers import until, within
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.weight_sync import client, keeper
 from raylight.weight_sync.client import CoordinatorClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator

@@ -14,7 +14,7 @@ from coordinator_helpers import Life, join
 from ray.exceptions import ActorUnavailableError, RayActorError
 from unit_helpers import until, within
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.engines.protocol import EngineLoad
 from raylight.weight_sync import client as module
 from raylight.weight_sync.client import CoordinatorClient, ReplicaClient

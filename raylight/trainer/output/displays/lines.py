@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from raylight._utils.printable import printable
 from raylight.advisories import Advisory
-from raylight.printable import printable
 from raylight.trainer.output.displays.progress import RunProgress, format_seconds
 from raylight.trainer.output.displays.view import cell, columns_of, label
 from raylight.trainer.output.loggers.protocol import Metrics

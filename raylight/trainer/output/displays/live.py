@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from raylight._utils.printable import printable
 from raylight.advisories import Advisory
-from raylight.printable import printable
 from raylight.trainer.output.displays.progress import RunProgress
 from raylight.trainer.output.displays.view import ProgressView, advisory_text
 from raylight.trainer.output.loggers.protocol import Metrics

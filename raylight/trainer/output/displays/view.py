@@ -10,8 +10,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from raylight._utils.printable import printable
 from raylight.advisories import Advisory
-from raylight.printable import printable
 from raylight.trainer.output.displays.progress import RunProgress, StepPhase, format_seconds
 from raylight.trainer.output.loggers.protocol import VAL_STEP, Metrics
 

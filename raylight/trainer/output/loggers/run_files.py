@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raylight.files import write_atomic
+from raylight._utils.files import write_atomic
 from raylight.trainer.output.loggers.protocol import VAL_STEP, Display, Metrics, evaluated_step
 
 METRICS_FILE = "metrics.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from raylight.files import write_atomic
+from raylight._utils.files import write_atomic
 from raylight.trainer.output.loggers.protocol import VAL_STEP, Metrics, SampledRollout, evaluated_step
 
 TRACKER_FOLDER = "trackers"

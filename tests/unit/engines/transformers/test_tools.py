@@ -13,7 +13,7 @@ from unit_helpers import within
 
 from raylight.engines.grammar import Grammars
 from raylight.engines.transformers.chat import begin_chat
-from raylight.request_fields import log_dropped
+from raylight.types.request_fields import log_dropped
 from unit.engines.transformers.test_app import ask, ask_stream, text_of
 
 ADD = {

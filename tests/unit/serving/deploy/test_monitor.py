@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from store_helpers import Box, open_box
 
-from raylight.aio import BroadcastCondition, cancel_all
+from raylight._utils.aio import BroadcastCondition, cancel_all
 from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy import monitor as monitor_module

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raylight.http.errors import RequestError
-from raylight.request_fields import log_dropped
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer, template_of
+from raylight.types.request_fields import log_dropped
 
 PLAIN = "{% for message in messages %}{{ message.content }} about verbosity and thinking{% endfor %}"
 QWEN = PLAIN + "{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"

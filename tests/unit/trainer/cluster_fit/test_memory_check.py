@@ -10,9 +10,9 @@ import pytest
 from run_settings import policy_settings
 
 import raylight as rl
-from raylight import doctor_report
 from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
+from raylight.doctor import report
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit import memory_check
@@ -152,8 +152,8 @@ def test_settings_for_cpus_replace_those_for_gpus(model: str) -> None:
 
 @pytest.mark.slow
 def test_the_doctor_names_what_the_machine_lacks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_report, "this_machine", lambda: NodeShape(8 * GIB))
-    (problem,) = doctor_report.memory_problems(model)
+    monkeypatch.setattr(report, "this_machine", lambda: NodeShape(8 * GIB))
+    (problem,) = report.memory_problems(model)
     assert problem.summary.startswith(
         "this machine cannot train the model: the processes of one machine need"
     )

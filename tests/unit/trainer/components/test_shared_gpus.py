@@ -10,7 +10,7 @@ import pytest
 from run_settings import policy_settings
 from unit_helpers import until, within
 
-from raylight.aio import cancel_all
+from raylight._utils.aio import cancel_all
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.learner import actor as actors
 from raylight.learner.actor import LearnerActor

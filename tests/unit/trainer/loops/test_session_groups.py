@@ -14,7 +14,7 @@ import pytest
 from training_world import TASKS, FakeRun, World, live, mixed, recorded_steps
 
 import raylight as rl
-from raylight.aio import pause, task_group
+from raylight._utils.aio import pause, task_group
 from raylight.config import SessionConfig
 from raylight.errors import StoreError
 from raylight.semconv import ANNOTATION, reward_attributes

@@ -1,0 +1,5 @@
+"""`python -m raylight.cli`."""
+
+from raylight.cli import main
+
+main()

@@ -1,0 +1,355 @@
+"""The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `tinker`, `runner`, `ui`,
+`scale`, `trace`, `export`, `export-traces`, `grafana` and `doctor`.
+
+A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
+is the dotted name of a setting, VALUE is read as YAML.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from raylight.cli.options import (
+    DATA,
+    ENGINE,
+    MODEL,
+    RUNNERS,
+    Address,
+    AgentName,
+    Assignments,
+    Engine,
+    ModelName,
+    Port,
+    Runners,
+    Ui,
+    apply_assignments,
+    import_from_here,
+)
+from raylight.cli.runs import export, export_traces_command, grafana, scale, trace, ui_command
+from raylight.cli.serve import serve
+from raylight.cli.tinker import tinker
+from raylight.errors import RaylightError
+
+app = typer.Typer(
+    help="Train existing AI agents with reinforcement learning on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def quickstart(
+    output_dir: Annotated[Path, typer.Option(help="The run directory.")] = Path("outputs/quickstart"),
+    steps: Annotated[int, typer.Option(min=0, help="Training steps of 16 tasks with 8 rollouts each.")] = 25,
+    seed: Annotated[int, typer.Option(help="Seed of the task order and of sampling.")] = 0,
+    max_staleness: Annotated[
+        int,
+        typer.Option(min=0, help="Age in updates of the oldest weights that sample; above 0, asynchronous."),
+    ] = 0,
+    n_learners: Annotated[int, typer.Option(min=1, help="Number of learner ranks (FSDP2).")] = 1,
+    n_runners: Runners = 2,
+    port: Port = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder; the packaged starter model by default.")
+    ] = None,
+    engine: Engine = "auto",
+    tools: Annotated[
+        bool, typer.Option("--tools", help="Train an agent that adds with a tool, and the model TOOL_MODEL.")
+    ] = False,
+    ui: Ui = False,
+    loggers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logger", help="A tracker beside the run's own files, such as wandb; may be repeated."
+        ),
+    ] = None,
+    address: Address = None,
+) -> None:
+    """Train a small model to add two numbers: offline, on a CPU, in about a minute."""
+    import raylight as rl
+    from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
+    from raylight.quickstart.additions import additions
+    from raylight.quickstart.agent import adder
+    from raylight.quickstart.calculator import calculator
+
+    train_tasks, val_tasks = additions(seed)
+    algorithm = rl.GRPO(
+        model=model or (TOOL_MODEL if tools else STARTER_MODEL),
+        n_steps=steps,
+        lr=2e-4,
+        max_staleness=max_staleness,
+        val_every=5,
+        val_samples=2,
+    )
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        n_runners=n_runners,
+        n_learners=n_learners,
+        port=port,
+        output_dir=output_dir,
+        seed=seed,
+        address=address,
+        ui=ui,
+        engine={"kind": engine},
+        loggers=["console", "jsonl", "plot", *(loggers or ())],
+    )
+    trainer.fit(calculator if tools else adder, train_tasks, val_dataset=val_tasks)
+
+
+@app.command()
+def train(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="The agent, package.module:agent or path/to/file.py:agent; or a run file (YAML), such as a "
+            "run's config.yaml.",
+            metavar="AGENT|CONFIG",
+        ),
+    ],
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[str | None, DATA] = None,
+    val: Annotated[
+        str | None, typer.Option(help="Tasks for evaluation, in the same forms as --data.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="GRPO by default; another public name, or a dotted name.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Training steps; by default one pass over the tasks.")
+    ] = None,
+    engine: Annotated[str | None, ENGINE] = None,
+    n_runners: Annotated[int | None, RUNNERS] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the task order and of sampling.")] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="The run directory; a new one under outputs/ by default.")
+    ] = None,
+    assignments: Assignments = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the resolved run file and exit, without Ray.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in output_dir if it has a training state.")
+    ] = False,
+    resume_from: Annotated[
+        str | None, typer.Option(help="Continue from this training state or run directory.")
+    ] = None,
+    ui: Ui = False,
+    address: Address = None,
+) -> None:
+    """Train an agent: `raylight train AGENT --model MODEL --data TASKS`, or with the settings of a file.
+
+    The config.yaml of a run starts the same run again. --set takes the dotted name of any setting of such a
+    file, such as algorithm.lr=1e-5 or learner.n=2. Options override a file's settings, and --set overrides
+    both.
+    """
+    import yaml
+
+    import raylight as rl
+    from raylight.trainer.spec.run_file import load_run_file
+
+    import_from_here()
+    options = {
+        "algorithm.name": algorithm,
+        "algorithm.model": model,
+        "algorithm.n_steps": steps,
+        "data.train": data,
+        "data.val": val,
+        "engine.kind": engine,
+        "runner.n": n_runners,
+        "seed": seed,
+        "output_dir": output_dir,
+        "ui": ui or None,
+        "address": address,
+    }
+    run_file = load_run_file(source, assignments or (), options)
+    if print_config:
+        print(yaml.safe_dump(run_file.resolved(), sort_keys=False), end="")
+        return
+    trainer = rl.Trainer(**run_file.trainer_arguments())
+    train_tasks, val_tasks = run_file.read_data()
+    trainer.fit(
+        train_dataset=train_tasks,
+        val_dataset=val_tasks,
+        resume=resume_from if resume_from is not None else "auto" if resume else False,
+    )
+
+
+@app.command()
+def plan(
+    config: Annotated[
+        Path, typer.Argument(help="Run file (YAML), such as a run's config.yaml.", metavar="CONFIG")
+    ],
+    assignments: Assignments = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines of the cluster; 1 by default.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of each machine; this machine's by default.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, help="Memory of each GPU, in GiB; this machine's by default.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.1, help="Memory of each machine, in GiB; this machine's by default.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compute the memory that each role of a run needs. Exits with code 1 if the run does not fit.
+
+    For another cluster than this machine: --nodes 2 --gpus 8 --gpu-memory 80 --memory 512.
+    """
+    from raylight.trainer.cluster_fit.cluster_shape import given_cluster
+    from raylight.trainer.cluster_fit.memory_check import plan_settings
+    from raylight.trainer.cluster_fit.plan_report import print_json, print_plan
+    from raylight.trainer.spec.run_file import load_run_file, planned_trainer
+
+    run_file = load_run_file(config, assignments or ())
+    trainer = planned_trainer(run_file, functools.partial(print, file=sys.stderr))
+    cluster = given_cluster(nodes, gpus, gpu_memory, memory)
+    settings = trainer.run_settings, trainer.runner
+    found = plan_settings(trainer.algorithm, *settings, cluster, trainer.group_reward)
+    (print_json if as_json else print_plan)(found)
+    if found.shortages:
+        sys.exit(1)
+
+
+@app.command("eval")
+def evaluate(
+    agent: AgentName,
+    model: ModelName,
+    data: Annotated[str, DATA],
+    lora_adapter: Annotated[
+        str | None, typer.Option(help="Folder of a LoRA adapter in peft's format, served with the model.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only this many tasks from the start.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Value in llm.sampling_parameters; unset by default.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="As --temperature.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="As --temperature.")] = None,
+    failure_reward: Annotated[
+        float | None, typer.Option(help="Reward of a rollout whose agent failed. Default: 0, or the lowest.")
+    ] = None,
+    pass_reward: Annotated[
+        float, typer.Option(help="Lowest reward with which a rollout passes, for pass@k.")
+    ] = 1.0,
+    engine: Engine = "auto",
+    n_runners: Runners = 2,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the eval.* files; a new one under outputs/ by default.")
+    ] = None,
+    address: Address = None,
+    assignments: Assignments = None,
+) -> None:
+    """Score a model and an agent on tasks: mean and error of each reward, pass@k. Trains nothing.
+
+    --set takes engine.NAME, runner.NAME, store.NAME and rollout.NAME.
+    """
+    import raylight as rl
+    from raylight.trainer.spec.run_file import read_data
+
+    import_from_here()
+    tasks = read_data(data, "--data", limit)
+    settings: dict[str, Any] = {
+        "engine": {} if engine == "auto" else {"kind": engine},
+        "runner": {"n": n_runners},
+        "store": {},
+        "rollout": {},
+    }
+    apply_assignments(assignments, settings)
+    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    rollout = {"rollout": {"timeout_seconds": 600.0} | settings["rollout"]} if settings["rollout"] else {}
+    trainer = rl.Trainer(
+        engine=settings["engine"],
+        runner=settings["runner"],
+        store=settings["store"],
+        output_dir=output_dir,
+        seed=seed,
+        address=address,
+    )
+    trainer.evaluate(
+        agent,
+        tasks,
+        model=model,
+        lora_adapter=lora_adapter,
+        samples=samples,
+        failure_reward=failure_reward,
+        pass_reward=pass_reward,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        **rollout,
+    )
+
+
+app.command()(serve)
+app.command()(tinker)
+
+
+@app.command()
+def runner(
+    agent: AgentName,
+    run: Annotated[
+        str,
+        typer.Option(envvar="RAYLIGHT_RUN", help="Name of the run, whose algorithm is in another process."),
+    ],
+    n_runners: Runners = 1,
+    max_rollouts: Annotated[
+        int | None, typer.Option(min=1, help="Number of rollouts after which a runner ends.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait for a run that has not started yet.")
+    ] = 60.0,
+    address: Address = None,
+) -> None:
+    """Execute rollouts of a run on the cluster, until the run ends."""
+    import raylight as rl
+
+    import_from_here()
+    settings = {"n": n_runners, "max_rollouts": max_rollouts, "start_timeout_s": wait}
+    rl.Trainer(role="runner", run_name=run, runner=settings, address=address).fit(agent)
+
+
+app.command("ui")(ui_command)
+app.command("export-traces")(export_traces_command)
+for _command in (scale, trace, export, grafana):
+    app.command()(_command)
+
+
+@app.command()
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Model folder or name, to examine it too.")] = None,
+    address: Address = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Only remove what ended runs left.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the resources and versions of this machine and the cluster, and what is missing.
+
+    With --model, also the context length, tool calls and reasoning as the engines read them. With --clean,
+    only list and remove what ended runs left here: HAProxy's processes and folders, Ray sessions with logs.
+    """
+    from raylight.doctor import report
+
+    if clean:
+        report.clean(as_json, {"--model": model, "--address": address})
+    report.examine(model, address, as_json)
+
+
+def main() -> None:
+    """Run the command line; a typed error becomes one message and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log or a pipe shows each line at once
+    try:
+        app()
+    except RaylightError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Options of the command line that all commands share."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import raylight as rl
+from raylight import cli
+from raylight.quickstart import STARTER_MODEL
+
+FILES_ONLY = {"ui", "plan", "trace", "export", "export-traces", "grafana"}
+"""Commands that read files and use no cluster."""
+
+
+class Constructed(Exception):
+    """Raised in place of a trainer's work."""
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Addresses that trainers, servers and doctor were given."""
+    given: list[Any] = []
+
+    def take(*args: Any, address: str | None = None, **settings: Any) -> None:
+        given.append(address)
+        raise Constructed
+
+    monkeypatch.setattr(rl, "Trainer", take)
+    monkeypatch.setattr("raylight.trainer.runs.serve_model.serve_model", take)
+    monkeypatch.setattr(
+        "raylight.trainer.ray_session.scale_run.scale_run",
+        lambda run, sizes, address, timeout: take(address=address),
+    )
+    monkeypatch.setattr(
+        "raylight.doctor.report.examine", lambda model, address, as_json: take(address=address)
+    )
+    return given
+
+
+def test_every_command_that_uses_a_cluster_takes_an_address() -> None:
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__
+        assert ("address" in inspect.signature(command.callback).parameters) == (name not in FILES_ONLY), name
+
+
+@pytest.mark.parametrize("address", ["local", "10.0.0.7:6379", None])
+def test_the_address_arrives(tmp_path: Path, addresses: list[Any], address: str | None) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("{}\n")
+    run_file = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
+    model = ["--model", str(STARTER_MODEL)]
+    agent = "raylight.quickstart.agent:adder"
+    commands = [
+        ["quickstart"],
+        ["train", str(run_file)],
+        ["eval", agent, *model, "--data", str(tasks)],
+        ["serve", *model],
+        ["runner", agent, "--run", "r"],
+        ["scale", "r", "--runners", "2"],
+        ["doctor"],
+    ]
+    for command in commands:
+        result = CliRunner().invoke(cli.app, [*command, *(["--address", address] if address else [])])
+        assert isinstance(result.exception, Constructed), (command, result.output, result.exception)
+    assert addresses == [address] * len(commands)
+
+
+def test_an_interrupted_run_ends_with_the_code_of_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(*args: Any, **settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rl.Trainer, "fit", fit)
+    result = CliRunner().invoke(cli.app, ["quickstart", "--output-dir", str(tmp_path)])
+    assert result.exit_code == 130
+    assert result.output == ""
+
+
+def test_scale_needs_a_number() -> None:
+    result = CliRunner().invoke(cli.app, ["scale", "night"])
+    assert isinstance(result.exception, rl.RaylightError)
+    assert "give --runners N, --replicas N, or both" in str(result.exception)
+
+
+def test_a_pipe_shows_each_line_at_once(addresses: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server prints its address, and goes on."""
+    reading, writing = os.pipe()
+    with open(reading) as pipe, open(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "argv", ["raylight", "serve", "--model", "m"])
+        with pytest.raises(Constructed):
+            cli.main()
+        print("served")
+        os.set_blocking(reading, False)
+        assert pipe.readline() == "served\n"
