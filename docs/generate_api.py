@@ -38,6 +38,12 @@ BASE_CLASSES = (
     "raylight.types.spans.ExtensibleModel",
 )
 """General base classes, whose members are not repeated in their subclasses."""
+MODULE_OF = raylight._MODULE_OF | {
+    name: module
+    for package in raylight._PACKAGE_EXPORTS
+    for name, module in raylight._modules_of(package).items()
+}
+"""Modules that define the public names."""
 CONSTRAINTS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 Documented = griffe.Class | griffe.Function | griffe.Attribute
 
@@ -50,7 +56,7 @@ def main() -> None:
             path.unlink()
     for name, text in texts.items():
         (FOLDER / name).write_text(text)
-    print(f"{len(raylight.__all__)} names on {len(texts)} pages in {FOLDER.relative_to(ROOT)}")
+    print(f"{len(MODULE_OF)} names on {len(texts)} pages in {FOLDER.relative_to(ROOT)}")
 
 
 def pages() -> dict[str, str]:
@@ -60,8 +66,8 @@ def pages() -> dict[str, str]:
     package = griffe.load("raylight", search_paths=[ROOT], docstring_parser="google")
     assert isinstance(package, griffe.Module)
     items_of_page: dict[str, list[Documented]] = {page: [] for page in PAGES}
-    for name in raylight.__all__:
-        module = raylight._MODULE_OF[name].removeprefix("raylight.")
+    for name in sorted(MODULE_OF):
+        module = MODULE_OF[name].removeprefix("raylight.")
         page = page_of(name)
         item = package[f"{module}.{name}"]
         target = item.final_target if isinstance(item, griffe.Alias) else item
@@ -81,11 +87,22 @@ def page_of(name: str) -> str:
     Raises:
         LookupError: no page covers its module.
     """
-    part = raylight._MODULE_OF[name].split(".")[1]
+    part = MODULE_OF[name].split(".")[1]
     for page, (_, parts) in PAGES.items():
         if part in parts:
             return page
     raise LookupError(f"raylight.{part} (of {name}) is on no page; add its module to PAGES in {__file__}")
+
+
+def public_name(name: str) -> str:
+    """Return the name below `rl.`, such as `rewards.ruler`."""
+    package = raylight._PACKAGE_OF.get(name)
+    return f"{package}.{name}" if package else name
+
+
+def anchor(name: str) -> str:
+    """Return the target of a link to the section of a public name."""
+    return f"{page_of(name)}.md#{public_name(name).lower().replace('.', '')}"
 
 
 def index_text(items_of_page: dict[str, list[Documented]]) -> str:
@@ -99,7 +116,7 @@ def index_text(items_of_page: dict[str, list[Documented]]) -> str:
     for page, items in items_of_page.items():
         lines += [f"## [{PAGES[page][0]}]({page}.md)", "", "| | |", "|---|---|"]
         lines += [
-            f"| [`{item.name}`]({page}.md#{item.name.lower()}) | {cell(summary(item))} |" for item in items
+            f"| [`{public_name(item.name)}`]({anchor(item.name)}) | {cell(summary(item))} |" for item in items
         ]
         lines.append("")
     return "\n".join(lines)
@@ -108,7 +125,7 @@ def index_text(items_of_page: dict[str, list[Documented]]) -> str:
 def page_text(title: str, items: list[Documented]) -> str:
     lines = [NOTICE, f"# {title}", ""]
     for item in items:
-        lines += [f"## `{item.name}`", "", *item_lines(item)]
+        lines += [f"## `{public_name(item.name)}`", "", *item_lines(item)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -141,8 +158,8 @@ def class_lines(item: griffe.Class) -> Iterator[str]:
         else f"class {item.name}({heads})".replace("()", "")
     )  # type: ignore[arg-type]
     yield from prose(item)
-    if public := [base for base in parents(item) if base.name in raylight.__all__]:
-        links = ", ".join(f"[`{base.name}`]({page_of(base.name)}.md#{base.name.lower()})" for base in public)
+    if public := [base for base in parents(item) if base.name in MODULE_OF]:
+        links = ", ".join(f"[`{base.name}`]({anchor(base.name)})" for base in public)
         yield from (f"Extends {links}{' and has its settings' if fields else ''}.", "")
     members = list(own_members(item))
     attributes = [
@@ -166,13 +183,11 @@ def class_lines(item: griffe.Class) -> Iterator[str]:
 def own_members(item: griffe.Class) -> Iterator[griffe.Attribute | griffe.Function]:
     """Return the public members of a class and of its undocumented parents, parents first."""
     members: dict[str, griffe.Attribute | griffe.Function] = {}
-    homes = [
-        base for base in parents(item) if base.name not in raylight.__all__ and base.path not in BASE_CLASSES
-    ]
+    homes = [base for base in parents(item) if base.name not in MODULE_OF and base.path not in BASE_CLASSES]
     covered = {
         base.path
         for public in parents(item)
-        if public.name in raylight.__all__
+        if public.name in MODULE_OF
         for base in (public, *parents(public))
     }
     for home in [*reversed([base for base in homes if base.path not in covered]), item]:

@@ -1,13 +1,16 @@
 """raylight: train existing AI agents with reinforcement learning on Ray, without changing the agent.
 
 Public names are loaded on first use, so that importing the package is quick and loads neither torch nor Ray.
-`_EXPORTS` is the one list of them. After changing it, run `python scripts/generate_stubs.py`, which writes
-the stubs that type checkers and editors read.
+`_EXPORTS` lists the names of `raylight` itself, `_PACKAGE_EXPORTS` the names of its public packages, such as
+`raylight.rewards`. After a change, run `python scripts/generate_stubs.py`, which writes the stubs that type
+checkers and editors read.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 __version__ = "0.2.0"
@@ -27,7 +30,7 @@ _EXPORTS = {
     "agent.hooks": ("Hook", "LoggingHook"),
     "agent.litagent": ("LitAgent",),
     "agent.operations": ("operation",),
-    "agent.prompts": ("PromptTemplate", "ResourceUnion"),
+    "agent.prompts": ("PromptTemplate",),
     "agent.resources": ("LLM", "NamedResources", "ProxyLLM"),
     "algorithms.apo.algorithm": ("APO",),
     "algorithms.base": ("Algorithm", "FastAlgorithm"),
@@ -35,89 +38,24 @@ _EXPORTS = {
     "algorithms.decorator": ("algo",),
     "algorithms.gepa.algorithm": ("GEPA",),
     "algorithms.minigrpo.algorithm": ("MiniGRPO",),
-    "algorithms.policy_gradient": (
-        "CISPO",
-        "DAPO",
-        "DPPO",
-        "DRO",
-        "GDPO",
-        "GMPO",
-        "GPG",
-        "GSPO",
-        "OPD",
-        "OPO",
-        "OTB",
-        "PPO",
-        "RLOO",
-        "SAPO",
-        "ClipCov",
-        "DrGRPO",
-        "KLCov",
-        "ReMax",
-        "ReinforcePlusPlus",
-        "ReinforcePlusPlusBaseline",
-    ),
-    "algorithms.policy": ("GRPO", "PolicyAlgorithm"),
+    "algorithms.policy": ("GRPO",),
+    "algorithms.policy_gradient": ("OPD", "PPO"),
     "algorithms.supervised": ("DPO", "SFT"),
-    "algorithms.teacher": ("TeacherConfig",),
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
-    "environments.environment": ("environment",),
-    "environments.gymnasium_agent": ("gymnasium_agent",),
-    "environments.mcp": ("mcp_tools",),
-    "environments.openenv": ("openenv_agent",),
-    "environments.reasoning_gym": ("ReasoningGym",),
-    "environments.reasoning_gym_agent": ("reasoning_gym_agent",),
-    "environments.text_game": ("seeds",),
-    "environments.textarena_agent": ("textarena_agent",),
-    "environments.verifiers": ("verifiers_agent",),
     "errors": ("RaylightError",),
     "experience.registry": ("advantage_estimator", "policy_loss"),
     "experience.transcript": ("transcript",),
-    "log": ("setup_logging", "setup_module_logging"),
-    "rewards.group": ("GroupRollout",),
-    "rewards.reward_model": ("RewardModelInput", "RewardModel", "RewardModelConfig", "reward_model"),
-    "rewards.rubric": ("Criterion", "rubric"),
-    "rewards.ruler": ("ruler",),
-    "rewards.terms": (
-        "RelativeLength",
-        "RewardSum",
-        "agent_reward",
-        "each_rollout",
-        "length_penalty",
-        "matches",
-    ),
-    "runner.local_runner": ("LitAgentRunner",),
-    "harbor.tasks": ("HarborTasks",),
     "harnesses.command": ("CommandAgent",),
-    "harnesses.program": ("CommandResult",),
-    "harnesses.rewards": ("RewardCommand",),
-    "sandboxes.registry": ("SandboxSpec",),
-    "sandboxes.sandbox": ("ExecResult", "Sandbox", "SandboxLimits"),
+    "log": ("setup_logging", "setup_module_logging"),
+    "runner.local_runner": ("LitAgentRunner",),
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),
     "tasks.dev_loader": ("DevTaskLoader",),
-    "tasks.curriculum": ("Curriculum",),
-    "tasks.mixture": ("Mixture",),
-    "tasks.stages": ("Stages",),
-    "tasks.stream": ("Stream",),
-    "traces.adapters": ("TraceAdapter",),
-    "traces.agent_framework": ("AgentFrameworkTracer",),
     "traces.messages": ("TraceToMessages",),
-    "traces.rewards": (
-        "find_final_reward",
-        "find_reward_spans",
-        "get_reward_value",
-        "get_rewards_from_span",
-        "is_reward_span",
-    ),
-    "traces.tracer": ("DummyTracer", "OtelTracer", "Tracer", "get_active_tracer"),
-    "traces.triplets": (
-        "LlmProxyTraceToTriplet",
-        "TraceToTriplet",
-        "TraceToTripletBase",
-        "TracerTraceToTriplet",
-    ),
+    "traces.rewards": ("find_final_reward", "find_reward_spans", "get_reward_value"),
+    "traces.tracer": ("DummyTracer", "OtelTracer"),
+    "traces.triplets": ("LlmProxyTraceToTriplet", "TraceToTriplet", "TracerTraceToTriplet"),
     "trainer.output.run_records": ("print_traces", "read_rollouts"),
     "trainer.trainer": ("Trainer",),
     "types": (
@@ -125,36 +63,154 @@ _EXPORTS = {
         "AttemptedRollout",
         "Dataset",
         "EnqueueRolloutRequest",
-        "Event",
-        "Link",
-        "OtelResource",
         "PaginatedResult",
-        "ResourcesUpdate",
         "Rollout",
         "RolloutConfig",
-        "RolloutMode",
-        "RolloutState",
-        "RolloutStatus",
         "Span",
-        "SpanContext",
-        "SpanCoreFields",
-        "TraceStatus",
         "Triplet",
-        "Worker",
     ),
 }
-"""Public names by the module that defines them."""
-_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
+"""Names that `raylight` itself offers, by the module that defines them."""
+_PACKAGE_EXPORTS = {
+    "agent": {"agent.prompts": ("ResourceUnion",)},
+    "algorithms": {
+        "algorithms.policy": ("PolicyAlgorithm",),
+        "algorithms.policy_gradient": (
+            "CISPO",
+            "DAPO",
+            "DPPO",
+            "DRO",
+            "GDPO",
+            "GMPO",
+            "GPG",
+            "GSPO",
+            "OPO",
+            "OTB",
+            "RLOO",
+            "SAPO",
+            "ClipCov",
+            "DrGRPO",
+            "KLCov",
+            "ReMax",
+            "ReinforcePlusPlus",
+            "ReinforcePlusPlusBaseline",
+        ),
+        "algorithms.teacher": ("TeacherConfig",),
+    },
+    "environments": {
+        "environments.class_agent": ("environment",),
+        "environments.gymnasium": ("gymnasium_agent",),
+        "environments.mcp": ("mcp_tools",),
+        "environments.openenv": ("openenv_agent",),
+        "environments.reasoning_gym": ("ReasoningGym", "reasoning_gym_agent"),
+        "environments.text_game": ("seeds",),
+        "environments.textarena": ("textarena_agent",),
+        "environments.verifiers": ("verifiers_agent",),
+    },
+    "harnesses": {
+        "harnesses.program": ("CommandResult",),
+        "harnesses.rewards": ("RewardCommand",),
+    },
+    "rewards": {
+        "rewards.criteria": ("Criterion", "rubric"),
+        "rewards.group": ("GroupRollout",),
+        "rewards.ranking": ("ruler",),
+        "rewards.scoring_model": ("RewardModel", "RewardModelConfig", "RewardModelInput", "reward_model"),
+        "rewards.terms": (
+            "RelativeLength",
+            "RewardSum",
+            "agent_reward",
+            "each_rollout",
+            "length_penalty",
+            "matches",
+        ),
+    },
+    "sandboxes": {
+        "sandboxes.registry": ("SandboxSpec",),
+        "sandboxes.sandbox": ("ExecResult", "Sandbox", "SandboxLimits"),
+    },
+    "tasks": {
+        "harbor.tasks": ("HarborTasks",),
+        "tasks.curriculum": ("Curriculum",),
+        "tasks.mixture": ("Mixture",),
+        "tasks.stages": ("Stages",),
+        "tasks.stream": ("Stream",),
+    },
+    "traces": {
+        "traces.adapters": ("TraceAdapter",),
+        "traces.agent_framework": ("AgentFrameworkTracer",),
+        "traces.rewards": ("get_rewards_from_span", "is_reward_span"),
+        "traces.tracer": ("Tracer", "get_active_tracer"),
+        "traces.triplets": ("TraceToTripletBase",),
+    },
+    "types": {
+        "types": (
+            "Event",
+            "Link",
+            "OtelResource",
+            "ResourcesUpdate",
+            "RolloutMode",
+            "RolloutState",
+            "RolloutStatus",
+            "SpanContext",
+            "SpanCoreFields",
+            "TraceStatus",
+            "Worker",
+        ),
+    },
+}
+"""Names that only the public packages offer, by package and defining module.
 
-_SUBMODULES = ("quickstart",)
-"""Public modules."""
+A package also offers the names of `raylight` that it defines. Version 0.2 had all names in `raylight`, where
+they are still found, with a warning, until 1.0.
+"""
+_SUBMODULES = (*_PACKAGE_EXPORTS, "quickstart")
+"""Public modules and packages."""
+
+
+def _modules_of(package: str) -> dict[str, str]:
+    """Return the public names of a package, such as "rewards", by name with their modules."""
+    inner = {n: m for n, m in _MODULE_OF.items() if f"{m}.".startswith(f"{__name__}.{package}.")}
+    return inner | _by_name(_PACKAGE_EXPORTS[package])
+
+
+def _by_name(exports: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    return {name: f"{__name__}.{module}" for module, names in exports.items() for name in names}
+
+
+_MODULE_OF = _by_name(_EXPORTS)
+_PACKAGE_OF = {
+    name: package
+    for package, exports in _PACKAGE_EXPORTS.items()
+    for names in exports.values()
+    for name in names
+}
 
 __all__ = sorted(_MODULE_OF)
+
+
+def _lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__all__`, `__getattr__` and `__dir__` of a public package, for its `__init__.py`."""
+    modules = _modules_of(package.removeprefix(f"{__name__}."))
+
+    def load(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(modules[name]), name)
+
+    return sorted(modules), load, lambda: sorted(modules)
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if (package := _PACKAGE_OF.get(name)) is not None:
+        warnings.warn(
+            f"{__name__}.{name} is now {__name__}.{package}.{name}; the old name works until 1.0",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(f"{__name__}.{package}"), name)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -1,18 +1,19 @@
 """Write the stubs of raylight's public names: python scripts/generate_stubs.py
 
-The names come from the table in raylight/__init__.py. The packages load them lazily, which type checkers and
+The names come from the tables in raylight/__init__.py. The packages load them lazily, which type checkers and
 editors cannot follow; these read the stubs instead.
 """
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import raylight
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("raylight", "raylight.algorithms")
+LOADED = ("types",)
+"""Public modules that load their names when they are imported, and need no stub."""
+PACKAGES = ("raylight", *(f"raylight.{name}" for name in raylight._PACKAGE_EXPORTS if name not in LOADED))
 
 
 def stub_path(package: str) -> Path:
@@ -22,8 +23,9 @@ def stub_path(package: str) -> Path:
 
 def stub_text(package: str) -> str:
     """Return the stub of a package: an explicit re-export for each of its public names."""
-    names = importlib.import_module(package).__all__
-    lines = sorted(f"from {raylight._MODULE_OF[name]} import {name} as {name}" for name in names)
+    short = package.removeprefix("raylight").removeprefix(".")
+    modules_of = raylight._modules_of(short) if short else raylight._MODULE_OF
+    lines = sorted(f"from {module} import {name} as {name}" for name, module in modules_of.items())
     version = ["", "__version__: str"] if package == "raylight" else []
     modules = [f"from raylight import {name} as {name}" for name in raylight._SUBMODULES]
     lines = modules + lines if package == "raylight" else lines

@@ -38,7 +38,7 @@ def make_agent() -> rl.CommandAgent:
     return rl.CommandAgent(
         COMMAND,
         preset="mini-swe-agent",
-        reward=rl.RewardCommand(["python3", "check.py"], files=tests_of, timeout_s=30),
+        reward=rl.harnesses.RewardCommand(["python3", "check.py"], files=tests_of, timeout_s=30),
         timeout_s=300,
         scores_failures=True,
         max_output_tokens=64,

@@ -163,7 +163,7 @@ def score(args: argparse.Namespace, settings: MathSettings) -> None:
 
 def _tracer(settings: MathSettings) -> rl.OtelTracer:
     """The tracer; with agent-framework, one that also collects its spans and their contents."""
-    return rl.AgentFrameworkTracer() if settings.client == "agent_framework" else rl.OtelTracer()
+    return rl.traces.AgentFrameworkTracer() if settings.client == "agent_framework" else rl.OtelTracer()
 
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,1 +1,5 @@
-"""Environments of others as agents, and the tools of others for agents."""
+"""Adapters for third-party environments and tools."""
+
+from raylight import _lazy_names
+
+__all__, __getattr__, __dir__ = _lazy_names(__name__)

@@ -23,7 +23,8 @@ def instance_type(factory: Factory) -> type:
     """
     if not callable(factory):
         raise AgentSignatureError(
-            f"rl.environment takes a class or a function that returns an environment, not {factory!r:.80}"
+            "rl.environments.environment takes a class or a function that returns an environment, not "
+            f"{factory!r:.80}"
         )
     name = getattr(factory, "__name__", repr(factory))
     try:
@@ -31,7 +32,8 @@ def instance_type(factory: Factory) -> type:
             inspect.signature(factory).bind()
     except TypeError as error:
         raise AgentSignatureError(
-            f"rl.environment calls {name} without arguments, one call for each rollout: {error}; give "
+            f"rl.environments.environment calls {name} without arguments, one call for each rollout: "
+            f"{error}; give "
             "defaults, or a function that passes the arguments"
         ) from None
     if inspect.isclass(factory):

@@ -159,7 +159,7 @@ def own_reward(instance: Any) -> Any:
     if not hasattr(instance, "reward"):
         raise AgentSignatureError(
             f"the environment {type(instance).__name__} has no reward at the end of a rollout; define "
-            "get_reward(self), set self.reward, or pass rl.environment(reward=...)"
+            "get_reward(self), set self.reward, or pass rl.environments.environment(reward=...)"
         )
     return instance.reward() if callable(instance.reward) else instance.reward
 

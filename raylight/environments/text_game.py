@@ -130,7 +130,7 @@ def task_seed(task: Mapping[str, Any]) -> int:
     seed = task.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise DatasetError(
-            f"the column 'seed' of a task is {seed!r:.40}; it is a whole number from 0 on, as rl.seeds(1000) "
-            "returns them"
+            f"the column 'seed' of a task is {seed!r:.40}; it is a whole number from 0 on, as "
+            "rl.environments.seeds(1000) returns them"
         )
     return seed

@@ -11,7 +11,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward
-from raylight.rewards.reward_model import RewardModel, find_reward_models
+from raylight.rewards.scoring_model import RewardModel, find_reward_models
 
 
 class RolloutTerm:

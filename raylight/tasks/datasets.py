@@ -61,7 +61,7 @@ def as_dataset(dataset: Any, name: str) -> Any:
     if n_rows > MAX_ROWS:
         raise DatasetError(
             f"{name} has more than {MAX_ROWS:,} tasks, which are held in memory; pass a part of it, or an "
-            "rl.Stream"
+            "rl.tasks.Stream"
         )
     return dataset
 

@@ -87,7 +87,8 @@ class Trainer:
             on the tokens that the engine recorded.
         llm_proxy: passed on to an `Algorithm`.
         hooks: called around every rollout; one, or several in order.
-        group_reward: rewards a group's finished rollouts together, such as `rl.ruler(llm)` (docs/rewards.md).
+        group_reward: rewards a group's finished rollouts together, such as `rl.rewards.ruler(llm)`
+            (docs/rewards.md).
         loggers: metric loggers: "console", "jsonl", "plot", which None stands for; the trackers "wandb",
             "mlflow", "tensorboard", "trackio", "swanlab", "clearml" and "otlp", each with an extra of
             raylight; or loggers of your own (see docs/trackers.md).

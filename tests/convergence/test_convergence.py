@@ -33,7 +33,11 @@ COMMON: dict[str, Any] = {"n_steps": STEPS, "lr": 2e-4, "mini_batches": 2, "val_
 
 
 def fit(
-    algorithm: rl.PolicyAlgorithm, folder: Path, agent: Any = adder, data: Any = (TRAIN, VAL), **settings: Any
+    algorithm: rl.algorithms.PolicyAlgorithm,
+    folder: Path,
+    agent: Any = adder,
+    data: Any = (TRAIN, VAL),
+    **settings: Any,
 ) -> list[dict]:
     """Train, check invariants of every run, and return its metrics by step."""
     trainer = rl.Trainer(algorithm=algorithm, n_runners=2, output_dir=folder, progress=False, **settings)
@@ -81,7 +85,7 @@ def test_ppo_with_a_critic(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rloo(tmp_path: Path) -> None:
-    rows = fit(rl.RLOO(model=STARTER_MODEL, **COMMON), tmp_path)
+    rows = fit(rl.algorithms.RLOO(model=STARTER_MODEL, **COMMON), tmp_path)
     assert gain(rows) >= 0.2
 
 
@@ -145,24 +149,26 @@ async def noisy_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> dict[str,
 @pytest.mark.slow
 def test_a_reward_that_is_drowned_in_a_sum_is_learned_with_gdpo(tmp_path: Path) -> None:
     weights = {"right": 1.0, "noise": 0.1}
-    rows = fit(rl.GDPO(model=STARTER_MODEL, reward_weights=weights, **COMMON), tmp_path, noisy_adder)
+    rows = fit(
+        rl.algorithms.GDPO(model=STARTER_MODEL, reward_weights=weights, **COMMON), tmp_path, noisy_adder
+    )
     assert 100 * gain(rows) >= 0.2
 
 
 @pytest.mark.slow
 def test_token_baselines(tmp_path: Path) -> None:
-    assert gain(fit(rl.OTB(model=STARTER_MODEL, **COMMON), tmp_path)) >= 0.2
+    assert gain(fit(rl.algorithms.OTB(model=STARTER_MODEL, **COMMON), tmp_path)) >= 0.2
 
 
 @pytest.mark.slow
 def test_a_quadratic_penalty(tmp_path: Path) -> None:
-    assert gain(fit(rl.DRO(model=STARTER_MODEL, **COMMON), tmp_path)) >= 0.2
+    assert gain(fit(rl.algorithms.DRO(model=STARTER_MODEL, **COMMON), tmp_path)) >= 0.2
 
 
 @pytest.mark.slow
 def test_a_curriculum(tmp_path: Path) -> None:
-    pools = rl.Curriculum(TRAIN[:32], weights={"untested": 4.0})
-    mixture = rl.Mixture({"pools": pools, "rest": TRAIN[32:]}, weights={"pools": 1.0})
+    pools = rl.tasks.Curriculum(TRAIN[:32], weights={"untested": 4.0})
+    mixture = rl.tasks.Mixture({"pools": pools, "rest": TRAIN[32:]}, weights={"pools": 1.0})
     rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, data=(mixture, VAL))
     assert gain(rows) >= 0.2
     assert rows[-1]["tasks/pools/untested"] == 0
@@ -183,7 +189,7 @@ def honest_judge(model: str, text: str) -> str:
 @pytest.mark.slow
 def test_ranking_by_a_judge(tmp_path: Path) -> None:
     with serve_script(honest_judge) as models:
-        ruler = rl.ruler(judge_llm(models.url))
+        ruler = rl.rewards.ruler(judge_llm(models.url))
         rows = fit(rl.GRPO(model=STARTER_MODEL, **COMMON), tmp_path, unscored_adder, group_reward=ruler)
     assert gain(rows) >= 0.2
     assert all(row["train/grades_failed"] == 0 for row in rows[1:])

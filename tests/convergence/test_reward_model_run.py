@@ -44,7 +44,7 @@ def fit(folder: Path, model: str, n_steps: int, **arguments: Any) -> list[dict]:
         n_runners=2,
         output_dir=folder,
         progress=False,
-        group_reward=rl.reward_model(model, name="taste", num_cpus=0.25),
+        group_reward=rl.rewards.reward_model(model, name="taste", num_cpus=0.25),
         checkpoint={"every": 2},
     )
     trainer.fit(answerer, TRAIN, VAL[:64], **arguments)
@@ -69,7 +69,9 @@ def test_a_policy_learns_from_a_reward_model_whose_replica_dies(tmp_path: Path) 
     assert accuracy >= 0.9
     score, calls = ServedRewardModel.score, list[int]()
 
-    async def score_and_kill(self: ServedRewardModel, conversations: list[rl.RewardModelInput]) -> Any:
+    async def score_and_kill(
+        self: ServedRewardModel, conversations: list[rl.rewards.RewardModelInput]
+    ) -> Any:
         calls.append(len(conversations))
         if len(calls) == KILLED_AT:
             kill_replica(tmp_path / "run")

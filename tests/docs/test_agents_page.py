@@ -54,7 +54,10 @@ async def test_the_algorithm_as_a_class(capsys: pytest.CaptureFixture[str]) -> N
 
 
 async def test_the_algorithm_as_a_function(capsys: pytest.CaptureFixture[str]) -> None:
-    algorithm, store = snippet(PAGE, "algo").run({"rl": rl})["best_of_two"], rl.StoreClient(rl.StoreService())
+    algorithm, store = (
+        snippet(PAGE, "algo").run({"rl": rl})["best_of_two"],
+        rl.StoreClient(rl.StoreService()),
+    )
     algorithm.set_store(store)
     async with runner(store):
         await algorithm.run([1, 2])

@@ -6,8 +6,6 @@ from types import ModuleType
 import pytest
 from docs_snippets import DOCS
 
-import raylight
-
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
@@ -35,12 +33,12 @@ def test_every_public_name_has_one_section(generator: ModuleType) -> None:
     headings = [
         line for text in generator.pages().values() for line in text.splitlines() if line.startswith("## `")
     ]
-    assert sorted(headings) == sorted(f"## `{name}`" for name in raylight.__all__)
+    assert sorted(headings) == sorted(f"## `{generator.public_name(name)}`" for name in generator.MODULE_OF)
 
 
 def test_the_section_of_a_class(generator: ModuleType) -> None:
     text = generator.pages()["algorithms.md"]
-    dapo = text.partition("## `DAPO`")[2].partition("\n## ")[0]
+    dapo = text.partition("## `algorithms.DAPO`")[2].partition("\n## ")[0]
     assert "class DAPO(GRPO)" in dapo
     assert (
         "| `overlong_buffer` | `int` | `4096` (≥ 1) | Tokens below `max_response_tokens` over which "
@@ -48,5 +46,5 @@ def test_the_section_of_a_class(generator: ModuleType) -> None:
     )
     assert "**`reward_of(item: FinishedRollout) -> float | None`**" in dapo
     assert "_buffer_fits" not in text
-    general = text.partition("## `PolicyAlgorithm`")[2].partition("\n## ")[0]
+    general = text.partition("## `algorithms.PolicyAlgorithm`")[2].partition("\n## ")[0]
     assert "| `lr` |" in general, "a class shows the settings of parents that have no page"

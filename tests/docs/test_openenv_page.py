@@ -124,7 +124,7 @@ async def test_tools_of_a_real_server_are_called(python: Path, tmp_path: Path) -
     script = tmp_path / "tools.py"
     script.write_text(TOOL_SERVER)
     with serving(python, script) as server, scripted_model() as url:
-        agent: Any = rl.openenv_agent(
+        agent: Any = rl.environments.openenv_agent(
             server, prompt=lambda observation: "12+30=", reward=lambda state: state["step_count"]
         )
         assert await agent({}, rl.LLM(endpoint=url, model="scripted")) == 1.0

@@ -13,7 +13,7 @@ from page_tables import code, tables
 
 import raylight as rl
 from raylight.rewards.group import call_group_reward
-from raylight.rewards.reward_model import find_reward_models, scoring_by
+from raylight.rewards.scoring_model import find_reward_models, scoring_by
 from raylight.tasks.curriculum import DEFAULT_WEIGHTS, Pool
 
 REWARDS, TASKS = DOCS / "rewards.md", DOCS / "tasks.md"
@@ -49,7 +49,7 @@ def test_the_rewards_can_be_computed() -> None:
     assert model["trainer"].group_reward.name == "reward_model"
     assert find_reward_models(two["group_reward"]) == (two["preference"],)
 
-    async def scorer(conversations: list[rl.RewardModelInput]) -> list[float | None]:
+    async def scorer(conversations: list[rl.rewards.RewardModelInput]) -> list[float | None]:
         return [float(len(one.messages)) for one in conversations]
 
     (served,) = find_reward_models(own["worst_conversation"])
@@ -59,7 +59,7 @@ def test_the_rewards_can_be_computed() -> None:
 
 def test_the_sets_of_tasks_can_be_drawn_from() -> None:
     sets = [names["train"] for names in run("tasks")]
-    assert [type(found) for found in sets] == [rl.Mixture, rl.Curriculum, rl.Stages]
+    assert [type(found) for found in sets] == [rl.tasks.Mixture, rl.tasks.Curriculum, rl.tasks.Stages]
     assert all(found.sampler(0).draw(0).task in (1, 2, 3) for found in sets)
 
 
@@ -67,9 +67,15 @@ def test_the_tables_are_those_of_the_code() -> None:
     view, _, model = tables(REWARDS)
     for row in view.rows:
         for name in row[0].split(", "):
-            assert hasattr(rl.GroupRollout, code(name)) or code(name) in rl.GroupRollout.__dataclass_fields__
-    fields = {name: field.get_default() for name, field in rl.RewardModelConfig.model_fields.items()}
-    fields["name"], fields["max_tokens"] = inspect.signature(rl.reward_model).parameters["name"].default, None
+            assert (
+                hasattr(rl.rewards.GroupRollout, code(name))
+                or code(name) in rl.rewards.GroupRollout.__dataclass_fields__
+            )
+    fields = {name: field.get_default() for name, field in rl.rewards.RewardModelConfig.model_fields.items()}
+    fields["name"], fields["max_tokens"] = (
+        inspect.signature(rl.rewards.reward_model).parameters["name"].default,
+        None,
+    )
     for row in model.rows:
         for name, shown in zip(row[0].split(", "), row[1].split(", "), strict=True):
             default, field = shown.split(";")[0].strip("`").strip('"'), fields[code(name)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,11 +41,21 @@ def arguments(called: Any) -> set[str] | None:
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
 
+def public_module(node: ast.AST) -> ModuleType | None:
+    """Return the module that a block names by `rl` or `rl.rewards`; None for anything else."""
+    match node:
+        case ast.Name("rl"):
+            return rl
+        case ast.Attribute(ast.Name("rl"), name) if name in rl._SUBMODULES:
+            return importlib.import_module(f"raylight.{name}")
+    return None
+
+
 def called_object(call: ast.Call, known: dict[str, Any]) -> tuple[str, Any] | None:
     """Return name and object of raylight that a call refers to; None if the block does not show it."""
     match call.func:
-        case ast.Attribute(ast.Name("rl"), name):
-            return f"rl.{name}", getattr(rl, name, None)
+        case ast.Attribute(ast.Name("rl") | ast.Attribute(ast.Name("rl")) as owner, name):
+            return ast.unparse(call.func), getattr(public_module(owner), name, None)
         case ast.Name(name) if name in known:
             return name, known[name]
         case ast.Attribute(ast.Name("trainer" | "store" | "llm" | "apo") as owner, name) if name in METHODS:
@@ -58,9 +70,9 @@ def unknown_names(block: Snippet) -> Iterator[str]:
     tree = ast.parse(block.code)
     bare = {name: getattr(rl, name) for name in rl.__all__ if inspect.isclass(getattr(rl, name))}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rl":
-            if node.attr not in rl.__all__:
-                yield f"{block}: there is no rl.{node.attr}"
+        if isinstance(node, ast.Attribute) and (owner := public_module(node.value)) is not None:
+            if node.attr not in dir(owner):
+                yield f"{block}: there is no {ast.unparse(node)}"
         elif isinstance(node, ast.Call) and (called := called_object(node, bare)) and called[1] is not None:
             accepted = arguments(called[1])
             for keyword in node.keywords:
@@ -78,14 +90,16 @@ def test_unknown_names_are_found(tmp_path: Path) -> None:
     page.write_text(
         "```python\nrl.Trainr()\nrl.Trainer(n_runner=2, n_runners=1).fit(agents=1)\nGRPO(model='m', rate=1)\n"
         "trainer.fit(a, data=1)\nstore.wait_for_rollouts(rollout_ids=[], seconds=1)\nother(x=1)\n"
-        "rl.rollout(judge=1)\n```\n"
+        "rl.rollout(judge=1)\nrl.rewards.ruler(judge_name=1)\nrl.rewards.rulers()\n```\n"
     )
     (block,) = snippets(page)
     assert sorted(line.partition(": ")[2] for line in unknown_names(block)) == [
         "GRPO takes no rate",
         "Trainer.fit takes no agents",
         "rl.Trainer takes no n_runner",
+        "rl.rewards.ruler takes no judge_name",
         "store.wait_for_rollouts takes no seconds",
         "there is no rl.Trainr",
+        "there is no rl.rewards.rulers",
         "trainer.fit takes no data",
     ]

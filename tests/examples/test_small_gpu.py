@@ -103,7 +103,7 @@ async def test_the_hook_rewards_the_last_message(text: str, rewards: dict[str, f
         known: dict[str, Any] = {"agent": None, "runner": None, "tracer": None, "rollout": rollout}
         await HookDispatcher(NumberReward("cot")).call("on_rollout_end", **known, spans=list(trace.spans))
     span: Span = rl.find_reward_spans(trace.spans)[-1]
-    assert {reward.name: reward.value for reward in rl.get_rewards_from_span(span)} == rewards
+    assert {reward.name: reward.value for reward in rl.traces.get_rewards_from_span(span)} == rewards
 
 
 def test_the_agent_and_its_prompts() -> None:

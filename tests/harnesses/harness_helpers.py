@@ -33,7 +33,7 @@ def needs(preset: str) -> None:
 
 def agent_of(preset: str, **options: Any) -> rl.CommandAgent:
     """Return a harness that is judged by `TESTS`."""
-    judge = rl.RewardCommand(["python3", "check.py"], files=TESTS)
+    judge = rl.harnesses.RewardCommand(["python3", "check.py"], files=TESTS)
     settings = {"timeout_s": TIMEOUT_S, "max_output_tokens": 1024, **options}
     return rl.CommandAgent(preset=preset, reward=judge, **settings)
 

@@ -39,7 +39,7 @@ def test_a_harness_repairs_a_module_in_bubblewrap(server: RepairServer, preset: 
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     folder, readable = installation(preset)
-    sandbox = rl.SandboxSpec("bubblewrap", options={"readable": readable})
+    sandbox = rl.sandboxes.SandboxSpec("bubblewrap", options={"readable": readable})
     own, _ = server.roll_out(TASK, agent_of(preset, sandbox=sandbox, env=path_of(folder)))
     assert find_final_reward(own) == 1.0
     assert len(server.requests) == 2
@@ -50,7 +50,7 @@ def test_a_harness_repairs_a_module_in_a_container(server: RepairServer, podman_
     folder, readable = installation("codex")
     shown = [path for path in (*SYSTEM, *readable) if Path(path).exists()]
     volumes = [f"--volume={path}:{path}:ro" for path in shown]
-    sandbox = rl.SandboxSpec("podman", podman_image, options={"arguments": volumes})
+    sandbox = rl.sandboxes.SandboxSpec("podman", podman_image, options={"arguments": volumes})
     own, _ = server.roll_out(TASK, agent_of("codex", sandbox=sandbox, env=path_of(folder)))
     assert find_final_reward(own) == 1.0
     assert len(server.requests) == 2

@@ -39,7 +39,7 @@ def test_a_harness_works_without_a_configuration(server: RepairServer, preset: s
     agent = rl.CommandAgent(
         ["sh", "-c", COMMANDS[preset], "sh", "{prompt}"],
         files=lambda task: task["files"],
-        reward=rl.RewardCommand([str(shutil.which("python3")), "check.py"], files=TESTS),
+        reward=rl.harnesses.RewardCommand([str(shutil.which("python3")), "check.py"], files=TESTS),
         timeout_s=TIMEOUT_S,
     )
     own, finished = server.roll_out(TASK, agent)

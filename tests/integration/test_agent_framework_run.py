@@ -131,7 +131,7 @@ def folder(fixed_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         output_dir=folder,
         progress=False,
         address="local",
-        tracer=rl.AgentFrameworkTracer(),
+        tracer=rl.traces.AgentFrameworkTracer(),
         initial_resources={"fixed": rl.LLM(endpoint=fixed_model, model="fixed", traced=True)},
     )
     trainer.fit(workflow, TRAIN)

@@ -32,7 +32,7 @@ class RunTasks(rl.FastAlgorithm):
         self.config = config or rl.RolloutConfig()
         self.n_runners = n_runners
         self.results: list[FinishedRollout] = []
-        self.workers: list[rl.Worker] = []
+        self.workers: list[rl.types.Worker] = []
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         store = self.get_store()
@@ -89,7 +89,7 @@ def test_modes_emitters_and_rewards(tmp_path: Path) -> None:
     for task in range(6):
         item = by_task["train", task]
         assert item.reward == task / 10
-        assert rl.get_rewards_from_span(rl.find_reward_spans(item.spans)[-1])[1].name == "short"
+        assert rl.traces.get_rewards_from_span(rl.find_reward_spans(item.spans)[-1])[1].name == "short"
         assert item.spans[0].name == "agentlightning.operation"
     assert by_task["val", 1].reward == 0.5
     assert rl.get_object_value(by_task["val", 1].spans[0]) == {"val": 1}

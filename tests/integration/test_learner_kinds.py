@@ -26,7 +26,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def fit(folder: Path, n_steps: int, learner: dict[str, Any], resume: Any = False, **settings: Any) -> dict:
-    algorithm = rl.RLOO(
+    algorithm = rl.algorithms.RLOO(
         model=STARTER_MODEL, lr=2e-3, n_steps=n_steps, tasks_per_step=4, group_size=4, val_every=2, **settings
     )
     trainer = rl.Trainer(

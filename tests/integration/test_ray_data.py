@@ -20,7 +20,7 @@ def test_rows_are_read_in_the_order_of_the_blocks(shared_cluster: Cluster) -> No
         dataset = ray.data.from_items([{"n": number} for number in range(40)], override_num_blocks=8)
         tasks = as_train_set(dataset)
         assert [task for _, task in tasks.parts()] == [{"n": number} for number in range(40)]
-        sampler = rl.Stream(dataset).sampler(0)
+        sampler = rl.tasks.Stream(dataset).sampler(0)
         assert sampler.draw(41).task["n"] in range(40)  # it has begun again
         with pytest.raises(DatasetError, match="is empty"):
             as_train_set(dataset.filter(lambda row: False))

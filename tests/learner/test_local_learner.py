@@ -129,15 +129,15 @@ async def test_an_update_during_a_response_falls_between_two_tokens() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "lora"),
     [
-        (rl.GSPO(model="m"), True),
+        (rl.algorithms.GSPO(model="m"), True),
         (rl.PPO(model="m"), True),
-        (rl.DAPO(model="m", mini_batches=2), True),
+        (rl.algorithms.DAPO(model="m", mini_batches=2), True),
         (rl.GRPO(model="m", lr=1e-3, kl_coef=1e-2), False),
     ],
     ids=["gspo", "ppo", "dapo", "all weights"],
 )
 async def test_every_algorithm_and_all_weights_can_be_trained(
-    algorithm: rl.PolicyAlgorithm, lora: bool
+    algorithm: rl.algorithms.PolicyAlgorithm, lora: bool
 ) -> None:
     config = LearnerConfig(
         lora=LoraConfig(rank=4) if lora else None,

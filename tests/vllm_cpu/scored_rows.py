@@ -24,7 +24,7 @@ MESSAGES = [{"role": "system", "content": "It is 4."}, {"role": "user", "content
 
 
 async def score() -> float:
-    config = rl.TeacherConfig(model=STARTER_MODEL, kind="vllm", replicas=2)
+    config = rl.algorithms.TeacherConfig(model=STARTER_MODEL, kind="vllm", replicas=2)
     model = ServingSettings(STARTER_MODEL, config.engine(), "teacher")
     model = replace(model, engine=fitted_engine(model, config, 64))
     rows = random_rows(64, longest=64)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from raylight.environments.gymnasium_agent import make_environment
+from raylight.environments.gymnasium import make_environment
 from raylight.environments.gymnasium_text import action_names, instructions, observation_text
 from raylight.errors import ConfigError
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from raylight.environments.textarena_agent import TextArenaGame, check_game
+from raylight.environments.textarena import TextArenaGame, check_game
 from raylight.errors import ConfigError
 
 GAMES = 512

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from raylight.errors import RewardModelError
-from raylight.rewards.reward_model import RewardModelInput
+from raylight.rewards.scoring_model import RewardModelInput
 
 
 class ScoringEngine(Protocol):

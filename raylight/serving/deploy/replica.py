@@ -26,7 +26,7 @@ from raylight.engines.reward_model.scorer import ConversationScorer, ScoredConve
 from raylight.engines.start_stages import note_stage
 from raylight.errors import TeacherPromptError
 from raylight.ray_metrics.reporter import MetricReporter
-from raylight.rewards.reward_model import RewardModelInput
+from raylight.rewards.scoring_model import RewardModelInput
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.deploy.start_reporter import StartReporter
 from raylight.serving.gateway.gateway import build_gateway

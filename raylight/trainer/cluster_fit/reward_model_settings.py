@@ -7,7 +7,7 @@ from dataclasses import replace
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward
-from raylight.rewards.reward_model import RewardModel, find_reward_models
+from raylight.rewards.scoring_model import RewardModel, find_reward_models
 from raylight.trainer.cluster_fit.hardware import engine_on_gpu
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.settings import ResolvedSettings, RewardModelSettings, ServingSettings
@@ -65,7 +65,7 @@ def check_reward_model(path: str, max_tokens: int | None) -> int:
         raise ConfigError(
             f"the reward model {path} is a {classes[0]}, without a head that gives a score; choose an "
             "AutoModelForSequenceClassification with num_labels=1, as TRL's RewardTrainer saves it, or use a "
-            "model that answers as a judge: rl.ruler, rl.rubric"
+            "model that answers as a judge: rl.rewards.ruler, rl.rewards.rubric"
         )
     if config.num_labels != 1:
         labels = ", ".join(map(str, list(config.id2label.values())[:5]))

@@ -9,7 +9,7 @@ from typing import Any
 from raylight._utils.aio import task_group
 from raylight.engines.reward_model.scorer import ScoredConversation
 from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
-from raylight.rewards.reward_model import RewardModel, RewardModelInput, Scorer
+from raylight.rewards.scoring_model import RewardModel, RewardModelInput, Scorer
 from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.spec.settings import ResolvedSettings, RewardModelSettings
 

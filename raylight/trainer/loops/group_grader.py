@@ -14,7 +14,7 @@ from raylight._utils.aio import task_group
 from raylight.errors import GroupRewardError, ServingLostError
 from raylight.experience.rewards import group_key
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
-from raylight.rewards.reward_model import RewardModel, Scorer, scoring_by
+from raylight.rewards.scoring_model import RewardModel, Scorer, scoring_by
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import find_reward_spans, get_rewards_from_span

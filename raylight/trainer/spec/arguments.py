@@ -102,7 +102,7 @@ def parse_group_reward(spec: Any) -> GroupReward | None:
     if not callable(function):
         raise ConfigError(
             f"group_reward is {function!r:.80}; give a function that takes the rollouts of a group and "
-            "returns a reward for each, such as rl.ruler(llm)"
+            "returns a reward for each, such as rl.rewards.ruler(llm)"
         )
     return cast("GroupReward", function)
 

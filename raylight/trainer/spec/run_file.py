@@ -154,10 +154,13 @@ def planned_trainer(run_file: RunFile, show: Callable[[str], None]) -> raylight.
     Raises:
         ConfigError: a setting is wrong, or the algorithm or the engine has a dotted name.
     """
-    rewards = [
-        name for module, names in vars(raylight)["_EXPORTS"].items() if "rewards" in module for name in names
-    ]
-    with names_only({f"raylight{mark}{name}" for name in rewards for mark in ".:"}):
+    names = {
+        f"{home}{mark}{name}"
+        for name in dir(raylight.rewards)
+        for home in ("raylight.rewards", "raylight")  # the latter until 1.0
+        for mark in ".:"
+    }
+    with names_only(names):
         try:
             return raylight.Trainer(**run_file.trainer_arguments(["group_reward"]))
         except NotImportedError as error:
@@ -183,7 +186,7 @@ def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | SupervisedAlgori
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names
             raise ConfigError(f"algorithm.name: there is no {name!r}; the nearest are: {', '.join(nearest)}")
-        found = getattr(raylight, name)
+        found = getattr(algorithms, name)
     if isinstance(found, type) and "model" not in settings:
         parameter = inspect.signature(found).parameters.get("model")
         if parameter is not None and parameter.default is parameter.empty:
@@ -333,7 +336,7 @@ def _read_resources(resources: dict[str, Any] | None) -> NamedResources:
 def describe_algorithm(algorithm: PolicyAlgorithm | SupervisedAlgorithm | Algorithm) -> dict[str, Any]:
     """Return the name and the settings of an algorithm, from which `RunFile` builds it again."""
     cls = type(algorithm)
-    name = cls.__name__ if getattr(raylight, cls.__name__, None) is cls else dotted_name(algorithm)
+    name = cls.__name__ if getattr(algorithms, cls.__name__, None) is cls else dotted_name(algorithm)
     if name == IN_CODE:
         name = f"{cls.__module__}:{cls.__qualname__}"
     if isinstance(algorithm, SupervisedAlgorithm):

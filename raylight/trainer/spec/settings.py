@@ -20,7 +20,7 @@ from raylight.config import (
     SessionConfig,
     StoreConfig,
 )
-from raylight.rewards.reward_model import RewardModel
+from raylight.rewards.scoring_model import RewardModel
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient

@@ -33,7 +33,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_every_algorithm_names_its_paper_and_requires_only_a_model(name: str) -> None:
-    cls = getattr(rl, name)
+    cls = getattr(rl.algorithms, name)
     assert cls is getattr(algorithms, name)
     assert "https://arxiv.org/abs/" in cls.__doc__
     algorithm = cls(model="m", **REQUIRED.get(name, {}))
@@ -198,7 +198,7 @@ def opd(**settings: Any) -> rl.OPD:
 
 
 def test_a_teacher_is_a_model_or_its_settings(tmp_path: Path) -> None:
-    assert opd().teacher == opd(teacher={"model": "t"}).teacher == rl.TeacherConfig(model="t")
+    assert opd().teacher == opd(teacher={"model": "t"}).teacher == rl.algorithms.TeacherConfig(model="t")
     assert opd(teacher=tmp_path).teacher.model == str(tmp_path)
     given = {"model": "t", "kind": "vllm", "replicas": 2, "num_gpus": 1, "args": {"tensor_parallel_size": 2}}
     algorithm = opd(teacher=given)
@@ -211,7 +211,7 @@ def test_a_teacher_is_a_model_or_its_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must take two arguments, the task and the messages"):
         opd(teacher={"model": "t", "prompt": lambda messages: messages})
     with pytest.raises(ConfigError, match="adv_estimator 'opd' needs a teacher"):
-        rl.PolicyAlgorithm(model="m", adv_estimator="opd")
+        rl.algorithms.PolicyAlgorithm(model="m", adv_estimator="opd")
 
 
 def with_answer(task: Any, messages: list[Any]) -> list[Any]:
@@ -269,9 +269,9 @@ def long_rollout(tokens: int) -> FinishedRollout:
 
 @pytest.mark.parametrize(("tokens", "reward"), [(10, 1.0), (80, 1.0), (90, 0.75), (100, 0.5), (150, 0.5)])
 def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float) -> None:
-    dapo = rl.DAPO(model="m", max_response_tokens=100, overlong_buffer=20, overlong_factor=0.5)
+    dapo = rl.algorithms.DAPO(model="m", max_response_tokens=100, overlong_buffer=20, overlong_factor=0.5)
     assert dapo.reward_of(long_rollout(tokens)) == pytest.approx(reward)
-    assert rl.DAPO(model="m").reward_of(long_rollout(tokens)) == 1.0
+    assert rl.algorithms.DAPO(model="m").reward_of(long_rollout(tokens)) == 1.0
     batch, _ = dapo.build_train_batch(
         [long_rollout(tokens), long_rollout(10), make_finished(0.0)], LearnerConfig()
     )
@@ -280,7 +280,7 @@ def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float
 
 @pytest.mark.parametrize("right", [0.0, 1.0])
 def test_groups_are_compared_before_the_penalty_for_length(right: float) -> None:
-    dapo = rl.DAPO(model="m", max_response_tokens=16384)
+    dapo = rl.algorithms.DAPO(model="m", max_response_tokens=16384)
     lengths = (9000, 11000, 12350, 12400)
     group = [
         dataclasses.replace(long_rollout(n), rollout=make_finished(right, group="g").rollout) for n in lengths
@@ -305,7 +305,7 @@ def test_groups_are_compared_before_the_penalty_for_length(right: float) -> None
 )
 def test_conflicting_length_settings_are_an_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        rl.DAPO(model="m", **given)
+        rl.algorithms.DAPO(model="m", **given)
 
 
 # batches
@@ -314,7 +314,7 @@ def test_conflicting_length_settings_are_an_error(given: dict[str, Any], message
 def test_an_algorithm_without_groups_trains_on_single_rollouts() -> None:
     single = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
     assert not rl.GRPO(model="m").build_train_batch(single, LearnerConfig())[1].has_signal
-    for algorithm in (rl.PPO(model="m"), rl.ReinforcePlusPlus(model="m")):
+    for algorithm in (rl.PPO(model="m"), rl.algorithms.ReinforcePlusPlus(model="m")):
         batch, report = algorithm.build_train_batch(single, LearnerConfig())
         assert (batch.rewards, report.has_signal) == ([1.0, 0.0], True)
 
@@ -345,7 +345,7 @@ def test_the_greedy_rollouts_of_remax_are_baselines_and_not_trained() -> None:
         greedy(0.5, "a"),
         greedy(0.25, "b"),
     ]
-    batch, report = rl.ReMax(model="m").build_train_batch(finished, LearnerConfig())
+    batch, report = rl.algorithms.ReMax(model="m").build_train_batch(finished, LearnerConfig())
     assert (batch.rewards, batch.baselines, len(batch.rows), report.trained) == (
         [1.0, 0.0],
         [0.5, 0.25],

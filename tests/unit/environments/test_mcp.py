@@ -28,7 +28,7 @@ SERVER = Path(__file__).with_name("small_mcp_server.py")
 
 
 def tools(how: str = "", **options: Any) -> MCPTools:
-    return rl.mcp_tools([sys.executable, "-S", SERVER, how], **options)
+    return rl.environments.mcp_tools([sys.executable, "-S", SERVER, how], **options)
 
 
 def servers() -> list[psutil.Process]:
@@ -157,7 +157,7 @@ async def test_a_server_that_does_not_list_its_tools_is_reported() -> None:
 
 
 async def test_a_server_that_ends_is_reported_each_time() -> None:
-    described = rl.mcp_tools([sys.executable, "-c", "raise SystemExit(1)"])
+    described = rl.environments.mcp_tools([sys.executable, "-c", "raise SystemExit(1)"])
     for _ in range(2):
         with pytest.raises(EnvironmentUnavailableError, match=r"did not start: .*Connection closed"):
             await add(described, 1, 1)
@@ -165,13 +165,13 @@ async def test_a_server_that_ends_is_reported_each_time() -> None:
 
 async def test_a_program_that_does_not_exist_is_an_error_that_is_not_retried() -> None:
     with pytest.raises(EnvironmentServerError, match=r"cannot be started.*No such file") as caught:
-        await add(rl.mcp_tools(["/nonexistent/server"]), 1, 1)
+        await add(rl.environments.mcp_tools(["/nonexistent/server"]), 1, 1)
     assert classify(caught.value) == "agent"
 
 
 async def test_a_url_without_a_server_is_reported() -> None:
     with pytest.raises(EnvironmentUnavailableError, match=r"http://127\.0\.0\.1:9/mcp did not start"):
-        await add(rl.mcp_tools("http://127.0.0.1:9/mcp"), 1, 1)
+        await add(rl.environments.mcp_tools("http://127.0.0.1:9/mcp"), 1, 1)
 
 
 HTTP_SERVER = """
@@ -200,7 +200,7 @@ async def test_a_real_server_over_http_and_its_death() -> None:
         assert server.stderr
         while b"running on" not in (line := await server.stderr.readline()):
             assert line, "the server ended"
-        described = rl.mcp_tools(f"http://127.0.0.1:{port}/mcp", headers={"X-Key": "secret"})
+        described = rl.environments.mcp_tools(f"http://127.0.0.1:{port}/mcp", headers={"X-Key": "secret"})
         async with described.open() as opened:
             assert [schema["function"]["name"] for schema in opened.schemas] == ["add", "key"]
             assert opened.schemas[0]["function"]["description"] == "Add two numbers."
@@ -245,24 +245,24 @@ async def test_errors_of_the_rollout_are_left_alone() -> None:
 async def test_two_servers_give_their_tools_together_unless_names_collide() -> None:
     command = [sys.executable, "-S", SERVER]
     with pytest.raises(ConfigError, match="both have a tool 'add'"):
-        async with rl.mcp_tools(command, [*command, ""]).open():
+        async with rl.environments.mcp_tools(command, [*command, ""]).open():
             pass
 
 
 @pytest.mark.parametrize("server", ["server.py", [], [1], b"http://x", "ftp://x"])
 def test_what_is_no_server_is_refused(server: Any) -> None:
     with pytest.raises(ConfigError, match="neither a command nor a URL"):
-        rl.mcp_tools(server)
+        rl.environments.mcp_tools(server)
 
 
 def test_other_bad_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no server is given"):
-        rl.mcp_tools()
+        rl.environments.mcp_tools()
     with pytest.raises(ConfigError, match="scope='cluster' is unknown"):
-        rl.mcp_tools(["server"], scope="cluster")  # type: ignore[arg-type]
+        rl.environments.mcp_tools(["server"], scope="cluster")  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"pip install 'raylight\[mcp\]'"):
-        rl.mcp_tools(["server"])
+        rl.environments.mcp_tools(["server"])
 
 
 def test_servers_end_with_a_process_that_is_killed() -> None:
@@ -270,7 +270,7 @@ def test_servers_end_with_a_process_that_is_killed() -> None:
 import asyncio, sys
 import raylight as rl
 async def main():
-    async with rl.mcp_tools([sys.executable, "-S", {str(SERVER)!r}, "deaf"]).open():
+    async with rl.environments.mcp_tools([sys.executable, "-S", {str(SERVER)!r}, "deaf"]).open():
         print("there", flush=True)
         await asyncio.Event().wait()
 asyncio.run(main())

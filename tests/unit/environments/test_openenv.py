@@ -126,7 +126,7 @@ async def serving(
 
 
 async def play(url: str, task: Any = None, **options: Any) -> float:
-    agent: Any = rl.openenv_agent(url, **options)
+    agent: Any = rl.environments.openenv_agent(url, **options)
     llm = rl.LLM(endpoint=url.replace("ws", "http", 1) + "/v1", model="m")
     return await agent({} if task is None else task, llm)
 
@@ -377,4 +377,4 @@ def test_environments_of_tools_are_recognised() -> None:
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        rl.openenv_agent(**arguments)
+        rl.environments.openenv_agent(**arguments)

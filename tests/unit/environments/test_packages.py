@@ -30,7 +30,7 @@ async def play(
 
 async def test_a_frozen_lake_is_crossed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
-    agent = rl.gymnasium_agent("FrozenLake-v1", is_slippery=False)
+    agent = rl.environments.gymnasium_agent("FrozenLake-v1", is_slippery=False)
     path = ["down", "1", "I go right.", "fly", "down", "right", "right"]
     reward, requests = await play(monkeypatch, agent, {"seed": 0}, *path)
     assert reward == 1.0
@@ -49,7 +49,7 @@ async def test_a_frozen_lake_is_crossed(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_taxi_cliff_and_blackjack(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
-    taxi = rl.gymnasium_agent("Taxi-v4", max_turns=2)
+    taxi = rl.environments.gymnasium_agent("Taxi-v4", max_turns=2)
     reward, requests = await play(monkeypatch, taxi, {"seed": 1}, "dropoff", "south")
     assert reward == -11
     picture = requests[0][-1]["content"]
@@ -58,25 +58,25 @@ async def test_taxi_cliff_and_blackjack(monkeypatch: pytest.MonkeyPatch) -> None
     other = [(await play(monkeypatch, taxi, {"seed": seed}, "south", "south"))[1][0] for seed in range(2, 6)]
     assert again[0] == requests[0]
     assert requests[0] not in other
-    cliff = rl.gymnasium_agent("CliffWalking-v1", max_turns=1)
+    cliff = rl.environments.gymnasium_agent("CliffWalking-v1", max_turns=1)
     reward, requests = await play(monkeypatch, cliff, {"seed": 0}, "right")
     assert reward == -100
-    worded = rl.gymnasium_agent("CliffWalking-v1", render_mode=None, max_turns=2)
+    worded = rl.environments.gymnasium_agent("CliffWalking-v1", render_mode=None, max_turns=2)
     reward, requests = await play(monkeypatch, worded, {"seed": 0}, "up", "right")
     assert (reward, [request[-1]["content"] for request in requests]) == (
         -2,
         ["Row 3, column 0.", "Row 2, column 0."],
     )
-    lake = rl.gymnasium_agent("FrozenLake-v1", is_slippery=False, render_mode=None, max_turns=2)
+    lake = rl.environments.gymnasium_agent("FrozenLake-v1", is_slippery=False, render_mode=None, max_turns=2)
     _, requests = await play(monkeypatch, lake, {"seed": 0}, "right", "right")
     assert requests[1][-1]["content"] == "Row 0, column 1."
-    taxi = rl.gymnasium_agent("Taxi-v4", render_mode=None, max_turns=1)
+    taxi = rl.environments.gymnasium_agent("Taxi-v4", render_mode=None, max_turns=1)
     _, requests = await play(monkeypatch, taxi, {"seed": 1}, "south")
     shown = re.fullmatch(
         r"Taxi: row \d, column \d\. Passenger: \w+\. Destination: \w+\.", requests[0][-1]["content"]
     )
     assert shown is not None
-    jack = rl.gymnasium_agent("Blackjack-v1")
+    jack = rl.environments.gymnasium_agent("Blackjack-v1")
     reward, requests = await play(monkeypatch, jack, {"seed": 0}, "stick")
     assert reward in (-1, 0, 1)
     assert requests[0][-1]["content"].startswith("Your sum: ")
@@ -96,13 +96,13 @@ def test_an_environment_that_cannot_be_played_is_a_typed_error(
 ) -> None:
     pytest.importorskip("gymnasium")
     with pytest.raises(ConfigError, match=message):
-        rl.gymnasium_agent(id, **settings)
+        rl.environments.gymnasium_agent(id, **settings)
 
 
 async def test_a_number_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("textarena")
     state = random.getstate()
-    agent = rl.textarena_agent("GuessTheNumber-v0", max_turns=12)
+    agent = rl.environments.textarena_agent("GuessTheNumber-v0", max_turns=12)
     _, requests = await play(monkeypatch, agent, {"seed": 4}, *["10", "[21]", "the number is [15]"] * 4)
     assert random.getstate() == state, "the seeds of games leave the process's random numbers alone"
     prompt, answer, hint = requests[1]
@@ -129,7 +129,7 @@ async def number_of(monkeypatch: pytest.MonkeyPatch, agent: Any, seed: int) -> i
 
 async def test_games_at_once_do_not_share_their_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("textarena")
-    agent = rl.textarena_agent("FrozenLake-v0-random", max_turns=1)
+    agent = rl.environments.textarena_agent("FrozenLake-v0-random", max_turns=1)
     client = ScriptedClient(*[{"content": "up"}] * 64)
     monkeypatch.setattr(rl.LLM, "client", lambda llm: client)
     await asyncio.gather(*(agent({"seed": index % 4}, LLM) for index in range(64)))
@@ -141,13 +141,13 @@ async def test_games_at_once_do_not_share_their_seeds(monkeypatch: pytest.Monkey
 def test_a_game_that_cannot_be_played_is_a_typed_error(id: str) -> None:
     pytest.importorskip("textarena")
     with pytest.raises(ConfigError, match=f"'{id}' of TextArena cannot be played by one player"):
-        rl.textarena_agent(id)
+        rl.environments.textarena_agent(id)
 
 
 async def test_a_puzzle_is_scored_by_its_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
-    puzzles = rl.ReasoningGym("chain_sum", size=5, seed=1, min_terms=2, max_terms=2)
-    agent = rl.reasoning_gym_agent()
+    puzzles = rl.environments.ReasoningGym("chain_sum", size=5, seed=1, min_terms=2, max_terms=2)
+    agent = rl.environments.reasoning_gym_agent()
     assert len(puzzles) == len(list(puzzles)) == 5
     task = json.loads(json.dumps(puzzles[0]))
     assert task["question"] == "State the final answer to the following arithmetic problem: 4 - 1 ="
@@ -156,7 +156,7 @@ async def test_a_puzzle_is_scored_by_its_dataset(monkeypatch: pytest.MonkeyPatch
     assert reward == 1.0
     assert requests == [[{"role": "user", "content": task["question"]}]]
     assert (await play(monkeypatch, agent, task, "4"))[0] < 0.1
-    thought = rl.reasoning_gym_agent(system="Think.")
+    thought = rl.environments.reasoning_gym_agent(system="Think.")
     reward, requests = await play(
         monkeypatch, thought, task, "so <answer>4</answer> no <answer> 3 </answer>."
     )
@@ -166,19 +166,19 @@ async def test_a_puzzle_is_scored_by_its_dataset(monkeypatch: pytest.MonkeyPatch
 
 async def test_an_answer_that_a_dataset_cannot_read_scores_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
-    (task,) = rl.ReasoningGym("prime_factorization", size=1)
-    assert (await play(monkeypatch, rl.reasoning_gym_agent(), task, "nonsense }{"))[0] == 0.0
+    (task,) = rl.environments.ReasoningGym("prime_factorization", size=1)
+    assert (await play(monkeypatch, rl.environments.reasoning_gym_agent(), task, "nonsense }{"))[0] == 0.0
 
 
 async def test_datasets_that_cannot_be_made_and_tasks_of_others_are_typed_errors() -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match="'chains' of reasoning-gym cannot be made"):
-        rl.ReasoningGym("chains")
+        rl.environments.ReasoningGym("chains")
     with pytest.raises(ConfigError, match=r"'chain_sum' of reasoning-gym with \{'max_term': 2\}"):
-        rl.ReasoningGym("chain_sum", max_term=2)
+        rl.environments.ReasoningGym("chain_sum", max_term=2)
     with pytest.raises(ConfigError, match="not JSON"):
-        rl.ReasoningGym("chain_sum", max_terms={1})
+        rl.environments.ReasoningGym("chain_sum", max_terms={1})
     with pytest.raises(DatasetError, match="lacks config, index, name, seed, size"):
-        await rl.reasoning_gym_agent()({"question": "1+1"}, LLM)
+        await rl.environments.reasoning_gym_agent()({"question": "1+1"}, LLM)
     with pytest.raises(IndexError):
-        rl.ReasoningGym("chain_sum", size=2)[2]
+        rl.environments.ReasoningGym("chain_sum", size=2)[2]

@@ -90,17 +90,17 @@ def test_settings_out_of_range_are_rejected(options: dict[str, Any]) -> None:
 
 
 def test_seeds() -> None:
-    assert rl.seeds(2, start=5) == [{"seed": 5}, {"seed": 6}]
+    assert rl.environments.seeds(2, start=5) == [{"seed": 5}, {"seed": 6}]
     with pytest.raises(ConfigError):
-        rl.seeds(0)
+        rl.environments.seeds(0)
 
 
 @pytest.mark.parametrize(
     ("make", "extra"),
     [
-        (lambda: rl.gymnasium_agent("FrozenLake-v1"), "gymnasium"),
-        (lambda: rl.textarena_agent("GuessTheNumber-v0"), "textarena"),
-        (lambda: rl.ReasoningGym("chain_sum"), "reasoning_gym"),
+        (lambda: rl.environments.gymnasium_agent("FrozenLake-v1"), "gymnasium"),
+        (lambda: rl.environments.textarena_agent("GuessTheNumber-v0"), "textarena"),
+        (lambda: rl.environments.ReasoningGym("chain_sum"), "reasoning_gym"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

@@ -31,7 +31,7 @@ SETTINGS = {"max_staleness": 2, "stale": "mask", "off_policy_sampling": "mask"}
 ALGORITHMS = [
     rl.GRPO(model="m", **SETTINGS),
     rl.GRPO(model="m", **SETTINGS, failure_reward=0.0, zero_variance_groups="drop"),
-    rl.ReMax(model="m", **SETTINGS),
+    rl.algorithms.ReMax(model="m", **SETTINGS),
     rl.GRPO(model="m", **SETTINGS, trajectory_selection="longest"),
 ]
 
@@ -118,7 +118,7 @@ class World:
     """Rollouts in groups; steps take groups 0 to 3, drop group 4, and leave group 5 open."""
 
     rollouts: list[Sampled]
-    algorithm: rl.PolicyAlgorithm
+    algorithm: rl.algorithms.PolicyAlgorithm
 
     def take(self, ledger: Ledger, step: int, lose: int = 0) -> None:
         """Take two groups in each of two steps; the second one drops a group, too."""

@@ -30,8 +30,8 @@ def failed(found: FinishedRollout) -> FinishedRollout:
     return replace(found, rollout=state, reward=None, rewards={})
 
 
-def gdpo(**settings: Any) -> rl.GDPO:
-    return rl.GDPO(model="m", reward_weights={"right": 1.0, "short": 0.5}, **settings)
+def gdpo(**settings: Any) -> rl.algorithms.GDPO:
+    return rl.algorithms.GDPO(model="m", reward_weights={"right": 1.0, "short": 0.5}, **settings)
 
 
 def test_a_batch_has_the_named_rewards_in_the_order_of_the_weights() -> None:

@@ -165,10 +165,10 @@ def test_only_a_chosen_correction_tolerates_a_mismatch_of_the_current_weights() 
     [("GPG", {"rollout_is": None}), ("GPG", {"bypass_mode": True}), ("KLCov", {"rollout_is": None})],
 )
 def test_losses_without_clipping_need_a_correction(name: str, settings: dict[str, Any]) -> None:
-    getattr(rl, name)(model="m", **settings)
-    getattr(rl, name)(model="m", max_staleness=1)
+    getattr(rl.algorithms, name)(model="m", **settings)
+    getattr(rl.algorithms, name)(model="m", max_staleness=1)
     with pytest.raises(ConfigError, match=r"does not clip the ratio .* rollout_is='token'"):
-        getattr(rl, name)(model="m", max_staleness=1, **settings)
+        getattr(rl.algorithms, name)(model="m", max_staleness=1, **settings)
 
 
 @pytest.mark.parametrize(

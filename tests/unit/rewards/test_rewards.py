@@ -75,16 +75,20 @@ def test_a_rollout_shows_its_conversations() -> None:
 
 
 def test_terms() -> None:
-    assert rewards_of(rl.matches("Goethe")) == [{"primary": 1.0}, {"primary": 0.0}, {"primary": 1.0}]
-    assert rewards_of(rl.matches("Goethe", full=True))[2] == {"primary": 0.0}
-    assert rewards_of(rl.length_penalty(10, 8)) == [{"primary": 0.0}, {"primary": -0.5}, {"primary": -1.0}]
-    assert rewards_of(rl.RelativeLength()) == [{"primary": 0.5}, {"primary": 0.0}, {"primary": -0.5}]
-    assert rewards_of(rl.RelativeLength(), GROUP[:1]) == [{"primary": 0.0}]
-    assert rewards_of(rl.agent_reward("missing")) == [{}, {}, {}]
+    assert rewards_of(rl.rewards.matches("Goethe")) == [{"primary": 1.0}, {"primary": 0.0}, {"primary": 1.0}]
+    assert rewards_of(rl.rewards.matches("Goethe", full=True))[2] == {"primary": 0.0}
+    assert rewards_of(rl.rewards.length_penalty(10, 8)) == [
+        {"primary": 0.0},
+        {"primary": -0.5},
+        {"primary": -1.0},
+    ]
+    assert rewards_of(rl.rewards.RelativeLength()) == [{"primary": 0.5}, {"primary": 0.0}, {"primary": -0.5}]
+    assert rewards_of(rl.rewards.RelativeLength(), GROUP[:1]) == [{"primary": 0.0}]
+    assert rewards_of(rl.rewards.agent_reward("missing")) == [{}, {}, {}]
     for wrong in (
-        lambda: rl.matches("("),
-        lambda: rl.length_penalty(10, 11),
-        lambda: rl.each_rollout(3),  # type: ignore[arg-type]
+        lambda: rl.rewards.matches("("),
+        lambda: rl.rewards.length_penalty(10, 11),
+        lambda: rl.rewards.each_rollout(3),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError):
             wrong()
@@ -93,7 +97,7 @@ def test_terms() -> None:
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([None, 0.0, 1.0])), min_size=1, max_size=8))
 def test_relative_length_orders_good_rollouts_and_never_rewards_bad_ones(drawn: list[Any]) -> None:
     group = [rollout(number, "x", reward, tokens) for number, (tokens, reward) in enumerate(drawn)]
-    found = rl.RelativeLength()(group)
+    found = rl.rewards.RelativeLength()(group)
     good = sorted(
         (item.sampled_tokens, -score) for item, score in zip(group, found, strict=True) if item.reward
     )
@@ -103,7 +107,9 @@ def test_relative_length_orders_good_rollouts_and_never_rewards_bad_ones(drawn: 
 
 
 def test_a_sum_keeps_the_names_of_its_terms() -> None:
-    total = rl.RewardSum({"right": rl.agent_reward(), "short": rl.RelativeLength()}, weights={"short": 0.5})
+    total = rl.rewards.RewardSum(
+        {"right": rl.rewards.agent_reward(), "short": rl.rewards.RelativeLength()}, weights={"short": 0.5}
+    )
     assert rewards_of(total) == [
         {"total": 1.25, "right": 1.0, "short": 0.5},
         {"total": 0.0, "right": 0.0, "short": 0.0},
@@ -112,12 +118,12 @@ def test_a_sum_keeps_the_names_of_its_terms() -> None:
     assert rewards_of(total, [rollout(0, "x")]) == [{}]
     for terms, weights in (
         ({}, None),
-        ({"total": rl.agent_reward()}, None),
-        ({"right": rl.agent_reward()}, {"rihgt": 1.0}),
-        ({"right": rl.agent_reward()}, {"right": float("inf")}),
+        ({"total": rl.rewards.agent_reward()}, None),
+        ({"right": rl.rewards.agent_reward()}, {"rihgt": 1.0}),
+        ({"right": rl.rewards.agent_reward()}, {"right": float("inf")}),
     ):
         with pytest.raises(ConfigError):
-            rl.RewardSum(terms, weights)
+            rl.rewards.RewardSum(terms, weights)
 
 
 def test_ruler_ranks_a_group_by_one_request() -> None:
@@ -125,12 +131,14 @@ def test_ruler_ranks_a_group_by_one_request() -> None:
         return scores_of(text, lambda answer: 0.9 if answer == "Goethe" else len(answer) / 100)
 
     with judging(script) as models, recording() as spans:
-        assert rewards_of(rl.ruler(judge_llm(models.url))) == [
+        assert rewards_of(rl.rewards.ruler(judge_llm(models.url))) == [
             {"ruler": 0.9},
             {"ruler": 0.08},
             {"ruler": 0.14},
         ]
-        assert rewards_of(rl.ruler(judge_llm(models.url), name="rank"), GROUP[1:2]) == [{"rank": 0.08}]
+        assert rewards_of(rl.rewards.ruler(judge_llm(models.url), name="rank"), GROUP[1:2]) == [
+            {"rank": 0.08}
+        ]
     (_, prompt), _ = models.requests
     assert prompt.count("Who wrote Faust?") == prompt.count("<shared>") == 1
     assert prompt.count("<attempt number=") == 3
@@ -156,12 +164,12 @@ def test_an_unreadable_answer_is_asked_for_again(wrong: str) -> None:
         return scores_of(asked, lambda answer: 0.5) if "cannot be used" in text else wrong
 
     with judging(script) as models:
-        judge = rl.ruler(judge_llm(models.url))
+        judge = rl.rewards.ruler(judge_llm(models.url))
         asked = '<attempt number="1">\n{"content": ""}\n</attempt>' * 3
         assert rewards_of(judge) == [{"ruler": 0.5}] * 3
         assert len(models.requests) == 2
         with pytest.raises(JudgeError, match="could be read in 1 attempts"):
-            rewards_of(rl.ruler(judge_llm(models.url), attempts=1))
+            rewards_of(rl.rewards.ruler(judge_llm(models.url), attempts=1))
 
 
 def test_a_judge_that_does_not_answer_fails() -> None:
@@ -170,11 +178,11 @@ def test_a_judge_that_does_not_answer_fails() -> None:
         recording() as spans,
         pytest.raises(JudgeError, match="did not answer: BadRequestError"),
     ):
-        rewards_of(rl.ruler(judge_llm(models.url)))
+        rewards_of(rl.rewards.ruler(judge_llm(models.url)))
     assert spans[0].status.status_code == "ERROR"
     for llm in (rl.LLM(model="judge"), rl.LLM(endpoint="http://x/v1"), "gpt-5"):
         with pytest.raises(ConfigError, match="the judge is"):
-            rl.ruler(llm)  # type: ignore[arg-type]
+            rl.rewards.ruler(llm)  # type: ignore[arg-type]
 
 
 def test_a_rubric_weighs_judged_and_checked_criteria() -> None:
@@ -186,34 +194,38 @@ def test_a_rubric_weighs_judged_and_checked_criteria() -> None:
         )
 
     criteria = [
-        rl.Criterion("right", "Names the author.", weight=3.0),
-        rl.Criterion("rude", "Calls him a poet.", weight=-2.0),
-        rl.Criterion("short", check=lambda item: float(item.sampled_tokens <= 6)),
+        rl.rewards.Criterion("right", "Names the author.", weight=3.0),
+        rl.rewards.Criterion("rude", "Calls him a poet.", weight=-2.0),
+        rl.rewards.Criterion("short", check=lambda item: float(item.sampled_tokens <= 6)),
     ]
     with judging(script) as models:
-        found = rewards_of(rl.rubric(criteria, judge_llm(models.url)))
+        found = rewards_of(rl.rewards.rubric(criteria, judge_llm(models.url)))
     assert found == [
         {"rubric": 1.0, "right": 1.0, "rude": 0.0, "short": 1.0},
         {"rubric": 0.25, "right": 0.0, "rude": 0.0, "short": 1.0},
         {"rubric": 0.5, "right": 1.0, "rude": 0.5, "short": 0.0},
     ]
     assert len(models.requests) == 3
-    only_checks = rl.rubric([criteria[2]])
+    only_checks = rl.rewards.rubric([criteria[2]])
     assert rewards_of(cloudpickle.loads(cloudpickle.dumps(only_checks)))[2] == {"rubric": 0.0, "short": 0.0}
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: rl.Criterion("", "x"),
-        lambda: rl.Criterion("a", "x", weight=0.0),
-        lambda: rl.Criterion("a", "x", weight=float("nan")),
-        lambda: rl.Criterion("a"),
-        lambda: rl.rubric([rl.Criterion("a", "x")]),
-        lambda: rl.rubric([rl.Criterion("a", check=float)], rl.LLM(endpoint="http://x/v1", model="m")),
-        lambda: rl.rubric([rl.Criterion("a", "x", weight=-1.0)], rl.LLM(endpoint="http://x/v1", model="m")),
-        lambda: rl.rubric([rl.Criterion("rubric", check=float)]),
-        lambda: rl.rubric([]),
+        lambda: rl.rewards.Criterion("", "x"),
+        lambda: rl.rewards.Criterion("a", "x", weight=0.0),
+        lambda: rl.rewards.Criterion("a", "x", weight=float("nan")),
+        lambda: rl.rewards.Criterion("a"),
+        lambda: rl.rewards.rubric([rl.rewards.Criterion("a", "x")]),
+        lambda: rl.rewards.rubric(
+            [rl.rewards.Criterion("a", check=float)], rl.LLM(endpoint="http://x/v1", model="m")
+        ),
+        lambda: rl.rewards.rubric(
+            [rl.rewards.Criterion("a", "x", weight=-1.0)], rl.LLM(endpoint="http://x/v1", model="m")
+        ),
+        lambda: rl.rewards.rubric([rl.rewards.Criterion("rubric", check=float)]),
+        lambda: rl.rewards.rubric([]),
     ],
 )
 def test_a_rubric_that_cannot_be_combined_raises(make: Any) -> None:

@@ -21,14 +21,16 @@ from raylight.tasks.task_set import SetSampler, TaskSet
 from raylight.trainer.spec.inputs import SourcedTasks, as_tasks, as_train_set
 
 SETS: dict[str, TaskSet] = {
-    "mixture": rl.Mixture({"a": [1, 2, 3], "b": list("vwxyz")}, weights={"a": 2}),
-    "curriculum": rl.Curriculum(list(range(12))),
-    "stages": rl.Stages({"easy": [0, 1], "hard": [2, 3, 4]}, advance_at=0.5, window=3),
-    "stream": rl.Stream(lambda: iter(range(7))),
-    "nested": rl.Mixture(
+    "mixture": rl.tasks.Mixture({"a": [1, 2, 3], "b": list("vwxyz")}, weights={"a": 2}),
+    "curriculum": rl.tasks.Curriculum(list(range(12))),
+    "stages": rl.tasks.Stages({"easy": [0, 1], "hard": [2, 3, 4]}, advance_at=0.5, window=3),
+    "stream": rl.tasks.Stream(lambda: iter(range(7))),
+    "nested": rl.tasks.Mixture(
         {
-            "staged": rl.Stages({"easy": rl.Curriculum([0, 1]), "hard": [2, 3, 4]}, advance_at=0.5, window=2),
-            "read": rl.Stream([10, 11]),
+            "staged": rl.tasks.Stages(
+                {"easy": rl.tasks.Curriculum([0, 1]), "hard": [2, 3, 4]}, advance_at=0.5, window=2
+            ),
+            "read": rl.tasks.Stream([10, 11]),
         },
         weights={"staged": 3, "read": 1},
     ),
@@ -84,7 +86,9 @@ def test_a_recalled_draw_is_that_of_the_earlier_process(name: str) -> None:
 @settings(max_examples=50, deadline=None)
 def test_a_mixture_keeps_its_proportions(weights: list[float], draws: int) -> None:
     names = [f"s{number}" for number in range(len(weights))]
-    mixture = rl.Mixture({name: [name] for name in names}, weights=dict(zip(names, weights, strict=True)))
+    mixture = rl.tasks.Mixture(
+        {name: [name] for name in names}, weights=dict(zip(names, weights, strict=True))
+    )
     sampler = mixture.sampler(0)
     counts = Counter(sampler.draw(number).source for number in range(draws))
     for name, weight in zip(names, weights, strict=True):
@@ -92,7 +96,7 @@ def test_a_mixture_keeps_its_proportions(weights: list[float], draws: int) -> No
 
 
 def test_a_mixture_without_weights_passes_over_all_tasks() -> None:
-    mixture = rl.Mixture({"few": [1, 2], "many": list(range(10, 18))})
+    mixture = rl.tasks.Mixture({"few": [1, 2], "many": list(range(10, 18))})
     sampler = mixture.sampler(0)
     assert mixture.size == 10
     assert sorted(sampler.draw(number).task for number in range(10)) == [1, 2, *range(10, 18)]
@@ -120,7 +124,7 @@ class Pools:
 def test_tasks_are_in_the_pool_of_their_last_outcome(
     size: int, outcomes: list[float | None], lag: int
 ) -> None:
-    sampler = rl.Curriculum(list(range(size))).sampler(1)
+    sampler = rl.tasks.Curriculum(list(range(size))).sampler(1)
     assert isinstance(sampler, CurriculumSampler)
     model, drawn = Pools(size), []
     for number, outcome in enumerate(outcomes):
@@ -138,7 +142,7 @@ def test_tasks_are_in_the_pool_of_their_last_outcome(
 
 def test_draws_of_a_curriculum_follow_the_weights_and_test_again() -> None:
     tasks = list(range(40))
-    sampler = rl.Curriculum(tasks, weights={"solved": 0.5, "unsolved": 0.0}).sampler(0)
+    sampler = rl.tasks.Curriculum(tasks, weights={"solved": 0.5, "unsolved": 0.0}).sampler(0)
     rewards = {task: 1.0 if task < 10 else 0.0 if task < 20 else 0.5 for task in tasks}
     counts: Counter[str] = Counter()
     tested: Counter[int] = Counter()
@@ -157,7 +161,7 @@ def test_draws_of_a_curriculum_follow_the_weights_and_test_again() -> None:
 
 
 def test_a_pool_without_weight_is_drawn_from_if_all_others_are_empty() -> None:
-    sampler = rl.Curriculum([0, 1], weights={"unsolved": 0.0}).sampler(0)
+    sampler = rl.tasks.Curriculum([0, 1], weights={"unsolved": 0.0}).sampler(0)
     for number in range(2):
         sampler.draw(number)
         sampler.observe(number, 0.0)
@@ -165,7 +169,7 @@ def test_a_pool_without_weight_is_drawn_from_if_all_others_are_empty() -> None:
 
 
 def test_a_gate_opens_when_its_stage_is_learned() -> None:
-    sampler = rl.Stages({"easy": ["e"], "hard": ["h"]}, advance_at=0.75, window=4).sampler(0)
+    sampler = rl.tasks.Stages({"easy": ["e"], "hard": ["h"]}, advance_at=0.75, window=4).sampler(0)
     rewards = [0.0, 1.0, 1.0, None, 0.5, 1.0]
     seen = []
     for number, reward in enumerate(rewards):
@@ -188,11 +192,11 @@ def test_a_stream_is_read_as_needed_and_again_from_its_start() -> None:
             passes[-1] += 1
             yield number
 
-    sampler = rl.Stream(rows).sampler(0)
+    sampler = rl.tasks.Stream(rows).sampler(0)
     assert [sampler.draw(number).task for number in (0, 1)] == [0, 1]
     assert passes == [2]
     assert [sampler.draw(number).task for number in (2, 5, 3)] == [2, 2, 0]
-    endless = rl.Stream(itertools.count).sampler(0)
+    endless = rl.tasks.Stream(itertools.count).sampler(0)
     assert endless.draw(1000).task == 1000
 
     def broken() -> Any:
@@ -201,7 +205,7 @@ def test_a_stream_is_read_as_needed_and_again_from_its_start() -> None:
 
     for source in (lambda: [], broken):
         with pytest.raises(DatasetError, match=r"is empty|OSError: the disk is gone"):
-            rl.Stream(source).sampler(0).draw(1)
+            rl.tasks.Stream(source).sampler(0).draw(1)
 
 
 def test_a_closed_sampler_ends_its_streams(caplog: pytest.LogCaptureFixture) -> None:
@@ -215,13 +219,13 @@ def test_a_closed_sampler_ends_its_streams(caplog: pytest.LogCaptureFixture) -> 
             if name == "broken":
                 raise OSError("the disk is gone")
 
-    def stream(name: str) -> rl.Stream:
-        return rl.Stream(lambda: rows(name))
+    def stream(name: str) -> rl.tasks.Stream:
+        return rl.tasks.Stream(lambda: rows(name))
 
-    mixture = rl.Mixture(
+    mixture = rl.tasks.Mixture(
         {"mixed": stream("mixed"), "broken": stream("broken")}, {"mixed": 1.0, "broken": 1.0}
     )
-    sampler = rl.Stages({"first": mixture, "never": stream("never")}, advance_at=1.0).sampler(0)
+    sampler = rl.tasks.Stages({"first": mixture, "never": stream("never")}, advance_at=1.0).sampler(0)
     for number in range(2):
         sampler.draw(number)
     assert ended == []
@@ -239,7 +243,7 @@ def test_a_read_that_does_not_return_is_not_waited_for(monkeypatch: pytest.Monke
         free.wait(60)
         yield 1
 
-    sampler = rl.Stream(rows).sampler(0)
+    sampler = rl.tasks.Stream(rows).sampler(0)
     reader = threading.Thread(target=sampler.draw, args=(0,))
     reader.start()
     try:
@@ -259,41 +263,41 @@ def test_datasets_of_hugging_face() -> None:
     assert as_tasks(listed, "train_dataset", required=True) == rows
     assert as_train_set(listed).size == 5
     streamed = as_train_set(listed.to_iterable_dataset())
-    assert isinstance(streamed, rl.Stream)
+    assert isinstance(streamed, rl.tasks.Stream)
     assert [streamed.sampler(0).draw(number).task for number in (0, 4, 5)] == [rows[0], rows[4], rows[0]]
     with pytest.raises(DatasetError, match="no end"):
         as_tasks(listed.to_iterable_dataset(), "val_dataset", required=True)
-    assert rl.Mixture({"a": listed, "b": [1]}).size == 6
+    assert rl.tasks.Mixture({"a": listed, "b": [1]}).size == 6
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rl.Mixture({}), "give datasets by name"),
-        (lambda: rl.Mixture([[1], [2]]), "give datasets by name"),  # type: ignore[arg-type]
-        (lambda: rl.Mixture({"a": []}), "source 'a' is empty"),
-        (lambda: rl.Mixture({"a": [1]}, weights={"b": 1}), "weights b are of no source"),
-        (lambda: rl.Mixture({"a": [1]}, weights={"a": 0}), "must be positive"),
-        (lambda: rl.Mixture({"a": [1]}, weights={"a": float("nan")}), "must be positive"),
-        (lambda: rl.Mixture({"a": [1]}, weights={"a": "2"}), "must be positive"),  # type: ignore[dict-item]
-        (lambda: rl.Mixture({"a": [1], "b": rl.Stream([1])}), "size of b is not known"),
-        (lambda: rl.Curriculum([]), "is empty"),
-        (lambda: rl.Curriculum(rl.Stream([1])), "a Stream has no list"),
-        (lambda: rl.Curriculum([1], weights={"easy": 1}), "no pools easy"),
-        (lambda: rl.Curriculum([1], weights=dict.fromkeys(POOLS, 0.0)), "not all 0"),
-        (lambda: rl.Curriculum([1], weights={"solved": -1.0}), "at least 0"),
-        (lambda: rl.Curriculum([1], weights={"solved": "1"}), "be numbers"),  # type: ignore[dict-item]
-        (lambda: rl.Curriculum([1], weights={"solved": None}), "be numbers"),  # type: ignore[dict-item]
-        (lambda: rl.Curriculum([1], solved="1"), "must be a number less"),  # type: ignore[arg-type]
-        (lambda: rl.Curriculum([1], unsolved=float("nan")), "must be a number less"),
-        (lambda: rl.Curriculum([1], solved=0.1, unsolved=0.1), "must be a number less than"),
-        (lambda: rl.Stages({}, advance_at=1.0), "give datasets by name"),
-        (lambda: rl.Stages({"a": [1]}, advance_at=1.0, window=0), "at least 1"),
-        (lambda: rl.Stages({"a": [1]}, advance_at=1.0, window=1.5), "integer"),  # type: ignore[arg-type]
-        (lambda: rl.Stages({"a": [1]}, advance_at=float("nan")), "finite number"),
-        (lambda: rl.Stages({"a": [1]}, advance_at="0.8"), "finite number"),  # type: ignore[arg-type]
-        (lambda: rl.Stream(iter([1])), "read only once"),
-        (lambda: rl.Stream(3), "give an iterable"),  # type: ignore[arg-type]
+        (lambda: rl.tasks.Mixture({}), "give datasets by name"),
+        (lambda: rl.tasks.Mixture([[1], [2]]), "give datasets by name"),  # type: ignore[arg-type]
+        (lambda: rl.tasks.Mixture({"a": []}), "source 'a' is empty"),
+        (lambda: rl.tasks.Mixture({"a": [1]}, weights={"b": 1}), "weights b are of no source"),
+        (lambda: rl.tasks.Mixture({"a": [1]}, weights={"a": 0}), "must be positive"),
+        (lambda: rl.tasks.Mixture({"a": [1]}, weights={"a": float("nan")}), "must be positive"),
+        (lambda: rl.tasks.Mixture({"a": [1]}, weights={"a": "2"}), "must be positive"),  # type: ignore[dict-item]
+        (lambda: rl.tasks.Mixture({"a": [1], "b": rl.tasks.Stream([1])}), "size of b is not known"),
+        (lambda: rl.tasks.Curriculum([]), "is empty"),
+        (lambda: rl.tasks.Curriculum(rl.tasks.Stream([1])), "a Stream has no list"),
+        (lambda: rl.tasks.Curriculum([1], weights={"easy": 1}), "no pools easy"),
+        (lambda: rl.tasks.Curriculum([1], weights=dict.fromkeys(POOLS, 0.0)), "not all 0"),
+        (lambda: rl.tasks.Curriculum([1], weights={"solved": -1.0}), "at least 0"),
+        (lambda: rl.tasks.Curriculum([1], weights={"solved": "1"}), "be numbers"),  # type: ignore[dict-item]
+        (lambda: rl.tasks.Curriculum([1], weights={"solved": None}), "be numbers"),  # type: ignore[dict-item]
+        (lambda: rl.tasks.Curriculum([1], solved="1"), "must be a number less"),  # type: ignore[arg-type]
+        (lambda: rl.tasks.Curriculum([1], unsolved=float("nan")), "must be a number less"),
+        (lambda: rl.tasks.Curriculum([1], solved=0.1, unsolved=0.1), "must be a number less than"),
+        (lambda: rl.tasks.Stages({}, advance_at=1.0), "give datasets by name"),
+        (lambda: rl.tasks.Stages({"a": [1]}, advance_at=1.0, window=0), "at least 1"),
+        (lambda: rl.tasks.Stages({"a": [1]}, advance_at=1.0, window=1.5), "integer"),  # type: ignore[arg-type]
+        (lambda: rl.tasks.Stages({"a": [1]}, advance_at=float("nan")), "finite number"),
+        (lambda: rl.tasks.Stages({"a": [1]}, advance_at="0.8"), "finite number"),  # type: ignore[arg-type]
+        (lambda: rl.tasks.Stream(iter([1])), "read only once"),
+        (lambda: rl.tasks.Stream(3), "give an iterable"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_set_raises(make: Any, message: str) -> None:

@@ -28,7 +28,7 @@ def test_the_run_of_a_server(tmp_path: Path) -> None:
     assert (settings.payload.secret, settings.sessions.max_open) == (KEY, 5)
     assert (settings.serving.route, settings.serving.session_rules.group_size) == ("/", 1)
     algorithm = settings.training.algorithm
-    assert isinstance(algorithm, rl.ReinforcePlusPlus)
+    assert isinstance(algorithm, rl.algorithms.ReinforcePlusPlus)
     assert (algorithm.lr, algorithm.max_staleness, algorithm.stale) == (1e-4, 2, "mask")
     assert (algorithm.rollout.max_turns, algorithm.rollout.unresponsive_seconds) == (4, 60.0)
     assert algorithm.rollout.timeout_seconds is None

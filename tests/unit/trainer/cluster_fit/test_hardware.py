@@ -330,7 +330,7 @@ def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
     assert found.training is not None
     assert found.serving is not None
     assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected
-    model = RewardModelSettings(rl.reward_model("t"), teacher)
+    model = RewardModelSettings(rl.rewards.reward_model("t"), teacher)
     with_reward, _ = settings_for_hardware(
         policy_settings(str(tmp_path), engine, reward_models=(model,)), engine
     )

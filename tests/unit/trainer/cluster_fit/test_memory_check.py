@@ -90,7 +90,9 @@ def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = planned_runs(monkeypatch)
     engine = EngineConfig(args={"max_batch_tokens": 64})
-    scored = RewardModelSettings(rl.reward_model(model), ServingSettings(model, engine, "reward-model"))
+    scored = RewardModelSettings(
+        rl.rewards.reward_model(model), ServingSettings(model, engine, "reward-model")
+    )
     policy = policy_settings(str(STARTER_MODEL), EngineConfig(kind="transformers"), reward_models=(scored,))
     memory_check.check_memory(policy)
     assert [run.reward_models for run in planned] == [(PlannedRewardModel(model, engine),)]

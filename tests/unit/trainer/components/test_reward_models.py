@@ -59,7 +59,7 @@ class Handle:
         self.call, self.fail, self.length = self, fail, length
         self.sizes: list[int] = []
 
-    async def remote(self, method: str, part: list[rl.RewardModelInput], truncate: bool) -> list[Any]:
+    async def remote(self, method: str, part: list[rl.rewards.RewardModelInput], truncate: bool) -> list[Any]:
         assert method == "score_conversations"
         self.sizes.append(len(part))
         error = self.fail(len(self.sizes))
@@ -70,15 +70,17 @@ class Handle:
         return [ScoredConversation(score, self.length) for score in scores]
 
 
-def served(folder: Path, handle: Handle, **settings: Any) -> tuple[rl.RewardModel, RewardModels, list[str]]:
-    model = rl.reward_model(str(folder), max_tokens=64, **settings)
+def served(
+    folder: Path, handle: Handle, **settings: Any
+) -> tuple[rl.rewards.RewardModel, RewardModels, list[str]]:
+    model = rl.rewards.reward_model(str(folder), max_tokens=64, **settings)
     notes: list[str] = []
     found = RewardModels(make_settings(reward_models=plan_reward_models(model)), notes.append, True)
     found._served[model].service._router = handle
     return model, found, notes
 
 
-CHATS = [rl.RewardModelInput([{"role": "user", "content": "x"}] * n) for n in range(1, 41)]
+CHATS = [rl.rewards.RewardModelInput([{"role": "user", "content": "x"}] * n) for n in range(1, 41)]
 
 
 async def test_a_large_group_is_divided(folder: Path) -> None:
@@ -114,7 +116,7 @@ async def test_what_the_replicas_cannot_do_is_an_error_of_its_group_or_of_the_ru
     away = served(folder, Handle(lambda call: ActorDiedError()), timeout_s=0.05)
     own = [{"role": "user", "content": "Who?"}]
 
-    async def scored(group: list[rl.GroupRollout]) -> list[float | None]:
+    async def scored(group: list[rl.rewards.GroupRollout]) -> list[float | None]:
         return await away[0].score([own for _ in group])
 
     async with open_box() as box:
@@ -138,7 +140,7 @@ async def test_what_the_replicas_cannot_do_is_an_error_of_its_group_or_of_the_ru
 
 
 def models_of_one(score: float) -> Any:
-    async def scorer(conversations: list[rl.RewardModelInput]) -> list[float | None]:
+    async def scorer(conversations: list[rl.rewards.RewardModelInput]) -> list[float | None]:
         return [score] * len(conversations)
 
     return scorer
@@ -172,7 +174,10 @@ def test_the_limit_of_a_conversation(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, without a head .* rl.ruler"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"]},
+            "is a Qwen3ForCausalLM, without a head .* rl.rewards.ruler",
+        ),
         ({"architectures": None}, "is a no architecture"),
         ({"id2label": {"0": "bad", "1": "good"}}, r"has 2 labels \(bad, good\), and a reward is one number"),
         ({"model_type": "unheard"}, "cannot be loaded"),
@@ -184,28 +189,32 @@ def test_a_model_without_a_scalar_head_is_refused(
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     change(tmp_path, **changes)
     with pytest.raises(ConfigError, match=message):
-        plan_reward_models(rl.reward_model(str(tmp_path)))
+        plan_reward_models(rl.rewards.reward_model(str(tmp_path)))
 
 
 def test_a_model_without_a_chat_template_or_a_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
-        plan_reward_models(rl.reward_model(str(tmp_path)))
+        plan_reward_models(rl.rewards.reward_model(str(tmp_path)))
     with pytest.raises(ModelNotFoundError):
-        plan_reward_models(rl.reward_model(str(tmp_path / "none")))
-    one, other = rl.reward_model(str(folder)), rl.reward_model(str(folder))
+        plan_reward_models(rl.rewards.reward_model(str(tmp_path / "none")))
+    one, other = rl.rewards.reward_model(str(folder)), rl.rewards.reward_model(str(folder))
     with pytest.raises(ConfigError, match="named reward_model, reward_model; give each another name"):
-        plan_reward_models(rl.RewardSum({"a": one, "b": other}))
-    assert [found.serving.name for found in plan_reward_models(rl.RewardSum({"a": one, "b": one}))] == [
-        "reward-model"
-    ]
+        plan_reward_models(rl.rewards.RewardSum({"a": one, "b": other}))
+    assert [
+        found.serving.name for found in plan_reward_models(rl.rewards.RewardSum({"a": one, "b": one}))
+    ] == ["reward-model"]
 
 
 def test_a_run_and_an_evaluation_have_the_models_of_their_group_reward(folder: Path, tmp_path: Path) -> None:
-    model = rl.reward_model(str(folder), replicas=3, num_cpus=0.25, max_tokens=64, max_batch_tokens=99)
+    model = rl.rewards.reward_model(
+        str(folder), replicas=3, num_cpus=0.25, max_tokens=64, max_batch_tokens=99
+    )
     algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1)
-    trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path, group_reward=rl.RewardSum({"t": model}))
+    trainer = rl.Trainer(
+        algorithm=algorithm, output_dir=tmp_path, group_reward=rl.rewards.RewardSum({"t": model})
+    )
     fit = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
     (found,) = with_scoring_models(fit.settings).reward_models
     engine = found.serving.engine
@@ -215,7 +224,7 @@ def test_a_run_and_an_evaluation_have_the_models_of_their_group_reward(folder: P
 
 
 def on_gpu(folder: Path, **settings: Any) -> RewardModelSettings:
-    (found,) = plan_reward_models(rl.reward_model(str(folder), num_gpus=0.5, **settings))
+    (found,) = plan_reward_models(rl.rewards.reward_model(str(folder), num_gpus=0.5, **settings))
     return found
 
 

@@ -18,7 +18,7 @@ from raylight.tasks.shuffled import ShuffledTasks, TaskSampler
 from raylight.types import Rollout
 
 
-def by_id(group: list[rl.GroupRollout]) -> list[dict[str, float]]:
+def by_id(group: list[rl.rewards.GroupRollout]) -> list[dict[str, float]]:
     """Rank the rollouts of a group by a digest of their ids."""
     return [
         {"rank": float(sum(item.finished.rollout.rollout_id.partition("-")[2].encode()) % 7)}
@@ -37,13 +37,15 @@ class CountedReward:
         """Number of rollouts that were graded again."""
         return len(self.graded) - len({*self.graded})
 
-    def __call__(self, group: list[rl.GroupRollout]) -> list[dict[str, float]]:
+    def __call__(self, group: list[rl.rewards.GroupRollout]) -> list[dict[str, float]]:
         self.graded += [item.finished.rollout.rollout_id for item in group]
         return by_id(group)
 
 
-def curriculum() -> rl.Mixture:
-    return rl.Mixture({"drawn": rl.Curriculum(list(range(7))), "listed": list(range(7, 10))}, {"drawn": 2.0})
+def curriculum() -> rl.tasks.Mixture:
+    return rl.tasks.Mixture(
+        {"drawn": rl.tasks.Curriculum(list(range(7))), "listed": list(range(7, 10))}, {"drawn": 2.0}
+    )
 
 
 def run(folder: Path, deaths: list[int], **given: Any) -> tuple[World, list[dict]]:
@@ -172,5 +174,5 @@ def test_the_end_of_a_run_ends_its_stream(tmp_path: Path) -> None:
         finally:
             ended.append(1)
 
-    run(tmp_path / "a", [], tasks=rl.Stream(rows))
+    run(tmp_path / "a", [], tasks=rl.tasks.Stream(rows))
     assert ended == passes == [1]

@@ -136,7 +136,7 @@ def _reward_span(session: Session, value: float) -> Span:
 def world_of(folder: Path, outside: Outside) -> World:
     folder.mkdir()
     world = World(folder)
-    world.run, world.algorithm, world.staleness = SessionRun, rl.ReinforcePlusPlus, 2
+    world.run, world.algorithm, world.staleness = SessionRun, rl.algorithms.ReinforcePlusPlus, 2
     world.sessions, world.val_tasks = SessionConfig(max_open=32), 0
     world.outside = outside  # type: ignore[attr-defined]
     return world

@@ -154,7 +154,7 @@ def test_the_config_of_a_run_is_a_run_file_of_the_same_run(tmp_path: Path, write
     "algorithm",
     [
         *(
-            getattr(rl, name)(model=STARTER_MODEL)
+            getattr(rl.algorithms, name)(model=STARTER_MODEL)
             for name in ("GRPO", "DAPO", "RLOO", "GSPO", "ReMax", "DrGRPO", "ReinforcePlusPlus", "KLCov")
         ),
         rl.Baseline(),
@@ -169,7 +169,7 @@ def test_every_algorithm_can_be_written_and_read(algorithm: Any, tmp_path: Path,
     written = config_of(trainer, "raylight.quickstart.agent:adder", read_tasks_of(tmp_path), None, tmp_path)
     again = rl.Trainer(**load_run_file(write(written)).trainer_arguments())
     assert type(again.algorithm) is type(algorithm)
-    if isinstance(algorithm, rl.PolicyAlgorithm):
+    if isinstance(algorithm, rl.algorithms.PolicyAlgorithm):
         assert again.algorithm.model_dump(exclude={"max_logprob_mismatch"}) == algorithm.model_dump(
             exclude={"max_logprob_mismatch"}
         )
@@ -373,7 +373,7 @@ def test_the_prompt_of_a_teacher_is_printed_as_written(
 
 
 def test_a_plan_has_the_reward_models_of_raylight(write: Any) -> None:
-    reward = {"type": "raylight:reward_model", "model": STARTER_MODEL}
+    reward = {"type": "raylight.rewards:reward_model", "model": STARTER_MODEL}
     notes: list[str] = []
     trainer = planned_trainer(load_run_file(write(MINIMAL | {"group_reward": reward})), notes.append)
     assert (trainer.group_reward is not None, notes) == (True, [])

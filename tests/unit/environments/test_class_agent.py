@@ -113,7 +113,7 @@ LLM = rl.LLM(endpoint="http://model/v1", model="m", sampling_parameters={"max_to
 
 
 async def run(factory: Any, row: Any = None, **options: Any) -> dict[str, float]:
-    return await rl.environment(factory, **options)({} if row is None else row, LLM)
+    return await rl.environments.environment(factory, **options)({} if row is None else row, LLM)
 
 
 async def result_of(model: Any, name: str, arguments: Any, **options: Any) -> Any:
@@ -554,7 +554,7 @@ class NeedsArgument(Rewarded):
 )
 def test_a_class_that_cannot_be_used_is_rejected_before_the_run(factory: Any, message: str) -> None:
     with pytest.raises(AgentSignatureError, match=message):
-        rl.environment(factory)
+        rl.environments.environment(factory)
 
 
 @pytest.mark.parametrize(
@@ -571,13 +571,13 @@ def test_a_class_that_cannot_be_used_is_rejected_before_the_run(factory: Any, me
 )
 def test_settings_out_of_range_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        rl.environment(Counter, **options)
+        rl.environments.environment(Counter, **options)
 
 
 async def test_factories_and_pickled_agents(model: Any) -> None:
     model(DONE, DONE)
     assert await run(functools.partial(NeedsArgument, 3)) == {"primary": 1.0}
-    agent = pickle.loads(cloudpickle.dumps(rl.environment(Counter, trained_agents="x")))
+    agent = pickle.loads(cloudpickle.dumps(rl.environments.environment(Counter, trained_agents="x")))
     assert agent.trained_agents == "x"
     assert agent.display_name == "rollout function environment(Counter)"
     agent.check({"llm": LLM}, ["train", "val"])

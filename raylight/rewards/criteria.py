@@ -57,7 +57,7 @@ class Criterion:
 
 
 class Rubric:
-    """Group reward by `rl.rubric`: the rewards are `name` and one for each criterion.
+    """Group reward by `rl.rewards.rubric`: the rewards are `name` and one for each criterion.
 
     The first is the weighted sum of the scores over the sum of the positive weights, and at least 0.
     """

@@ -1,4 +1,4 @@
-"""Environment classes as agents: `rl.environment` accepts the classes of TRL's `environment_factory`."""
+"""Environment classes as agents, such as TRL's `environment_factory` takes them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def environment(
     """
     factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
     if not factories:
-        raise AgentSignatureError("rl.environment got an empty dict; give at least one environment class")
+        raise AgentSignatureError(
+            "rl.environments.environment got an empty dict; give at least one environment class"
+        )
     check_positive("environment(max_turns)", max_turns)
     check_positive("environment(tool_timeout_s)", tool_timeout_s, float)
     check_positive("environment(max_result)", max_result)
@@ -110,8 +112,8 @@ class EnvironmentRollouts:
         """Return the name of a task's environment, and the columns for its `reset`."""
         if not isinstance(task, Mapping) or not all(isinstance(key, str) for key in task):
             raise DatasetError(
-                f"rl.environment got the task {task!r:.80}; its tasks are dicts, whose items reset "
-                "receives as keyword arguments"
+                f"rl.environments.environment got the task {task!r:.80}; its tasks are dicts, whose items "
+                "reset receives as keyword arguments"
             )
         row = dict(task)
         if None in self._factories:
@@ -120,7 +122,7 @@ class EnvironmentRollouts:
         if name not in self._factories:
             known = ", ".join(map(repr, self._factories))
             raise DatasetError(
-                f"the column 'environment' of a task is {name!r:.80}; rl.environment has {known}"
+                f"the column 'environment' of a task is {name!r:.80}; rl.environments.environment has {known}"
             )
         return name, row
 
@@ -141,8 +143,8 @@ def first_messages(row: Mapping[str, Any], observation: Any) -> Messages:
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(given, list) or not given or not all(isinstance(part, Mapping) for part in given):
         raise DatasetError(
-            f"the column 'prompt' of a task is {prompt!r:.80}; rl.environment takes a text or a list of "
-            "messages"
+            f"the column 'prompt' of a task is {prompt!r:.80}; rl.environments.environment takes "
+            "a text or a list of messages"
         )
     messages = [dict(message) for message in given]
     if observation is None:

@@ -22,7 +22,7 @@ def gymnasium_agent(
 ) -> FunctionalLitAgent:
     """Make an agent that plays an environment of gymnasium, with a `Discrete` action space.
 
-    A task has a `seed`, as `rl.seeds` makes them, and may have `options`, both for the environment's `reset`.
+    A task has a `seed`, as `seeds` makes them, and may have `options`, both for the environment's `reset`.
     The model reads each observation as a message and answers with an action, by its name or its number. An
     answer that names none costs a turn. The reward is the sum of the environment's rewards.
 

@@ -12,7 +12,7 @@ from judged_group import rollout
 import raylight as rl
 from raylight.errors import ConfigError, RewardModelError
 from raylight.rewards.group import GroupRollout, call_group_reward
-from raylight.rewards.reward_model import find_reward_models, scoring_by
+from raylight.rewards.scoring_model import find_reward_models, scoring_by
 from raylight.semconv import TOOL_DEFINITIONS
 
 GROUP = [rollout(0, "Goethe", 1.0), rollout(1, "Schiller", 0.0)]
@@ -23,14 +23,16 @@ class Lengths:
     """Scores a conversation by the length of its answer, and keeps what it was asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[rl.RewardModelInput] = []
+        self.asked: list[rl.rewards.RewardModelInput] = []
 
-    async def __call__(self, conversations: list[rl.RewardModelInput]) -> list[float | None]:
+    async def __call__(self, conversations: list[rl.rewards.RewardModelInput]) -> list[float | None]:
         self.asked += conversations
         return [float(len(one.messages[-1]["content"])) for one in conversations]
 
 
-def rewards_of(function: Any, group: list[GroupRollout], *models: rl.RewardModel) -> tuple[Any, Lengths]:
+def rewards_of(
+    function: Any, group: list[GroupRollout], *models: rl.rewards.RewardModel
+) -> tuple[Any, Lengths]:
     scorer = Lengths()
 
     async def call() -> Any:
@@ -41,7 +43,7 @@ def rewards_of(function: Any, group: list[GroupRollout], *models: rl.RewardModel
 
 
 def test_the_last_conversation_of_a_rollout_is_scored_with_its_tools() -> None:
-    model = rl.reward_model("m")
+    model = rl.rewards.reward_model("m")
     tools = [{"type": "function", "function": {"name": "find", "description": "", "parameters": {}}}]
     asked = rollout(2, "Lessing")
     asked.finished.spans[0].attributes[TOOL_DEFINITIONS] = json.dumps(tools)
@@ -53,19 +55,19 @@ def test_the_last_conversation_of_a_rollout_is_scored_with_its_tools() -> None:
 
 
 def test_a_reward_model_is_a_term() -> None:
-    model = rl.reward_model("m", name="other", replicas=2)
-    total = rl.RewardSum({"right": rl.agent_reward(), "taste": model}, weights={"taste": 0.5})
+    model = rl.rewards.reward_model("m", name="other", replicas=2)
+    total = rl.rewards.RewardSum({"right": rl.rewards.agent_reward(), "taste": model}, weights={"taste": 0.5})
     assert find_reward_models(total) == (model,)
     assert rewards_of(total, GROUP, model)[0] == [
         {"total": 4.0, "right": 1.0, "taste": 6.0},
         {"total": 4.0, "right": 0.0, "taste": 8.0},
     ]
-    assert find_reward_models(rl.RewardSum({"a": model, "b": total})) == (model,)
-    assert find_reward_models(rl.agent_reward()) == find_reward_models(None) == ()
+    assert find_reward_models(rl.rewards.RewardSum({"a": model, "b": total})) == (model,)
+    assert find_reward_models(rl.rewards.agent_reward()) == find_reward_models(None) == ()
 
 
 def test_a_group_reward_of_ones_own_names_the_models_that_it_calls() -> None:
-    model = rl.reward_model("m")
+    model = rl.rewards.reward_model("m")
 
     async def first_messages(group: list[GroupRollout]) -> list[float | None]:
         return await model.score([item.messages[1:] for item in group])
@@ -88,4 +90,4 @@ def test_a_group_reward_of_ones_own_names_the_models_that_it_calls() -> None:
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        rl.reward_model("m", **settings)
+        rl.rewards.reward_model("m", **settings)

@@ -27,7 +27,7 @@ def textarena_agent(
 ) -> FunctionalLitAgent:
     """Make an agent that plays a game of TextArena for one player.
 
-    A task has a `seed`, as `rl.seeds` makes them. The model reads the game's messages and answers with a
+    A task has a `seed`, as `seeds` makes them. The model reads the game's messages and answers with a
     move; brackets around it are added if it has none. The reward is the game's, and 0 for a game that has not
     ended after `max_turns` answers.
 

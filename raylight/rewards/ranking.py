@@ -39,7 +39,7 @@ with an entry for each attempt."""
 
 
 class Ruler:
-    """Group reward by `rl.ruler`; each rollout gets the reward `name`.
+    """Group reward by `rl.rewards.ruler`; each rollout gets the reward `name`.
 
     A group of one rollout is scored too, by itself.
     """

@@ -57,7 +57,7 @@ _SCORERS: contextvars.ContextVar[Mapping[RewardModel, Scorer] | None] = contextv
 
 
 class RewardModel:
-    """Group reward by `rl.reward_model`; each rollout gets the reward `name`.
+    """Group reward by `rl.rewards.reward_model`; each rollout gets the reward `name`.
 
     A rollout without a call of the model is not scored.
     """
@@ -131,7 +131,8 @@ def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
     for one in named:
         if not isinstance(one, RewardModel):
             raise ConfigError(
-                f"reward_models of the group reward has {one!r:.80}; give a list of rl.reward_model(...)"
+                f"reward_models of the group reward has {one!r:.80}; give a list of "
+                "rl.rewards.reward_model(...)"
             )
     return tuple(dict.fromkeys(named))
 
