@@ -29,10 +29,11 @@ lint:
     ruff format --check .
     mypy
 
-# the generated parts of the documentation: docs/api and the architecture's picture
+# the generated files: docs/api, the architecture's picture, the board of Grafana
 docs:
     python docs/generate_api.py
     python docs/architecture_picture.py
+    python scripts/generate_board.py
 
 # the figures of docs/performance.md, into the folder figures
 bench:

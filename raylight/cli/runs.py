@@ -194,6 +194,6 @@ def grafana() -> None:
 
     A cluster that a run starts has it among Ray's own boards.
     """
-    from raylight.ray_metrics.board import board
+    from raylight.ray_metrics.table import BOARD
 
-    print(board())
+    print(BOARD.read_text(), end="")

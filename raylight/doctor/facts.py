@@ -1,6 +1,6 @@
 """`raylight doctor`: resources and versions of this machine and the Ray cluster, and what is missing.
 
-The `gather_*` functions return plain records, and `find_problems` judges them. `doctor_report` prints them.
+The `gather_*` functions return plain records, and `find_problems` judges them. `report` prints them.
 """
 
 from __future__ import annotations

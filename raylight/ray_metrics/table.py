@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 from raylight.types.rollouts import FailureKind
 
+BOARD = Path(__file__).parent / "raylight_grafana_dashboard.json"
+"""Grafana's board of the metrics. Written by `scripts/generate_board.py`."""
 RAY_PREFIX = "ray_"
 """Prefix that Ray gives to the metrics of applications."""
 PREFIX = "raylight_"

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from raylight.ray_metrics.board import BOARD_FILE
+from raylight.ray_metrics.table import BOARD
 from raylight.serving.local_endpoint import LOOPBACK
 
 DEADLINE_S = 400.0
@@ -80,7 +80,7 @@ def has_data(url: str, expression: str) -> bool:
 def test_every_expression_is_answered_with_data(session: Path, prometheus: str) -> None:
     """The board is the one that the run put beside Ray's own."""
     deadline = time.monotonic() + DEADLINE_S
-    file = session / "metrics" / "dashboards" / BOARD_FILE
+    file = session / "metrics" / "dashboards" / BOARD.name
     while not file.exists():
         assert time.monotonic() < deadline, "the run wrote no board"
         time.sleep(1)

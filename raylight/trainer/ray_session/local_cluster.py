@@ -7,9 +7,9 @@ import functools
 import logging
 import os
 import random
+import shutil
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,11 +30,10 @@ from ray._raylet import (  # type: ignore[attr-defined]  # a compiled module
     persist_port,
 )
 
-from raylight._utils.files import write_atomic
 from raylight._utils.machine import available_cpus, check_start, write_problem
 from raylight._utils.no_proxy import is_loopback
 from raylight.errors import ClusterStartError, summarize_ray_error
-from raylight.ray_metrics.board import BOARD_FILE, board
+from raylight.ray_metrics.table import BOARD
 from raylight.trainer.ray_session.blocking import ignored_interrupts
 
 logger = logging.getLogger(__name__)
@@ -293,22 +292,20 @@ class _LocalNode(ray_node.Node):
         default = os.path.join(self.get_session_dir_path(), "metrics", "dashboards")
         folder = os.environ.setdefault(BOARDS_VARIABLE, default)
         try:
-            threading.Thread(target=write_board, args=(folder,), daemon=True).start()
+            copy_board(folder)
             yield
         finally:
             if folder == default:
                 del os.environ[BOARDS_VARIABLE]
 
 
-def write_board(folder: str) -> None:
-    """Write raylight's board of Grafana to a folder. A failure is logged: a run works without it."""
+def copy_board(folder: str) -> None:
+    """Copy raylight's board of Grafana to a folder. A failure is logged: a run works without it."""
     try:
         os.makedirs(folder, exist_ok=True)
-        write_atomic(Path(folder, BOARD_FILE), board())
-    except Exception:
-        logger.warning(
-            "raylight's board was not written to %s; see `raylight grafana`", folder, exc_info=True
-        )
+        shutil.copy(BOARD, folder)
+    except OSError as error:
+        logger.warning("raylight's board was not copied to %s: %s; see `raylight grafana`", folder, error)
 
 
 @contextlib.contextmanager

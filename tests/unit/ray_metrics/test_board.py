@@ -8,12 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from raylight.ray_metrics.board import board
-from raylight.ray_metrics.table import METRICS, reference
+from raylight.ray_metrics.table import BOARD, METRICS, reference
 
-PANELS = json.loads(board())["panels"]
+CONTENT = json.loads(BOARD.read_text())
+PANELS = CONTENT["panels"]
 EXPOSED = {name for spec in METRICS.values() for name in spec.exposed}
-PAGE = Path(__file__).parents[3] / "docs" / "observability.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "observability.md"
+
+
+def test_the_file_is_what_its_script_generates(tmp_path: Path) -> None:
+    script = (ROOT / "scripts" / "generate_board.py").read_text()
+    names = {"__name__": "generate_board"}
+    exec(compile(script, "generate_board.py", "exec"), names)
+    assert names["board"]() == BOARD.read_text(), "write it again: python scripts/generate_board.py"  # type: ignore[operator]
 
 
 def test_its_rows() -> None:
@@ -37,7 +45,7 @@ def test_a_panel_shows_known_metrics_of_the_chosen_runs(panel: dict) -> None:  #
 
 
 def test_its_variables_choose_session_and_run() -> None:
-    variables = {each["name"]: each for each in json.loads(board())["templating"]["list"]}
+    variables = {each["name"]: each for each in CONTENT["templating"]["list"]}
     assert set(variables) == {"datasource", "SessionName", "run"}
     names = re.findall(r"ray_\w+", variables["run"]["definition"])
     assert names

@@ -11,7 +11,7 @@ import pytest
 from raylight.ray_metrics.reporter import Measurement
 from raylight.trainer.components import run_metrics
 from raylight.trainer.components.run_metrics import ComponentMetrics, StepMetrics
-from raylight.trainer.ray_session.local_cluster import write_board
+from raylight.trainer.ray_session.local_cluster import copy_board
 
 
 class RecordedReports:
@@ -91,8 +91,8 @@ async def test_a_store_that_fails_ends_nothing(reports: list[RecordedReports]) -
     assert reports[0].state == "stopped"
 
 
-def test_a_board_that_cannot_be_written_is_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_board_that_cannot_be_copied_is_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    write_board(str(file))
+    copy_board(str(file))
     assert "raylight grafana" in caplog.text

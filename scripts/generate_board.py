@@ -1,4 +1,7 @@
-"""Grafana's board of the metrics, rendered by Ray's own dashboard classes."""
+"""Write Grafana's board of the metrics: python scripts/generate_board.py
+
+Ray's own dashboard classes render it, which the package does not need: it has the result as a file.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raylight.ray_metrics.table import METRICS, PREFIX, RAY_PREFIX
+from ray.dashboard.modules.metrics import grafana_dashboard_factory as factory
+from ray.dashboard.modules.metrics.dashboards.common import DashboardConfig, Panel, Row, Target
+
+from raylight.ray_metrics.table import BOARD, METRICS, PREFIX, RAY_PREFIX
 
 UID = "raylightDashboard"
-BOARD_FILE = "raylight_grafana_dashboard.json"
 WINDOW = "1m"
 """Window of rates: several scrapes of Ray's default interval of 10 s."""
 RUN_SOURCES = "ray_raylight_rollouts|ray_raylight_requests_in_flight"
@@ -20,9 +25,6 @@ RUN_SOURCES = "ray_raylight_rollouts|ray_raylight_requests_in_flight"
 
 def board() -> str:
     """Return the board as JSON, to be imported into Grafana."""
-    from ray.dashboard.modules.metrics import grafana_dashboard_factory as factory
-    from ray.dashboard.modules.metrics.dashboards.common import DashboardConfig
-
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base.json")  # Ray reads the frame of a board from a file
         base.write_text(json.dumps(_base()))
@@ -34,7 +36,7 @@ def board() -> str:
             rows=_rows(),
         )
         rendered: Any = factory._generate_grafana_dashboard(config)  # and the board's id
-    return rendered[0]
+    return json.dumps(json.loads(rendered[0]), separators=(",", ":")) + "\n"
 
 
 def _variable(name: str, label: str, text: str) -> dict[str, Any]:
@@ -314,8 +316,6 @@ def _help(name: str) -> str:
 
 def _as_rows(rows: dict[str, list[tuple[str, str, str, dict[str, str]]]]) -> list[Any]:
     """Return Ray's rows; `rows` has title, description, unit, and expressions by legend, of each panel."""
-    from ray.dashboard.modules.metrics.dashboards.common import Panel, Row, Target
-
     ids = itertools.count(1)
     return [
         Row(
@@ -336,3 +336,7 @@ def _as_rows(rows: dict[str, list[tuple[str, str, str, dict[str, str]]]]) -> lis
         )
         for name, panels in rows.items()
     ]
+
+
+if __name__ == "__main__":
+    BOARD.write_text(board())
