@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import httpx
+import httpx2
 import numpy as np
 import ray
 import ray.serve._private.constants as serve_constants
@@ -243,8 +243,8 @@ class ReplicaRuntime:
         """
         assert self._engine is not None, "the replica has started"
         assert self._engine_app is not None, "the replica has started"
-        transport, model = httpx.ASGITransport(self._engine_app), self._engine.model
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        transport, model = httpx2.ASGITransport(self._engine_app), self._engine.model
+        async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
             answers = [
                 await client.post("/tokenize", json=json.loads(request) | {"model": model})
                 for request in requests
