@@ -34,7 +34,7 @@ _EXPORTS = {
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
     "algorithms.gepa.algorithm": ("GEPA",),
-    "algorithms.minigrpo.algorithm": ("MiniGRPO",),
+    "algorithms.minigrpo": ("MiniGRPO",),
     "algorithms.policy_gradient": (
         "CISPO",
         "DAPO",
