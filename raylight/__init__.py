@@ -37,7 +37,7 @@ _EXPORTS = {
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
     "algorithms.gepa.algorithm": ("GEPA",),
-    "algorithms.minigrpo.algorithm": ("MiniGRPO",),
+    "algorithms.minigrpo": ("MiniGRPO",),
     "algorithms.policy": ("GRPO",),
     "algorithms.policy_gradient": ("OPD", "PPO"),
     "algorithms.supervised": ("DPO", "SFT"),

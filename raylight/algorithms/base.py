@@ -64,6 +64,10 @@ class BaseAlgorithm:
     `Algorithm` has a `run` of its own; `PolicyAlgorithm` holds settings for the Trainer's loop.
     """
 
+    def with_loop(self) -> BaseAlgorithm:
+        """Return the algorithm that a Trainer runs: this one, if its settings choose no other loop."""
+        return self
+
 
 class Algorithm(BaseAlgorithm):
     """Algorithm with a loop of its own: subclass it and define `run`, synchronous or asynchronous.

@@ -204,7 +204,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     def with_epochs(self, n_epochs: int) -> Self:
         """Return a copy with another number of passes over the training tasks."""
-        return type(self)(**self.model_dump() | {"n_epochs": n_epochs})
+        return self.model_copy(update={"n_epochs": n_epochs})
 
     def policy_settings(self) -> PolicySettings:
         """Return the settings that the learners read."""

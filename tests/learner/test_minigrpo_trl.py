@@ -8,8 +8,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from raylight.algorithms.minigrpo import trl_backend
-from raylight.algorithms.minigrpo.settings import TrlSettings
+import raylight as rl
+from raylight.algorithms.trl_grpo import TrlGRPO
 from raylight.errors import RewardError
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
@@ -43,8 +43,9 @@ def score(task: dict, text: str) -> float:
     return float(is_right(task, text))
 
 
-def settings(**given: Any) -> TrlSettings:
+def algorithm(folder: Path, **given: Any) -> TrlGRPO:
     plain = {
+        "backend": "trl",
         "model": STARTER_MODEL,
         "prompt_of": chat_of,
         "reward_of": score,
@@ -57,7 +58,9 @@ def settings(**given: Any) -> TrlSettings:
         "device": "cpu",
         "gradient_checkpointing": False,
     }
-    return TrlSettings(**plain | given)
+    built = TrlGRPO(rl.MiniGRPO(**plain | given))
+    built.set_run_context(RecordingContext(folder))  # type: ignore[arg-type]
+    return built
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +73,9 @@ def one_thread():
 
 async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
     train, val = additions(0)
-    context = RecordingContext(tmp_path)
-    await trl_backend.train(settings(val_every=4, save_every=4), context, train[:512], val)  # type: ignore[arg-type]
+    trl = algorithm(tmp_path, val_every=4, save_every=4)
+    await trl.run(train[:512], val)
+    context: Any = trl.get_run_context()
     rows = dict(context.rows)
     assert list(rows) == list(range(9))
     assert [step for step, row in rows.items() if "val/reward" in row] == [0, 4, 8]
@@ -89,6 +93,6 @@ async def test_trl_trains_the_adapter(tmp_path: Path) -> None:
 
 
 async def test_a_reward_that_is_not_finite_is_an_error(tmp_path: Path) -> None:
-    given = settings(n_steps=1, tasks_per_step=1, reward_of=lambda task, text: float("nan"))
+    trl = algorithm(tmp_path, n_steps=1, tasks_per_step=1, reward_of=lambda task, text: float("nan"))
     with pytest.raises(RewardError, match="returned nan; it must return a finite number"):
-        await trl_backend.train(given, RecordingContext(tmp_path), additions(0)[0][:8], [])  # type: ignore[arg-type]
+        await trl.run(additions(0)[0][:8])

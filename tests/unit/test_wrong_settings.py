@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 import raylight
-import raylight.algorithms.minigrpo.algorithm  # defines settings, as do the next two
+import raylight.algorithms.minigrpo  # defines settings, as do the next two
 import raylight.algorithms.policy_gradient
 import raylight.tinker.serve
 from raylight._utils.bounds import leaf_types
@@ -46,7 +46,6 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "EvalSettings": {"model": "m"},
     "OPD": {"teacher": "t"},
     "TeacherConfig": {"model": "m"},
-    "TrlSettings": {"model": "m", "prompt_of": str, "reward_of": lambda task, text: 0.0},
     "MiniGRPO": {"model": "m"},
     "BaselineSettings": {
         "n_epochs": 1,

@@ -134,8 +134,12 @@ def parse_algorithm(spec: Any, num_epochs: int | None) -> TrainerAlgorithm | Non
         ConfigError: `spec` does not specify an algorithm, or the algorithm would not read `num_epochs`.
     """
     algorithm: Any = None if spec is None else build_component(spec, BaseAlgorithm, "algorithm")
-    if num_epochs is None:
-        return algorithm
+    if num_epochs is not None:
+        algorithm = _with_epochs(algorithm, num_epochs)
+    return None if algorithm is None else algorithm.with_loop()
+
+
+def _with_epochs(algorithm: Any, num_epochs: int) -> BaseAlgorithm:
     if algorithm is None:
         raise ConfigError("nothing reads num_epochs: the Trainer has no algorithm; leave it out, or give one")
     if not hasattr(algorithm, "n_epochs"):

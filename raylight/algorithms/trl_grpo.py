@@ -1,20 +1,21 @@
-"""TRL backend of MiniGRPO: TRL's GRPOTrainer samples and updates in this process, with single-turn prompts
-and no agent."""
+"""GRPO by TRL's GRPOTrainer, which samples and updates in this process: single-turn prompts, and no agent."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylight._utils.files import atomic_files
-from raylight.algorithms.base import RunContext
-from raylight.algorithms.minigrpo.settings import TrlSettings
-from raylight.errors import ConfigError, RewardError
+from raylight.algorithms.base import Algorithm
+from raylight.errors import ConfigError, DatasetError, RewardError
 from raylight.learner.local_device import select_device
+
+if TYPE_CHECKING:
+    from raylight.algorithms.minigrpo import MiniGRPO
 
 Metrics = dict[str, float]
 METRIC_NAMES = {
@@ -32,81 +33,71 @@ METRIC_NAMES = {
 """TRL's name of a metric -> raylight's."""
 
 
-def check_installed() -> None:
-    """Raise ConfigError if TRL is not installed."""
-    if importlib.util.find_spec("trl") is None:
-        raise ConfigError(
-            "backend='trl' needs TRL, which is not installed: pip install 'raylight[trl]', or use "
-            "backend='raylight'"
-        )
-
-
-async def train(
-    settings: TrlSettings,
-    context: RunContext,
-    tasks: list[Any],
-    val_tasks: list[Any],
-) -> None:
-    """Train in a thread; after a cancellation, the thread ends with TRL's current step.
-
-    Raises:
-        ConfigError: TRL is not installed.
-        RewardError: `reward_of` returned something other than a finite number.
-    """
-    check_installed()
-    context.note(
-        "backend='trl': TRL samples prompt_of(task) and scores with reward_of; the agent is not called"
-    )
-    loop = asyncio.get_running_loop()
-    run = TrlRun(
-        settings, context, lambda step, metrics: loop.call_soon_threadsafe(context.step, step, metrics)
-    )
-    try:
-        await asyncio.to_thread(run.train, context.model_path(settings.model), tasks, val_tasks)
-    finally:
-        run.stopped = True
-
-
-class TrlRun:
-    """Run of TRL's trainer.
+class TrlGRPO(Algorithm):
+    """GRPO of an adapter by TRL's GRPOTrainer, in this process.
 
     Args:
-        report_step: called with a step's number and metrics, in the trainer's thread.
-
-    Attributes:
-        stopped: set to True to end the run after the current step.
+        settings: settings with `backend="trl"`.
     """
 
-    def __init__(
-        self, settings: TrlSettings, context: RunContext, report_step: Callable[[int, Metrics], Any]
-    ) -> None:
+    serves_model = True
+
+    def __init__(self, settings: MiniGRPO) -> None:
         self._settings = settings
-        self._context = context
-        self._report_step = report_step
+        self._report_step: Callable[[int, Metrics], Any]
         self._row: Metrics = {}
         self._step = 0
-        self.stopped = False
+        self._stopped = False
 
-    def train(self, path: str, tasks: list[Any], val_tasks: list[Any]) -> None:
-        """Train for the planned number of steps, and save the adapter."""
+    def total_steps(self, n_train: int) -> int:
+        return self._settings.steps(n_train)
+
+    def resolved(self) -> dict[str, Any]:
+        return self._settings.arguments()
+
+    async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
+        """Train in a thread for the planned number of steps; a cancelled run ends after TRL's current step.
+
+        Raises:
+            DatasetError: there are no training tasks.
+            ConfigError: TRL is not installed.
+            RewardError: `reward_of` returned something other than a finite number.
+        """
+        tasks, val_tasks = _as_list(train_dataset), _as_list(val_dataset)
+        if not tasks:
+            raise DatasetError("train_dataset is missing; pass a list of tasks")
+        if importlib.util.find_spec("trl") is None:
+            raise ConfigError(
+                "backend='trl' needs TRL, which is not installed: pip install 'raylight[trl]', or use "
+                "backend='raylight'"
+            )
+        context, loop = self.get_run_context(), asyncio.get_running_loop()
+        context.note(
+            "backend='trl': TRL samples prompt_of(task) and scores with reward_of; the agent is not called"
+        )
+        self._report_step = lambda step, row: loop.call_soon_threadsafe(context.step, step, row)
+        folder = context.model_path(self._settings.model)
+        try:
+            await asyncio.to_thread(self._train, folder, context.checkpoint, tasks, val_tasks)
+        finally:
+            self._stopped = True
+
+    def _train(self, path: str, checkpoint: Path, tasks: list[Any], val_tasks: list[Any]) -> None:
+        """Train, and save the adapter."""
         settings = self._settings
-        trainer = self._trainer(path, tasks, val_tasks)
+        trainer = self._build_trainer(path, checkpoint, tasks, val_tasks)
         if val_tasks and settings.val_before_train:
             trainer.evaluate()
         total = settings.steps(len(tasks))
         if total:
             trainer.train()
-        if (
-            val_tasks
-            and total
-            and not self.stopped
-            and (not settings.val_every or total % settings.val_every)
-        ):
+        every = settings.val_every
+        if val_tasks and total and not self._stopped and every is not None and (not every or total % every):
             trainer.evaluate()
         self._flush()
-        save_adapter(trainer.model, self._context.checkpoint)
+        save_adapter(trainer.model, checkpoint)
 
-    def _trainer(self, path: str, tasks: list[Any], val_tasks: list[Any]) -> Any:
+    def _build_trainer(self, path: str, checkpoint: Path, tasks: list[Any], val_tasks: list[Any]) -> Any:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 
@@ -117,7 +108,7 @@ class TrlRun:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype="bfloat16" if half else "float32", attn_implementation="sdpa"
         )
-        arguments = self._arguments(device.type, len(tasks), bool(val_tasks))
+        arguments = self._arguments(checkpoint, device.type, len(tasks), bool(val_tasks))
         return GRPOTrainer(
             model=model,
             reward_funcs=self._reward(tasks + val_tasks),
@@ -126,10 +117,10 @@ class TrlRun:
             eval_dataset=self._dataset(val_tasks, len(tasks)) if val_tasks else None,
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
             peft_config=peft_config(self._settings.lora, "CAUSAL_LM", model),
-            callbacks=[self._callback()],
+            callbacks=[self._callback(checkpoint)],
         )
 
-    def _arguments(self, device: str, n_train: int, validates: bool) -> Any:
+    def _arguments(self, checkpoint: Path, device: str, n_train: int, validates: bool) -> Any:
         from trl import GRPOConfig
 
         settings = self._settings
@@ -137,7 +128,7 @@ class TrlRun:
         max_rows = max(1, settings.row_budget // settings.max_model_len)
         rows = max(size for size in range(1, min(max_rows, rollouts) + 1) if rollouts % size == 0)
         return GRPOConfig(
-            output_dir=str(self._context.checkpoint),
+            output_dir=str(checkpoint),
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=rollouts // rows,
             num_generations=settings.group_size,
@@ -174,13 +165,15 @@ class TrlRun:
         """Return a dataset of prompts and task indices, because a dataset cannot hold every type of task."""
         from datasets import Dataset
 
-        prompt_of = self._settings.prompt_of
+        prompt_of = self._settings.trl_prompt_of
+        assert prompt_of is not None, "checked with the settings"
         return Dataset.from_list(
             [{"prompt": prompt_of(task), "number": first + i} for i, task in enumerate(tasks)]
         )
 
     def _reward(self, tasks: list[Any]) -> Callable[..., list[float | None]]:
-        reward_of = self._settings.reward_of
+        reward_of = self._settings.trl_reward_of
+        assert reward_of is not None, "checked with the settings"
 
         def reward(completions: list[Any], number: list[int], **rest: Any) -> list[float | None]:
             texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
@@ -188,25 +181,25 @@ class TrlRun:
 
         return reward
 
-    def _callback(self) -> Any:
+    def _callback(self, checkpoint: Path) -> Any:
         from transformers import TrainerCallback
 
         run, every = self, self._settings.save_every
 
         class LogCallback(TrainerCallback):
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
-                run.collect_logs(state.global_step, logs or {})
+                run._collect_logs(state.global_step, logs or {})
 
             def on_step_end(
                 self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any
             ) -> None:
-                control.should_training_stop = control.should_training_stop or run.stopped
+                control.should_training_stop = control.should_training_stop or run._stopped
                 if every and state.global_step % every == 0:
-                    save_adapter(model, run._context.checkpoint / f"step-{state.global_step}")
+                    save_adapter(model, checkpoint / f"step-{state.global_step}")
 
         return LogCallback()
 
-    def collect_logs(self, step: int, logs: dict[str, Any]) -> None:
+    def _collect_logs(self, step: int, logs: dict[str, Any]) -> None:
         """Merge TRL's log entries of a step into one row, and report the row of the step before."""
         if step != self._step:
             self._flush()
@@ -229,3 +222,9 @@ def save_adapter(model: Any, folder: Path) -> None:
     """Write the adapter of a model in peft's format, each file atomically."""
     with atomic_files(folder) as partial:
         model.save_pretrained(partial)
+
+
+def _as_list(dataset: Any) -> list[Any]:
+    if dataset is None:
+        return []
+    return list(dataset) if isinstance(dataset, Iterable) else [dataset[i] for i in range(len(dataset))]

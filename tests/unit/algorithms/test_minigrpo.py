@@ -1,13 +1,15 @@
-"""MiniGRPO's settings: those of a local learner, and of TRL's loop, without a model."""
+"""MiniGRPO's settings: a local learner, or TRL's loop; without a model."""
+
+import importlib.util
 
 import pytest
 
 import raylight as rl
 from raylight.algorithms.base import BaseAlgorithm
-from raylight.algorithms.minigrpo.settings import PROJECTIONS
-from raylight.algorithms.minigrpo.trl_algorithm import TrlGRPO
+from raylight.algorithms.minigrpo import PROJECTIONS
+from raylight.algorithms.trl_grpo import TrlGRPO
 from raylight.components import build_component
-from raylight.errors import ConfigError
+from raylight.errors import ConfigError, DatasetError
 from raylight.trainer.trainer import Trainer
 
 
@@ -108,15 +110,16 @@ def test_settings_of_the_trainer_that_contradict_it_are_refused(arguments: dict,
 def test_its_settings_can_be_written_to_config_yaml() -> None:
     import yaml
 
-    for algorithm in (rl.MiniGRPO(model="m", backend="trl", **HOOKS), rl.MiniGRPO(model="m")):
-        resolved = algorithm.resolved() if isinstance(algorithm, TrlGRPO) else algorithm.arguments()
+    trl = rl.MiniGRPO(model="m", backend="trl", **HOOKS)
+    for resolved in (TrlGRPO(trl).resolved(), trl.arguments(), rl.MiniGRPO(model="m").arguments()):
         assert yaml.safe_load(yaml.safe_dump(resolved))["lora"]["target_modules"] == PROJECTIONS
         assert not HOOKS.keys() & resolved.keys()
 
 
-def test_trl_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raylight.algorithms.minigrpo import trl_backend
-
-    monkeypatch.setattr(trl_backend.importlib.util, "find_spec", lambda name: None)
+async def test_trl_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    algorithm = TrlGRPO(rl.MiniGRPO(model="m", backend="trl", **HOOKS))
     with pytest.raises(ConfigError, match=r"raylight\[trl\]"):
-        trl_backend.check_installed()
+        await algorithm.run([1])
+    with pytest.raises(DatasetError, match="train_dataset is missing"):
+        await algorithm.run([])
