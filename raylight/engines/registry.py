@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from starlette.types import ASGIApp, Receive, Scope, Send
+
 from raylight.components import import_dotted_name
 from raylight.config import EngineConfig
-from raylight.engines.limited_engine import LimitedEngine
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.errors import ConfigError
+from raylight.http.errors import RequestError, error_response
 
 EngineFactory = Callable[..., Engine | Awaitable[Engine]]
 """An engine class or function, called as `factory(settings, **config.args)`; its result may be awaitable."""
@@ -172,3 +174,42 @@ def _check_args(kind: str, args: Mapping[str, Any], accepted: frozenset[str] | N
         raise ConfigError(
             f"EngineConfig.args: the {kind} engine has no argument {unknown[0]!r}; its arguments: {known}"
         )
+
+
+class LimitedEngine:
+    """An engine whose application answers requests beyond a limit with status 503.
+
+    Ray Serve cannot enforce the limit: it also counts requests whose bodies still arrive. Everything but the
+    application is that of the engine inside.
+
+    Args:
+        engine: the engine inside.
+        config: its limit is `max_concurrent` + `max_waiting` requests.
+    """
+
+    def __init__(self, engine: Engine, config: EngineConfig) -> None:
+        self._engine = engine
+        self._limit, self._max_waiting = config.max_concurrent + config.max_waiting, config.max_waiting
+        self._requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def app(self) -> ASGIApp:
+        inner = await self._engine.app()
+
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope.get("method") != "POST":  # lists of models, which cost nothing
+                await inner(scope, receive, send)
+                return
+            if self._requests >= self._limit:
+                text = f"{self._max_waiting} requests are waiting already; try again later"
+                await error_response(RequestError(text, 503, "overloaded_error"))(scope, receive, send)
+                return
+            self._requests += 1
+            try:
+                await inner(scope, receive, send)
+            finally:
+                self._requests -= 1
+
+        return limited

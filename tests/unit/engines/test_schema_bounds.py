@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raylight.engines.schema_bounds import MAX_SCHEMA, find_pattern_problem, find_schema_problem
+from raylight.engines.grammar import MAX_SCHEMA, find_pattern_problem, find_schema_problem
 
 
 def properties(count: int, **more: Any) -> dict[str, Any]:

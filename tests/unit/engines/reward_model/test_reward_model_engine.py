@@ -17,7 +17,7 @@ from reward_models import build_reward_model, plain_scores
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from raylight.engines.reward_model.classifier import Classifier, padded_batches
+from raylight.engines.reward_model.engine import Classifier, padded_batches
 from raylight.engines.reward_model.scorer import ConversationScorer
 from raylight.errors import EngineStartError, RewardModelError
 from raylight.quickstart import STARTER_MODEL

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers_helpers import MakeEngine, generate_all, logprobs_of
 
-from raylight.engines.transformers.attention import use_grouped_attention
+from raylight.engines.transformers.decoder import use_grouped_attention
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.slot_cache import SlotLayer
 from raylight.errors import EngineStartError

@@ -13,7 +13,7 @@ import pytest
 from transformers_helpers import Brake, MakeEngine
 from unit_helpers import within
 
-from raylight.engines.transformers import batch_step
+from raylight.engines.transformers import worker
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
@@ -140,9 +140,9 @@ def sound(make_engine: MakeEngine) -> Callable[..., Any]:
 async def test_parameters_that_break_the_sampler(sound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, alone = await sound()
     broken = raise_for_broken(
-        batch_step.distribution, OverflowError("no"), lambda _, params: any(p.top_k == 7 for p in params)
+        worker.distribution, OverflowError("no"), lambda _, params: any(p.top_k == 7 for p in params)
     )
-    monkeypatch.setattr(batch_step, "distribution", broken)
+    monkeypatch.setattr(worker, "distribution", broken)
     await check_others(engine, alone)
 
 

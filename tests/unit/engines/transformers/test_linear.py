@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from raylight.engines.transformers.linear import FastLinear
+from raylight.engines.transformers.engine import FastLinear
 
 SHAPES = [(64, 448, 320), (2, 16, 8)]
 """Rows, inputs and outputs of a large product, and of one that torch computes."""
