@@ -1,11 +1,10 @@
-"""Base of the policy-gradient algorithms: their common settings, and the batch that a step trains on.
+"""Base of the policy-gradient algorithms: their common settings, and the rules of their batches.
 
 An algorithm declares settings; the loop in `raylight.trainer` runs it.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -17,16 +16,15 @@ from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
-from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.off_policy import OffPolicySampling, off_policy_parameters
-from raylight.experience.rewards import effective_reward, greedy_baselines, named_parts
+from raylight.experience.batch import BatchRules
+from raylight.experience.off_policy import OffPolicySampling
+from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import PolicySettings
-from raylight.experience.staleness import StaleMask, oldest_version
+from raylight.experience.staleness import StaleMask
 from raylight.experience.trajectory import TrajectorySelection
 from raylight.experience.unused_settings import unused_settings
 from raylight.traces.rewards import MAX_REWARD
-from raylight.traces.trained_agents import filter_generations
-from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, RolloutConfig
+from raylight.types import GREEDY_BELOW, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -245,83 +243,32 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         """Fewest rollouts of a group that can be trained."""
         return min(self.group_size, 2) if self.baseline_kind == "group" else 1
 
-    def reward_of(self, item: FinishedRollout) -> float | None:
-        """Return the reward that a rollout is trained with; None excludes the rollout."""
-        parts = self.parts_of(item)
-        if parts is None:
-            return effective_reward(item, self.failure_reward)
-        weights = (self.reward_weights or {}).values()
-        return math.fsum(weight * part for weight, part in zip(weights, parts, strict=True))
+    @property
+    def reward_rules(self) -> RewardRules:
+        """Rules that give a finished rollout the reward that it is trained with."""
+        return RewardRules(
+            failure_reward=self.failure_reward,
+            unscored_reward=None if self.needs_rewards else 0.0,
+            weights=self.reward_weights,
+            turn_rewards=self.turn_rewards,
+        )
 
-    def signal_of(self, item: FinishedRollout) -> float | None:
-        """Return the reward by which it is judged whether a group's rollouts differ."""
-        return self.reward_of(item)
-
-    def parts_of(self, item: FinishedRollout) -> tuple[float, ...] | None:
-        """Return the named rewards of a rollout that are normalised apart; None excludes the rollout, or all
-        rollouts if only the reward counts.
-
-        Raises:
-            RewardError: the rollout lacks one of the rewards.
-        """
-        if self.reward_weights is None:
-            return None
-        return named_parts(item, list(self.reward_weights), self.failure_reward)
-
-    def build_train_batch(
-        self,
-        finished: list[FinishedRollout],
-        learner: LearnerConfig,
-        trained_agents: str | None = None,
-        version: int = 0,
-    ) -> tuple[TrainBatch, BatchReport]:
-        """Build the learners' batch from the rollouts of a step.
+    def batch_rules(
+        self, learner: LearnerConfig, trained_agents: str | None = None, version: int = 0
+    ) -> BatchRules:
+        """Return the rules by which `build_batch` turns the rollouts of a step into the learners' batch.
 
         Args:
             trained_agents: regular expression for the agents whose calls are trained; None for all.
             version: the learners' version before the update. It is read with `max_staleness`.
-
-        Raises:
-            EmptyTraceError: no scored rollout has a call that can be trained.
-            RowTooLongError: a row is longer than the learner's limit.
-            GreedyError: a rollout that should be greedy was sampled otherwise.
-            OffPolicySamplingError: a call was not sampled from the policy's own distribution.
         """
-        rules = self._batch_rules(learner, trained_agents, version)
-        if not self.needs_greedy_rollouts:
-            return build_batch(
-                finished, rules, self.reward_of, parts_of=self.parts_of, signal_of=self.signal_of
-            )
-        sampled = [item for item in finished if not item.rollout.metadata.get(GREEDY)]
-        return build_batch(
-            sampled, rules, self.reward_of, greedy_baselines(finished, self.reward_of, self.turn_rewards)
-        )
-
-    def oldest_version(self, group: list[FinishedRollout], trained_agents: str | None = None) -> int | None:
-        """Return the oldest version that sampled a token that a group would be trained on; None for no token.
-
-        Args:
-            trained_agents: regular expression for the agents whose calls are trained; None for all.
-        """
-        return oldest_version(
-            call
-            for item in group
-            if not item.rollout.metadata.get(GREEDY) and self.reward_of(item) is not None
-            for call in filter_generations(item, trained_agents)
-            if call.finish_reason != "aborted"
-            and not off_policy_parameters(call.sampling)
-            and (self.train_auxiliary_calls or call.auxiliary_model is None)
-        )
-
-    def _batch_rules(self, learner: LearnerConfig, trained_agents: str | None, version: int) -> BatchRules:
         return BatchRules(
-            failure_reward=self.failure_reward,
+            rewards=self.reward_rules,
             min_group=self.min_group,
             trained_agents=trained_agents,
             zero_variance_groups=self.zero_variance_groups,
             row_limit=learner.row_limit,
             long_rows=learner.long_rows,
-            turn_rewards=self.turn_rewards,
             baseline_kind=self.baseline_kind,
             off_policy_sampling=self.off_policy_sampling,
             train_auxiliary_calls=self.train_auxiliary_calls,

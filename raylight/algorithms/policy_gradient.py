@@ -7,6 +7,7 @@ trained policy to that under the policy that sampled it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
@@ -15,8 +16,8 @@ from pydantic import Field, field_validator, model_validator
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
+from raylight.experience.rewards import LengthPenalty, RewardRules
 from raylight.experience.settings import CriticSettings, KlType, LossAggregation
-from raylight.types import FinishedRollout
 
 
 class DrGRPO(GRPO):
@@ -68,18 +69,13 @@ class DAPO(GRPO):
             )
         return self
 
-    def reward_of(self, item: FinishedRollout) -> float | None:
-        """Return the reward less the length penalty; None excludes the rollout."""
-        reward = super().reward_of(item)
-        if reward is None or self.max_response_tokens is None:
-            return reward
-        sampled = sum(len(call.output_ids) for call in item.generations)
-        excess = sampled - (self.max_response_tokens - self.overlong_buffer)
-        return reward - self.overlong_factor * min(max(excess / self.overlong_buffer, 0.0), 1.0)
-
-    def signal_of(self, item: FinishedRollout) -> float | None:
-        """Return the reward before the length penalty: groups are all right, or all wrong, by the task."""
-        return super().reward_of(item)
+    @property
+    def reward_rules(self) -> RewardRules:
+        rules = super().reward_rules
+        if self.max_response_tokens is None:
+            return rules
+        penalty = LengthPenalty(self.max_response_tokens, self.overlong_buffer, self.overlong_factor)
+        return replace(rules, length_penalty=penalty)
 
 
 class GDPO(PolicyAlgorithm):
@@ -352,13 +348,6 @@ class OPD(PolicyAlgorithm):
     def min_group(self) -> int:
         """Fewest rollouts of a group that can be trained."""
         return 2 if self.reward_coef else 1
-
-    def reward_of(self, item: FinishedRollout) -> float | None:
-        """Return the reward of a rollout, 0 if it has none and needs none; None excludes the rollout."""
-        reward = super().reward_of(item)
-        if reward is None and not self.needs_rewards and item.rollout.status == "succeeded":
-            return 0.0
-        return reward
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that construct an equal algorithm, as JSON values."""

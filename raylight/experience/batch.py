@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.call_relations import RelationReport, report_relations
-from raylight.experience.off_policy import OffPolicyCalls, OffPolicySampling, count_repeated_seeds
+from raylight.experience.off_policy import (
+    OffPolicyCalls,
+    OffPolicySampling,
+    count_repeated_seeds,
+    off_policy_parameters,
+)
 from raylight.experience.registry import BaselineKind
-from raylight.experience.rewards import TurnReward, assign_turn_rewards, effective_reward, group_key
+from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards, group_key
 from raylight.experience.row_rules import RowRules, is_masked
 from raylight.experience.scored_rollout import (
     ScoredRollout,
@@ -19,10 +23,10 @@ from raylight.experience.scored_rollout import (
     has_signal,
     zero_variance_groups,
 )
-from raylight.experience.staleness import StaleMask, TokenAges, describe_ages
+from raylight.experience.staleness import StaleMask, TokenAges, describe_ages, oldest_version
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
-from raylight.types import FinishedRollout, Generation, LogprobArray, Trajectory
+from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, Trajectory
 
 
 @dataclass(frozen=True)
@@ -48,31 +52,43 @@ class TrainBatch:
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
 
 
+DEFAULT_REWARDS = RewardRules()
+
+
 @dataclass(frozen=True)
 class BatchRules(RowRules):
-    """Rules that turn finished rollouts into a batch, beside those that choose their rows.
+    """Declaration of an algorithm: the rules that turn finished rollouts into a batch.
 
     Args:
-        failure_reward: reward of rollouts whose agent failed; None leaves them out.
+        rewards: rules of the rewards.
         min_group: smallest group; a group with fewer remaining rollouts is left out.
         zero_variance_groups: treatment of groups whose rewards are all equal.
         row_limit: tokens of the longest row; None for no limit.
         long_rows: treatment of longer rows.
-        turn_rewards: train on rewards emitted before the final one too.
         baseline_kind: baseline of the advantage estimator.
         off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
         stale: mask of tokens that old weights sampled; None if all have the learners' version.
     """
 
-    failure_reward: float | None = None
+    rewards: RewardRules = DEFAULT_REWARDS
     min_group: int = 1
     zero_variance_groups: Literal["keep", "drop"] = "keep"
     row_limit: int | None = None
     long_rows: LongRows = "error"
-    turn_rewards: bool = False
     baseline_kind: BaselineKind = "group"
     off_policy_sampling: OffPolicySampling = "error"
     stale: StaleMask | None = None
+
+    def oldest_version(self, group: list[FinishedRollout]) -> int | None:
+        """Return the oldest version that sampled a token that a group would be trained on; None for no
+        token."""
+        return oldest_version(
+            call
+            for item in group
+            if not item.rollout.metadata.get(GREEDY) and self.rewards.reward(item) is not None
+            for call in self.split_calls(item)[0]
+            if call.finish_reason != "aborted" and not off_policy_parameters(call.sampling)
+        )
 
 
 @dataclass(frozen=True)
@@ -136,111 +152,48 @@ class BatchReport:
     """Rows per rollout, and relations of calls to earlier ones."""
 
 
-def build_batch(
-    finished: list[FinishedRollout],
-    rules: BatchRules,
-    reward_of: Callable[[FinishedRollout], float | None] | None = None,
-    baselines: dict[str, float] | None = None,
-    parts_of: Callable[[FinishedRollout], tuple[float, ...] | None] = lambda item: None,
-    signal_of: Callable[[FinishedRollout], float | None] | None = None,
-) -> tuple[TrainBatch, BatchReport]:
+def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[TrainBatch, BatchReport]:
     """Build a batch from finished rollouts.
 
-    A failed rollout is left out, unless `failure_reward` gives it a reward and it has generations.
-    Infrastructure failures are always left out. Groups with fewer than `min_group` remaining rollouts are
-    left out too: an estimator with a group baseline would use the reward of a single rollout as its
-    advantage.
-
-    Args:
-        reward_of: function from a rollout to its reward, or None for no reward; default: `effective_reward`.
-        baselines: baseline by group. A group without one is left out. None if the estimator needs no
-            baselines.
-        parts_of: function from a rollout to its named rewards that are normalised apart; None for all
-            rollouts if only the reward counts.
-        signal_of: function from a rollout to the reward by which groups are compared; default: `reward_of`.
+    A failed rollout is left out, unless the rules give it a reward and it has generations. Infrastructure
+    failures are always left out. Groups with fewer than `min_group` remaining rollouts are left out too: an
+    estimator with a group baseline would use the reward of a single rollout as its advantage.
 
     Raises:
         EmptyTraceError: rollouts were scored, but none has a completed call of a trained agent to the model
             being trained.
         RowTooLongError: a row is longer than the limit, and `long_rows` is "error".
+        GreedyError: a rollout that should be greedy was sampled otherwise.
         OffPolicySamplingError: a call of a trained agent was not sampled from the policy's own distribution,
             and `off_policy_sampling` is "error".
     """
-    scored: list[ScoredRollout] = []
-    off_policy = OffPolicyCalls(rules.off_policy_sampling)
-    calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
-    failed = unscored = empty = other_agents = aborted = excluded = auxiliary = 0
-    for item in finished:
-        tokens = _count_sampled(item.generations)
-        reward = reward_of(item) if reward_of else effective_reward(item, rules.failure_reward)
-        if reward is None:
-            failed += item.rollout.status != "succeeded"
-            unscored += item.rollout.status == "succeeded"
-            excluded += tokens
-            continue
-        generations, others = rules.split_calls(item)
-        other_agents += len(item.generations) - len(generations) - len(others)
-        auxiliary += len(others)
-        aborted += sum(call.finish_reason == "aborted" for call in generations)
-        masked = off_policy.judge(call for call in generations if call.finish_reason != "aborted")
-        sampled = build_trajectories(generations, masked)
-        if not sampled.rows:
-            empty += 1
-            excluded += tokens
-            continue
-        group = group_key(item)
-        calls[group].append(generations)
-        trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
-        turns = assign_turn_rewards(item, trajectories.chosen_positions) if rules.turn_rewards else []
-        baseline = (baselines or {}).get(group)
-        if is_masked(item):
-            sampled = trajectories = replace(sampled, rows=[])
-        selected = select_rows(sampled.rows, rules.trajectory_selection)
-        untrained = _count_sampled(others)
-        scored.append(
-            ScoredRollout(
-                group,
-                reward,
-                parts_of(item),
-                sampled,
-                trajectories,
-                turns,
-                baseline,
-                tokens,
-                untrained,
-                selected,
-                reward if signal_of is None or (signal := signal_of(item)) is None else signal,
-            )
-        )
-    if not scored and empty:
-        reason = _empty_reason(empty, aborted, other_agents, auxiliary, rules.trained_agents)
-        raise EmptyTraceError(reason)
-    comparable = drop_without_baseline(scored, rules.min_group, baselines is not None)
-    excluded += sum(item.tokens for item in scored) - sum(item.tokens for item in comparable)
+    needs_baseline = rules.baseline_kind == "greedy"
+    scorer = _Scorer(rules, rules.rewards.greedy_baselines(finished) if needs_baseline else {})
+    sampled = [item for item in finished if not (needs_baseline and item.rollout.metadata.get(GREEDY))]
+    scored = [found for item in sampled if (found := scorer.score(item)) is not None]
+    counts = scorer.counts
+    if not scored and counts["empty"]:
+        raise EmptyTraceError(_empty_reason(counts, rules.trained_agents))
+    comparable = drop_without_baseline(scored, rules.min_group, needs_baseline)
+    counts["excluded_tokens"] += sum(x.tokens for x in scored) - sum(x.tokens for x in comparable)
     constant = zero_variance_groups(comparable)
     trained = comparable
     if rules.zero_variance_groups == "drop":
         trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
-    batch, rows_empty = _assemble(trained, limit, baselines is not None)
+    batch, rows_empty = _assemble(trained, limit, needs_baseline)
     sampled_rows = [row for item in trained for row in item.sampled_rows]
     kept_rows = [row for item in trained for row in item.rows]
     unselected_rows = [row for item in trained for row in item.unselected_rows]
     rows_forced = sum(not row.trained_tokens for row in sampled_rows)
     report = BatchReport(
         trained=len(trained),
-        failed=failed,
-        unscored=unscored,
-        empty=empty,
         without_baseline=len(scored) - len(comparable),
         groups=len({item.group for item in comparable}),
         groups_without_signal=len(constant),
         has_signal=has_signal(trained, set(batch.owners), constant, rules.baseline_kind),
         zero_variance=len(comparable) - len(trained),
-        other_agents=other_agents,
-        auxiliary_calls=auxiliary,
         auxiliary_tokens=sum(item.auxiliary_tokens for item in comparable),
-        aborted=aborted,
         rows_dropped=limit.dropped,
         rows_truncated=limit.truncated,
         rows_forced=rows_forced,
@@ -249,15 +202,71 @@ def build_batch(
         rows_stale=rows_empty - rows_forced,
         stale_tokens=_count_trained(sampled_rows) - _count_trained(kept_rows),
         trained_tokens=_count_trained(batch.rows),
-        excluded_tokens=excluded,
         ages=describe_ages(rules.stale.version, batch.rows, sampled_rows) if rules.stale else None,
-        repeated_seeds=count_repeated_seeds(calls),
-        off_policy_calls=off_policy.calls,
-        off_policy=next((text for text, _ in off_policy.parameters.most_common(1)), None),
+        repeated_seeds=count_repeated_seeds(scorer.calls),
+        off_policy_calls=scorer.off_policy.calls,
+        off_policy=next((text for text, _ in scorer.off_policy.parameters.most_common(1)), None),
         tokens=sum((item.trajectories.tokens for item in trained), TokenCounts()),
         relations=report_relations(item.trajectories for item in trained),
+        **{name: counts[name] for name in COUNTED},
     )
     return batch, report
+
+
+COUNTED = ("failed", "unscored", "empty", "other_agents", "auxiliary_calls", "aborted", "excluded_tokens")
+"""Counts of a report that are known once the rollouts are scored."""
+
+
+class _Scorer:
+    """Scores the rollouts of a step one by one, and counts what it leaves out."""
+
+    def __init__(self, rules: BatchRules, baselines: dict[str, float]) -> None:
+        self._rules, self._baselines = rules, baselines
+        self.counts: Counter[str] = Counter()
+        self.off_policy = OffPolicyCalls(rules.off_policy_sampling)
+        self.calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
+        """Trained calls of the scored rollouts, by group."""
+
+    def score(self, item: FinishedRollout) -> ScoredRollout | None:
+        """Return a rollout that may be trained; None leaves it out."""
+        rules, counts = self._rules, self.counts
+        tokens, reward = _count_sampled(item.generations), rules.rewards.reward(item)
+        if reward is None:
+            counts["unscored" if item.rollout.status == "succeeded" else "failed"] += 1
+            counts["excluded_tokens"] += tokens
+            return None
+        generations, others = rules.split_calls(item)
+        counts["other_agents"] += len(item.generations) - len(generations) - len(others)
+        counts["auxiliary_calls"] += len(others)
+        counts["aborted"] += sum(call.finish_reason == "aborted" for call in generations)
+        masked = self.off_policy.judge(call for call in generations if call.finish_reason != "aborted")
+        sampled = build_trajectories(generations, masked)
+        if not sampled.rows:
+            counts["empty"] += 1
+            counts["excluded_tokens"] += tokens
+            return None
+        group = group_key(item)
+        self.calls[group].append(generations)
+        trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
+        turns = []
+        if rules.rewards.turn_rewards:
+            turns = assign_turn_rewards(item, trajectories.chosen_positions)
+        if is_masked(item):
+            sampled = trajectories = replace(sampled, rows=[])
+        signal = rules.rewards.signal(item)
+        return ScoredRollout(
+            group=group,
+            reward=reward,
+            parts=rules.rewards.parts(item),
+            sampled=sampled,
+            trajectories=trajectories,
+            turns=turns,
+            baseline=self._baselines.get(group),
+            tokens=tokens,
+            auxiliary_tokens=_count_sampled(others),
+            selected=select_rows(sampled.rows, rules.trajectory_selection),
+            signal=reward if signal is None else signal,
+        )
 
 
 def _count_sampled(generations: list[Generation]) -> int:
@@ -298,9 +307,9 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
     return batch, empty
 
 
-def _empty_reason(
-    empty: int, aborted: int, other_agents: int, auxiliary: int, trained_agents: str | None
-) -> str:
+def _empty_reason(counts: Counter[str], trained_agents: str | None) -> str:
+    empty, aborted, other_agents = counts["empty"], counts["aborted"], counts["other_agents"]
+    auxiliary = counts["auxiliary_calls"]
     if aborted:
         return (
             f"{empty} rollouts were scored, but all {aborted} calls that could be trained were cut off: the "

@@ -1,9 +1,9 @@
-"""Rewards of finished rollouts: final rewards, turn rewards, and the greedy baselines of ReMax."""
+"""Rewards of finished rollouts: final and turn rewards, penalties, and the greedy baselines of ReMax."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raylight.errors import GreedyError, RewardError
@@ -43,51 +43,6 @@ def group_key(item: FinishedRollout) -> str:
     return item.rollout.group_id or item.rollout.rollout_id
 
 
-def is_informative(
-    group: list[FinishedRollout],
-    reward_of: Callable[[FinishedRollout], float | None],
-    turn_rewards: bool,
-    parts_of: Callable[[FinishedRollout], tuple[float, ...] | None] = lambda item: None,
-) -> bool:
-    """Return True if the rewards of a group's rollouts that called the model are not all equal.
-
-    Args:
-        turn_rewards: add the rewards that were emitted before the final one.
-        parts_of: named rewards that are compared instead; None for all rollouts if only the reward counts.
-    """
-    compared = {
-        parts_of(item)
-        or math.fsum([reward, *(value for _, value in turn_reward_spans(item) if turn_rewards)])
-        for item in group
-        if item.generations and (reward := reward_of(item)) is not None
-    }
-    return len(compared) > 1
-
-
-def named_parts(
-    item: FinishedRollout, names: Sequence[str], failure_reward: float | None
-) -> tuple[float, ...] | None:
-    """Return the rewards of these names; None to leave the rollout out.
-
-    A rollout whose agent failed has `failure_reward` for each.
-
-    Raises:
-        RewardError: the rollout has rewards, and lacks one of these names.
-    """
-    reward = effective_reward(item, failure_reward)
-    if reward is None:
-        return None
-    if item.rollout.status != "succeeded":
-        return (reward,) * len(names)
-    if missing := [name for name in names if name not in item.rewards]:
-        raise RewardError(
-            f"rollout {item.rollout.rollout_id} has the rewards {', '.join(item.rewards)}, and lacks "
-            f"{', '.join(missing)}, which reward_weights names; return all of them, as in "
-            f"{{{', '.join(f'{name!r}: 1.0' for name in names)}}}"
-        )
-    return tuple(item.rewards[name] for name in names)
-
-
 def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:
     """Return the rewards that a rollout emitted before the final one, with their spans.
 
@@ -119,28 +74,107 @@ def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) ->
     return turns
 
 
-def greedy_baselines(
-    finished: list[FinishedRollout], reward_of: Callable[[FinishedRollout], float | None], turn_rewards: bool
-) -> dict[str, float]:
-    """Return the reward of each group's greedy rollout, the baseline of ReMax.
-
-    See https://arxiv.org/abs/2310.10505. Groups without a greedy rollout are missing in the result.
+@dataclass(frozen=True)
+class LengthPenalty:
+    """Penalty of a rollout that samples too much, https://arxiv.org/abs/2503.14476.
 
     Args:
-        turn_rewards: add the rewards emitted before the final one.
-
-    Raises:
-        GreedyError: a rollout that should have been greedy was sampled.
+        max_tokens: sampled tokens of all calls at which the penalty reaches `factor`.
+        buffer: tokens below `max_tokens` over which it rises from 0.
     """
-    baselines: dict[str, float] = {}
-    for item in finished:
-        if not item.rollout.metadata.get(GREEDY):
-            continue
-        _check_greedy(item)
-        if (reward := reward_of(item)) is not None:
-            turns = turn_reward_spans(item) if turn_rewards else []
-            baselines[group_key(item)] = reward + sum(value for _, value in turns)
-    return baselines
+
+    max_tokens: int
+    buffer: int
+    factor: float
+
+    def __call__(self, item: FinishedRollout) -> float:
+        sampled = sum(len(call.output_ids) for call in item.generations)
+        excess = sampled - (self.max_tokens - self.buffer)
+        return self.factor * min(max(excess / self.buffer, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class RewardRules:
+    """Rules that give a finished rollout the reward that it is trained with.
+
+    Args:
+        failure_reward: reward of rollouts whose agent failed; None leaves them out.
+        unscored_reward: reward of rollouts that succeeded without one; None leaves them out.
+        weights: weights of named rewards that are normalised apart; None: only the final reward counts.
+        turn_rewards: also train on rewards emitted before the final one.
+        length_penalty: subtracted from the reward; it says nothing about the task.
+    """
+
+    failure_reward: float | None = None
+    unscored_reward: float | None = None
+    weights: Mapping[str, float] | None = None
+    turn_rewards: bool = False
+    length_penalty: LengthPenalty | None = None
+
+    def reward(self, item: FinishedRollout) -> float | None:
+        """Return the reward that a rollout is trained with; None leaves it out."""
+        signal = self.signal(item)
+        penalty = 0.0 if signal is None or self.length_penalty is None else self.length_penalty(item)
+        return None if signal is None else signal - penalty
+
+    def signal(self, item: FinishedRollout) -> float | None:
+        """Return the reward by which the rollouts of a group are compared; None leaves the rollout out."""
+        if (parts := self.parts(item)) is not None and self.weights is not None:
+            return math.fsum(w * part for w, part in zip(self.weights.values(), parts, strict=True))
+        reward = effective_reward(item, self.failure_reward)
+        if reward is None and item.rollout.status == "succeeded":
+            return self.unscored_reward
+        return reward
+
+    def parts(self, item: FinishedRollout) -> tuple[float, ...] | None:
+        """Return the named rewards of a rollout; None if only the final reward counts, or to leave it out.
+
+        A rollout whose agent failed has `failure_reward` for each.
+
+        Raises:
+            RewardError: the rollout has rewards, and lacks one of the names.
+        """
+        reward = effective_reward(item, self.failure_reward)
+        if self.weights is None or reward is None:
+            return None
+        if item.rollout.status != "succeeded":
+            return (reward,) * len(self.weights)
+        if missing := [name for name in self.weights if name not in item.rewards]:
+            raise RewardError(
+                f"rollout {item.rollout.rollout_id} has the rewards {', '.join(item.rewards)}, and lacks "
+                f"{', '.join(missing)}, which reward_weights names; return all of them, as in "
+                f"{{{', '.join(f'{name!r}: 1.0' for name in self.weights)}}}"
+            )
+        return tuple(item.rewards[name] for name in self.weights)
+
+    def is_informative(self, group: list[FinishedRollout]) -> bool:
+        """Return True if the rewards of a group's rollouts that called the model are not all equal."""
+        compared = {
+            self.parts(item) or self._with_turns(item, signal)
+            for item in group
+            if item.generations and (signal := self.signal(item)) is not None
+        }
+        return len(compared) > 1
+
+    def greedy_baselines(self, finished: list[FinishedRollout]) -> dict[str, float]:
+        """Return the reward of each group's greedy rollout, the baseline of ReMax.
+
+        See https://arxiv.org/abs/2310.10505. Groups without a greedy rollout are missing in the result.
+
+        Raises:
+            GreedyError: a rollout that should have been greedy was sampled.
+        """
+        baselines: dict[str, float] = {}
+        for item in finished:
+            if item.rollout.metadata.get(GREEDY):
+                _check_greedy(item)
+                if (reward := self.reward(item)) is not None:
+                    baselines[group_key(item)] = self._with_turns(item, reward)
+        return baselines
+
+    def _with_turns(self, item: FinishedRollout, reward: float) -> float:
+        turns = turn_reward_spans(item) if self.turn_rewards else []
+        return math.fsum([reward, *(value for _, value in turns)])
 
 
 def _check_greedy(item: FinishedRollout) -> None:

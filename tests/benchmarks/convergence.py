@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.experience.rewards import is_informative
+from raylight.experience.batch import build_batch
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
@@ -174,9 +174,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
                 for index in range(len(new))
             ]
             groups += added
-            informative += [
-                is_informative(group, algorithm.reward_of, algorithm.turn_rewards) for group in added
-            ]
+            informative += [algorithm.reward_rules.is_informative(group) for group in added]
             taken += len(new)
         return [item for group in groups for item in group]
 
@@ -190,7 +188,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
         curve.append(
             statistics.fmean(item.reward or 0.0 for item in finished if not item.rollout.metadata.get(GREEDY))
         )
-        batch, report = algorithm.build_train_batch(finished, learner)
+        batch, report = build_batch(finished, algorithm.batch_rules(learner))
         if report.has_signal:
             policy.update(batch)
             weights = policy.export()

@@ -105,6 +105,7 @@ async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
     """Return the figures of a row of the table."""
     import raylight as rl
     from raylight.config import LearnerConfig
+    from raylight.experience.batch import build_batch
     from raylight.store.client import StoreClient
     from raylight.store.service import StoreConfig, StoreService
 
@@ -127,7 +128,7 @@ async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
             times = [time.process_time()]
             finished = await store.collect(ids)
             times.append(time.process_time())
-            batch, _ = await run(algorithm.build_train_batch, finished, learner)
+            batch, _ = await run(build_batch, finished, algorithm.batch_rules(learner))
             times.append(time.process_time())
             parts = await run(payloads, batch, algorithm)
             times.append(time.process_time())

@@ -41,6 +41,7 @@ from convergence import Sampler
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
+from raylight.experience.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.tasks.shuffled import TaskSampler
@@ -114,7 +115,7 @@ def train(case: Case) -> list[float]:
         sampler.load(weights[0], version)
         chosen = [order.draw(group).task for group in range((step - 1) * TASKS, step * TASKS)]
         finished = sampler.answer(chosen, algorithm.group_size, f"train-{step}")
-        batch, report = algorithm.build_train_batch(finished, learner, version=policy.version)
+        batch, report = build_batch(finished, algorithm.batch_rules(learner, version=policy.version))
         assert report.ages is not None
         assert report.ages.staleness_max <= case.staleness
         policy.update(batch)

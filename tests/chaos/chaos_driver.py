@@ -13,30 +13,45 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from chaos_agent import asker, asker_program
 from chaos_log import BATCHES, HELD_UPDATE, HOLD_VARIABLE, SAMPLES, TASKS, append_line, send_event
 
 import raylight as rl
+from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.learner.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.trainer.components.learners import Learners
+from raylight.trainer.loops import policy_loop
 from raylight.trainer.loops.training_groups import TrainingGroups
+from raylight.types import FinishedRollout
+
+
+@dataclass(frozen=True)
+class LoggedRules(BatchRules):
+    """Rules of a batch with the learners' version before the update."""
+
+    version: int = 0
 
 
 class LoggedGRPO(rl.GRPO):
-    """GRPO that logs each batch."""
+    """GRPO whose rules have the learners' version, for the log of batches."""
 
-    def build_train_batch(
-        self, finished: Any, learner: Any, trained_agents: str | None = None, version: int = 0
-    ) -> Any:
-        batch, report = super().build_train_batch(finished, learner, trained_agents, version)
-        rewards = {item.rollout.rollout_id: self.reward_of(item) for item in finished}
-        oldest = min((int(row.weight_versions[row.mask == 1].min()) for row in batch.rows), default=None)
-        append_line(BATCHES, rewards=rewards, version=version, oldest=oldest, driver=os.getpid())
-        return batch, report
+    def batch_rules(self, learner: Any, trained_agents: str | None = None, version: int = 0) -> LoggedRules:
+        rules = super().batch_rules(learner, trained_agents, version)
+        return LoggedRules(**vars(rules), version=version)
+
+
+def logged_batch(finished: list[FinishedRollout], rules: LoggedRules) -> tuple[TrainBatch, BatchReport]:
+    """Build a batch and log it."""
+    batch, report = build_batch(finished, rules)
+    rewards = {item.rollout.rollout_id: rules.rewards.reward(item) for item in finished}
+    oldest = min((int(row.weight_versions[row.mask == 1].min()) for row in batch.rows), default=None)
+    append_line(BATCHES, rewards=rewards, version=rules.version, oldest=oldest, driver=os.getpid())
+    return batch, report
 
 
 class StepEvents:
@@ -84,6 +99,7 @@ def watch() -> None:
         lambda group, url, step, version: append_line(BATCHES, loaded=step, driver=os.getpid()),
     )
     around(TrainingGroups, "_wait", after=send_finished)
+    policy_loop.build_batch = logged_batch  # type: ignore[attr-defined]
 
 
 def send_finished(groups: TrainingGroups, group: int) -> None:

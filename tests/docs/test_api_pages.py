@@ -44,7 +44,6 @@ def test_the_section_of_a_class(generator: ModuleType) -> None:
         "| `overlong_buffer` | `int` | `4096` (≥ 1) | Tokens below `max_response_tokens` over which "
         "the penalty rises from 0. |" in dapo
     )
-    assert "**`reward_of(item: FinishedRollout) -> float | None`**" in dapo
     assert "_buffer_fits" not in text
     general = text.partition("## `algorithms.PolicyAlgorithm`")[2].partition("\n## ")[0]
     assert "| `lr` |" in general, "a class shows the settings of parents that have no page"

@@ -11,6 +11,7 @@ import pytest
 from ray_cluster import Cluster
 
 import raylight as rl
+from raylight.experience.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
@@ -53,7 +54,9 @@ class BarrierTraining:
                 await rollouts.enqueue(rollouts.group_requests(group, sampler.draw(group)))
             ids = [name for group in groups for name in rollouts.group_ids(group)]
             await run.store.wait_until_decided(rollout_ids=ids)
-            batch, content = algorithm.build_train_batch(await rollouts.collect(ids), run.training.learner)
+            batch, content = build_batch(
+                await rollouts.collect(ids), algorithm.batch_rules(run.training.learner)
+            )
             if content.has_signal:
                 await run.learners.update(batch)
                 await run.learners.publish()

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from raylight._utils.aio import cancel_all
 from raylight.errors import LearnerLostError
-from raylight.experience.batch import BatchReport, TrainBatch
+from raylight.experience.batch import BatchReport, TrainBatch, build_batch
 from raylight.experience.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
@@ -159,13 +159,9 @@ class Training(StepLoop):
         rollouts = await self._until_failure(self._groups.take(step), *interruptions)
         ended = time.perf_counter()
         wait_s, cycle_s, self._taken_at = ended - started, ended - self._taken_at, ended
-        batch, content = await asyncio.to_thread(  # long rollouts do not block the event loop
-            algorithm.build_train_batch,
-            rollouts,
-            training.learner,
-            training.trained_agents,
-            self._learners.version,
-        )
+        rules = algorithm.batch_rules(training.learner, training.trained_agents, self._learners.version)
+        # long rollouts do not block the event loop
+        batch, content = await asyncio.to_thread(build_batch, rollouts, rules)
         await self._enter(step, rollouts, content)
         rollout_s = cycle_s if self._is_asynchronous else wait_s
         metrics = describe(rollouts, content, rollout_s, algorithm.failure_reward)

@@ -154,11 +154,13 @@ class SessionGroups(TrainingGroups):
         return len(self._overdue) > self._most_overdue and next(iter(self._overdue)) == group
 
     def _oldest_version(self, rollouts: list[FinishedRollout]) -> int | None:
-        return self._algorithm.oldest_version(rollouts, self._run.training.trained_agents)
+        training = self._run.training
+        rules = self._algorithm.batch_rules(training.learner, training.trained_agents)
+        return rules.oldest_version(rollouts)
 
     def _drop_reason(self, finished: FinishedGroup) -> str | None:
         if finished.oldest_version is not None:
-            reward_of = self._algorithm.reward_of
+            reward_of = self._algorithm.reward_rules.reward
             n_scored = sum(
                 bool(item.generations) and reward_of(item) is not None for item in finished.rollouts
             )

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from raylight._utils.aio import BroadcastCondition, cancel_all, task_group
-from raylight.experience.rewards import is_informative
 from raylight.tasks.task_set import Draw, TaskSet
 from raylight.trainer.components.run import Run
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, wait_for_rollouts
@@ -227,7 +226,7 @@ class TrainingGroups:
                 self._sampler.recall(group, first.rollout.metadata.get(DRAW, {}))
             for group in self._records[step].all:
                 ids = self._rollouts.group_ids(group)
-                own = [self._algorithm.reward_of(by_id[name]) for name in ids if name in by_id]
+                own = [self._algorithm.reward_rules.reward(by_id[name]) for name in ids if name in by_id]
                 rewards = [reward for reward in own if reward is not None]
                 self._sampler.observe(group, statistics.fmean(rewards) if rewards else None)
 
@@ -269,11 +268,9 @@ class TrainingGroups:
             self._room_changed.notify_all()
 
         rollouts = await self._rollouts.grade(await self._until_decided(group, ids, show))
-        algorithm = self._algorithm
         finished = FinishedGroup(
             rollouts,
-            group not in self._had_replacement
-            and is_informative(rollouts, algorithm.signal_of, algorithm.turn_rewards, algorithm.parts_of),
+            group not in self._had_replacement and self._algorithm.reward_rules.is_informative(rollouts),
             self._oldest_version(rollouts),
         )
         del self._waiting[group]
@@ -292,8 +289,9 @@ class TrainingGroups:
     def _oldest_version(self, rollouts: list[FinishedRollout]) -> int | None:
         """Return the version of the oldest token of a group that would be trained; None for no token, or if
         groups are not dropped."""
-        algorithm, agents = self._algorithm, self._run.training.trained_agents
-        return algorithm.oldest_version(rollouts, agents) if algorithm.stale == "drop" else None
+        algorithm, training = self._algorithm, self._run.training
+        rules = algorithm.batch_rules(training.learner, training.trained_agents)
+        return rules.oldest_version(rollouts) if algorithm.stale == "drop" else None
 
     # training steps
 

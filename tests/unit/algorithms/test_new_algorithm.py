@@ -15,6 +15,7 @@ from unit_helpers import ReachedRay, make_finished
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
+from raylight.experience.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.trainer import Trainer
 
@@ -51,10 +52,12 @@ def test_its_settings_are_validated(settings: dict[str, Any], message: str) -> N
 def test_its_batches_follow_the_declared_baseline() -> None:
     algorithm = BestOfGroup(model=MODEL)
     alone = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
-    assert not algorithm.build_train_batch(alone, LearnerConfig())[1].has_signal
+    assert not build_batch(alone, algorithm.batch_rules(LearnerConfig()))[1].has_signal
     equal = [make_finished(1.0, group="a"), make_finished(1.0, group="a")]
-    assert not algorithm.build_train_batch(equal, LearnerConfig())[1].has_signal
-    batch, report = algorithm.build_train_batch([*equal, make_finished(0.0, group="a")], LearnerConfig())
+    assert not build_batch(equal, algorithm.batch_rules(LearnerConfig()))[1].has_signal
+    batch, report = build_batch(
+        [*equal, make_finished(0.0, group="a")], algorithm.batch_rules(LearnerConfig())
+    )
     assert (batch.rewards, report.has_signal) == ([1.0, 1.0, 0.0], True)
 
 

@@ -14,7 +14,7 @@ from raylight import algorithms
 from raylight.components import IN_CODE
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.rewards import is_informative
+from raylight.experience.batch import build_batch
 from raylight.types import GREEDY, Failure, FinishedRollout
 
 FAMILY = sorted(
@@ -251,12 +251,12 @@ def test_settings_that_a_distillation_does_not_read_are_an_error(settings: dict,
 
 def test_a_teacher_needs_no_rewards_and_no_groups() -> None:
     unscored, equal = make_finished(None), [make_finished(1.0, group="g"), make_finished(1.0, group="g")]
-    batch, report = opd().build_train_batch([unscored, *equal], LearnerConfig())
+    batch, report = build_batch([unscored, *equal], opd().batch_rules(LearnerConfig()))
     assert (batch.rewards, report.has_signal, report.unscored) == ([0.0, 1.0, 1.0], True, 0)
-    batch, report = opd(reward_coef=0.5).build_train_batch([unscored, *equal], LearnerConfig())
+    batch, report = build_batch([unscored, *equal], opd(reward_coef=0.5).batch_rules(LearnerConfig()))
     assert (batch.rewards, report.has_signal, report.unscored) == ([1.0, 1.0], True, 1)
     failed = make_finished(failure=Failure(kind="agent", error="ValueError: no tool"))
-    assert opd().reward_of(failed) is None
+    assert opd().reward_rules.reward(failed) is None
 
 
 # DAPO's length penalty
@@ -270,10 +270,10 @@ def long_rollout(tokens: int) -> FinishedRollout:
 @pytest.mark.parametrize(("tokens", "reward"), [(10, 1.0), (80, 1.0), (90, 0.75), (100, 0.5), (150, 0.5)])
 def test_the_penalty_for_length_rises_over_the_buffer(tokens: int, reward: float) -> None:
     dapo = rl.algorithms.DAPO(model="m", max_response_tokens=100, overlong_buffer=20, overlong_factor=0.5)
-    assert dapo.reward_of(long_rollout(tokens)) == pytest.approx(reward)
-    assert rl.algorithms.DAPO(model="m").reward_of(long_rollout(tokens)) == 1.0
-    batch, _ = dapo.build_train_batch(
-        [long_rollout(tokens), long_rollout(10), make_finished(0.0)], LearnerConfig()
+    assert dapo.reward_rules.reward(long_rollout(tokens)) == pytest.approx(reward)
+    assert rl.algorithms.DAPO(model="m").reward_rules.reward(long_rollout(tokens)) == 1.0
+    batch, _ = build_batch(
+        [long_rollout(tokens), long_rollout(10), make_finished(0.0)], dapo.batch_rules(LearnerConfig())
     )
     assert batch.rewards == pytest.approx([reward, 1.0, 0.0])
 
@@ -286,12 +286,12 @@ def test_groups_are_compared_before_the_penalty_for_length(right: float) -> None
         dataclasses.replace(long_rollout(n), rollout=make_finished(right, group="g").rollout) for n in lengths
     ]
     group = [dataclasses.replace(item, reward=right) for item in group]
-    assert len({dapo.reward_of(item) for item in group}) == 3
-    batch, report = dapo.build_train_batch(group, LearnerConfig())
+    assert len({dapo.reward_rules.reward(item) for item in group}) == 3
+    batch, report = build_batch(group, dapo.batch_rules(LearnerConfig()))
     assert (batch.rewards, report.zero_variance, report.groups_without_signal) == ([], 4, 1)
-    assert not is_informative(group, dapo.signal_of, turn_rewards=False)
-    kept, _ = dapo.model_copy(update={"zero_variance_groups": "keep"}).build_train_batch(
-        group, LearnerConfig()
+    assert not dapo.reward_rules.is_informative(group)
+    kept, _ = build_batch(
+        group, dapo.model_copy(update={"zero_variance_groups": "keep"}).batch_rules(LearnerConfig())
     )
     assert len(set(kept.rewards)) == 3
 
@@ -313,9 +313,9 @@ def test_conflicting_length_settings_are_an_error(given: dict[str, Any], message
 
 def test_an_algorithm_without_groups_trains_on_single_rollouts() -> None:
     single = [make_finished(1.0, group="a"), make_finished(0.0, group="b")]
-    assert not rl.GRPO(model="m").build_train_batch(single, LearnerConfig())[1].has_signal
+    assert not build_batch(single, rl.GRPO(model="m").batch_rules(LearnerConfig()))[1].has_signal
     for algorithm in (rl.PPO(model="m"), rl.algorithms.ReinforcePlusPlus(model="m")):
-        batch, report = algorithm.build_train_batch(single, LearnerConfig())
+        batch, report = build_batch(single, algorithm.batch_rules(LearnerConfig()))
         assert (batch.rewards, report.has_signal) == ([1.0, 0.0], True)
 
 
@@ -324,7 +324,9 @@ def test_a_batch_follows_the_learners_limit() -> None:
         dataclasses.replace(make_finished(r), generations=[make_generation([1], [2] * 9)]) for r in (0.0, 1.0)
     ]
     learner = LearnerConfig(max_row_tokens=4, long_rows="truncate")
-    assert [len(row.token_ids) for row in rl.GRPO(model="m").build_train_batch(long, learner)[0].rows] == [
+    assert [
+        len(row.token_ids) for row in build_batch(long, rl.GRPO(model="m").batch_rules(learner))[0].rows
+    ] == [
         4,
         4,
     ]
@@ -345,7 +347,7 @@ def test_the_greedy_rollouts_of_remax_are_baselines_and_not_trained() -> None:
         greedy(0.5, "a"),
         greedy(0.25, "b"),
     ]
-    batch, report = rl.algorithms.ReMax(model="m").build_train_batch(finished, LearnerConfig())
+    batch, report = build_batch(finished, rl.algorithms.ReMax(model="m").batch_rules(LearnerConfig()))
     assert (batch.rewards, batch.baselines, len(batch.rows), report.trained) == (
         [1.0, 0.0],
         [0.5, 0.25],

@@ -12,6 +12,7 @@ from unit_helpers import make_finished, make_generation, make_key
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
+from raylight.experience.rewards import RewardRules
 from raylight.types import TRAINABLE_AGENTS, Failure, FinishedRollout, Generation, Span
 
 AGENT = Failure(kind="agent", error="ValueError: no")
@@ -21,7 +22,7 @@ LOST = Failure(kind="infrastructure", error="RunnerLost: died")
 def build(
     finished: list[FinishedRollout], failure_reward: float | None, **rules: Any
 ) -> tuple[TrainBatch, BatchReport]:
-    return build_batch(finished, BatchRules(failure_reward=failure_reward, **rules))
+    return build_batch(finished, BatchRules(rewards=RewardRules(failure_reward), **rules))
 
 
 def test_a_failed_rollout_is_left_out_and_counted() -> None:

@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 from unit_helpers import make_finished, make_generation, make_key
 
-from raylight.algorithms import DAPO
 from raylight.errors import EmptyTraceError, GreedyError, RowTooLongError
 from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.experience.rewards import TurnReward, greedy_baselines, is_informative
+from raylight.experience.rewards import RewardRules, TurnReward
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.trainer.loops.batch_metrics import describe
 from raylight.types import GREEDY, Failure, FinishedRollout, Generation, RolloutConfig, Span
 
 
-def build(finished: list[FinishedRollout], **rules: Any) -> tuple[TrainBatch, BatchReport]:
-    return build_batch(finished, BatchRules(**rules))
+def build(
+    finished: list[FinishedRollout],
+    failure_reward: float | None = None,
+    turn_rewards: bool = False,
+    **rules: Any,
+) -> tuple[TrainBatch, BatchReport]:
+    rewards = RewardRules(failure_reward=failure_reward, turn_rewards=turn_rewards)
+    return build_batch(finished, BatchRules(rewards=rewards, **rules))
 
 
 def rewards(*values: float, group: str = "g") -> list[FinishedRollout]:
@@ -240,7 +245,7 @@ def test_turn_rewards_count_in_dynamic_sampling_if_trained() -> None:
         (True, [one, same], False),
         (False, [one, emitted(0.7)], False),
     ):
-        assert is_informative(pair, DAPO(model="m").reward_of, trained) == differ
+        assert RewardRules(turn_rewards=trained).is_informative(pair) == differ
 
 
 # baselines
@@ -256,24 +261,24 @@ def greedy(reward: float | None, group: str, temperature: float = 0.0) -> Finish
 
 def test_the_greedy_rollout_is_the_baseline_of_its_group() -> None:
     finished = [*rewards(1.0, group="a"), greedy(0.25, "a"), greedy(0.5, "b"), greedy(None, "c")]
-    assert greedy_baselines(finished, lambda item: item.reward, False) == {"a": 0.25, "b": 0.5}
+    assert RewardRules().greedy_baselines(finished) == {"a": 0.25, "b": 0.5}
 
 
 def test_a_sampled_greedy_rollout_raises() -> None:
     with pytest.raises(GreedyError, match=r"temperature 0.7.*llm\.sampling_parameters"):
-        greedy_baselines([greedy(1.0, "a", temperature=0.7)], lambda item: item.reward, False)
+        RewardRules().greedy_baselines([greedy(1.0, "a", temperature=0.7)])
 
 
 def test_a_group_without_baseline_is_left_out() -> None:
     finished = rewards(1.0, group="a") + rewards(0.0, group="b")
-    batch, report = build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 1.0})
+    batch, report = build([*finished, greedy(1.0, "a")], baseline_kind="greedy")
     assert (batch.rewards, batch.baselines, report.without_baseline, report.has_signal) == (
         [1.0],
         [1.0],
         1,
         False,
     )
-    assert build_batch(finished, BatchRules(baseline_kind="greedy"), baselines={"a": 0.5})[1].has_signal
+    assert build([*finished, greedy(0.5, "a")], baseline_kind="greedy")[1].has_signal
 
 
 # tokens without a choice
@@ -310,8 +315,7 @@ def test_a_rollout_of_forced_tokens_counts_in_its_group_but_has_no_row() -> None
 @pytest.mark.parametrize("kind", ["group", "batch", "greedy", "none"])
 def test_without_any_choice_there_is_no_signal(kind: Any) -> None:
     finished = [schema_bound(1.0, [1, 1]), schema_bound(0.0, [1, 1])]
-    rules = BatchRules(baseline_kind=kind)
-    batch, report = build_batch(finished, rules, baselines={"g": 0.5} if kind == "greedy" else None)
+    batch, report = build([*finished, greedy(0.5, "g")] if kind == "greedy" else finished, baseline_kind=kind)
     assert (batch.rows, report.has_signal, report.rows_forced) == ([], False, 2)
     assert "constrained/allowed_probability" not in describe(finished, report, 1.0)
 

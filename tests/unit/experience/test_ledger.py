@@ -16,6 +16,7 @@ from unit_helpers import make_finished, make_generation, make_key
 import raylight as rl
 from raylight.config import LearnerConfig
 from raylight.errors import EmptyTraceError
+from raylight.experience.batch import build_batch
 from raylight.experience.ledger import Ledger
 from raylight.types import (
     EnqueueRolloutRequest,
@@ -130,9 +131,9 @@ class World:
             calls = finished[0].generations[lose:]
             finished[0] = dataclasses.replace(finished[0], generations=calls)
         try:
-            _, report = self.algorithm.build_train_batch(finished, LearnerConfig(), version=VERSION)
+            _, report = build_batch(finished, self.algorithm.batch_rules(LearnerConfig(), version=VERSION))
         except EmptyTraceError:
-            report = self.algorithm.build_train_batch([], LearnerConfig())[1]
+            report = build_batch([], self.algorithm.batch_rules(LearnerConfig()))[1]
             excluded = sum(len(call.output_ids) for item in finished for call in item.generations)
             report = dataclasses.replace(report, excluded_tokens=excluded)
         dropped = {f"dropped-{i}": item.counts for i, item in enumerate(self._of_group(4)) if step}
@@ -274,9 +275,9 @@ async def test_the_store_counts_each_token_once(seed: int) -> None:
             counts = await box.store.count_sampled_tokens([item.rollout.rollout_id for item in taken])
             assert all(_tokens(item) == counts[item.rollout.rollout_id].latest for item in taken)
             if any(item.generations and item.reward is not None for item in taken):
-                report = algorithm.build_train_batch(taken, LearnerConfig())[1]
+                report = build_batch(taken, algorithm.batch_rules(LearnerConfig()))[1]
             else:
-                report = algorithm.build_train_batch([], LearnerConfig())[1]
+                report = build_batch([], algorithm.batch_rules(LearnerConfig()))[1]
                 report = dataclasses.replace(report, excluded_tokens=sum(map(_tokens, taken)))
             ledger.take(taken, report, counts)
             totals = await box.store.token_totals("line-train-", step + 1)

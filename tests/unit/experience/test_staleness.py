@@ -13,7 +13,7 @@ from unit_helpers import make_finished, make_generation, make_key
 import raylight as rl
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.batch import BatchReport, TrainBatch
+from raylight.experience.batch import BatchReport, TrainBatch, build_batch
 from raylight.types import FinishedRollout
 
 VERSION = 5
@@ -29,7 +29,7 @@ def sampled(versions: list[int], reward: float | None = 1.0, **call: Any) -> Fin
 
 def build(finished: list[FinishedRollout], **settings: Any) -> tuple[TrainBatch, BatchReport]:
     algorithm = rl.GRPO(model="m", **{"max_staleness": 2, **settings})
-    return algorithm.build_train_batch(finished, LearnerConfig(), version=VERSION)
+    return build_batch(finished, algorithm.batch_rules(LearnerConfig(), version=VERSION))
 
 
 def test_tokens_that_are_too_old_are_masked_and_the_rewards_count() -> None:
@@ -116,14 +116,14 @@ def test_no_trained_token_is_older_than_the_limit(versions: list[list[int]], lim
 def test_a_group_is_as_old_as_its_oldest_trained_token(versions: list[list[int]]) -> None:
     group = [sampled(each, float(i)) for i, each in enumerate(versions)]
     algorithm = rl.GRPO(model="m", max_staleness=VERSION)
-    batch, _ = algorithm.build_train_batch(group, LearnerConfig(), version=VERSION)
+    batch, _ = build_batch(group, algorithm.batch_rules(LearnerConfig(), version=VERSION))
     trained = min(int(v) for row in batch.rows for v in row.weight_versions[row.mask == 1])
-    assert algorithm.oldest_version(group) == trained
+    assert algorithm.batch_rules(LearnerConfig()).oldest_version(group) == trained
 
 
 def test_tokens_that_are_not_trained_do_not_age_a_group() -> None:
     algorithm = rl.GRPO(model="m", off_policy_sampling="mask")
-    assert algorithm.oldest_version([]) is None
+    assert algorithm.batch_rules(LearnerConfig()).oldest_version([]) is None
     group = [
         sampled([3, 4]),
         sampled([0], None),
@@ -131,7 +131,7 @@ def test_tokens_that_are_not_trained_do_not_age_a_group() -> None:
         sampled([0], sampling={"top_p": 0.5}),
         sampled([1, 3], policy_logprobs=[-1.0, -1.0], allowed=[1, 7]),
     ]
-    assert algorithm.oldest_version(group) == 3
+    assert algorithm.batch_rules(LearnerConfig()).oldest_version(group) == 3
 
 
 def test_the_settings_need_each_other() -> None:

@@ -11,6 +11,7 @@ from raylight.errors import (
     RolloutsFailedError,
 )
 from raylight.experience.batch import BatchRules, build_batch
+from raylight.experience.rewards import RewardRules
 from raylight.experience.staleness import StaleMask
 from raylight.trainer.loops.batch_metrics import describe, raise_if_hopeless
 from raylight.types import GREEDY, Failure
@@ -102,7 +103,7 @@ def test_failures_with_a_reward_count_as_failed_and_in_the_mean() -> None:
         make_finished(failure=LOST),
     ]
     for failure_reward, reward in ((None, 1.0), (0.0, 2 / 3), (-1.0, 1 / 3)):
-        content = build_batch(finished, BatchRules(failure_reward=failure_reward))[1]
+        content = build_batch(finished, BatchRules(rewards=RewardRules(failure_reward)))[1]
         metrics = describe(finished, content, 1.0, failure_reward)
         assert metrics["train/failed"] == 2
         assert metrics["train/reward"] == pytest.approx(reward)
