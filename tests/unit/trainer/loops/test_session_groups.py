@@ -194,7 +194,8 @@ def test_long_sessions_are_trained(stale: str, least: float, most: float, tmp_pa
     outside = Outside(4, {"rewarded": 4, "long": 1})
     world = world_of(tmp_path / "a", outside)
     world.steps = 24
-    asyncio.run(live(world, group_size=1, **ONLINE | {"stale": stale}))
+    patient = ONLINE["rollout"] | {"unresponsive_seconds": 1.0}  # an update may be slow
+    asyncio.run(live(world, group_size=1, **ONLINE | {"stale": stale, "rollout": patient}))
     lineage = next(iter(world.sampled)).partition("-")[0]
     trained, _ = taken_by(world)
     long = [outside.fate_of[f"{lineage}-train-{group}-0"] == "long" for group in trained]
