@@ -13,7 +13,7 @@ from raylight.sandboxes import relay_inside
 from raylight.sandboxes.exec_sandbox import ExecSandbox
 from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import make_folder
+from raylight.sandboxes.process import check_size, make_folder
 from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
 
@@ -42,7 +42,8 @@ class BubblewrapSandbox(ExecSandbox):
     """Programs of this machine in a file system, a process list and, if asked, a network of their own.
 
     The root folder is a temporary one with the machine's /usr, /lib and a few files of /etc, all read-only.
-    Everything that a program starts ends with it. A limit of memory or files holds for each process.
+    Everything that a program starts ends with it. A limit of memory holds for each process, one of files for
+    each process and, when a program has ended, for the root folder.
 
     Args:
         readable: further folders of the machine that can be read, such as that of Node.js. If the runner is
@@ -96,13 +97,15 @@ class BubblewrapSandbox(ExecSandbox):
         inner = ["--chdir", self.path(cwd or ""), "--", *self._inner(command)]
         try:
             arguments = [*self._wrapper(), *inner]
-            return await run_program(
+            ended = await run_program(
                 arguments, env=variables | dict(env or {}), cwd="/", stdin=stdin, timeout_s=timeout_s
             )
+            await check_size(self._folder_path(), self.limits)
         except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
             raise SandboxError(
                 f"bubblewrap cannot be started: {error}; install bubblewrap on every machine with runners"
             ) from None
+        return ended
 
     async def forward(self, url: str) -> str:
         if self.limits.network:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from raylight.sandboxes.marked_processes import MARK_VARIABLE, kill_marked
-from raylight.sandboxes.process_guard import ProcessGuard
+from raylight.sandboxes.marked_processes import MARK_VARIABLE, kill_marked, new_mark
+from raylight.sandboxes.process_guard import ProcessGuard, marked_command
 from raylight.sandboxes.sandbox import MAX_STDERR, MAX_STDOUT, ExecResult
 
 TERMINATE_GRACE_S = 3.0
@@ -31,6 +30,7 @@ async def run_program(
     stdin: bytes = b"",
     timeout_s: float | None = None,
     ends_children: bool = True,
+    limit_mark: bool = False,
 ) -> ExecResult:
     """Run a program to its end, then kill the processes that it left behind.
 
@@ -46,11 +46,13 @@ async def run_program(
         timeout_s: seconds after which it is ended; the result says so.
         ends_children: False for a program that leaves a service behind on purpose, such as `podman run`. It
             is itself ended in any case.
+        limit_mark: also find processes that emptied their environment, by a limit that they inherit. False
+            for a program that starts others in a place that outlives it, such as `podman exec`.
 
     Raises:
         OSError: the program cannot be started. ValueError: an argument contains a null byte.
     """
-    return await _Program(command, env, cwd, ends_children).run(stdin, timeout_s)
+    return await _Program(command, env, cwd, ends_children, limit_mark).run(stdin, timeout_s)
 
 
 class _Program(asyncio.SubprocessProtocol):
@@ -61,11 +63,17 @@ class _Program(asyncio.SubprocessProtocol):
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], cwd: str | None, ends_children: bool
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: str | None,
+        ends_children: bool,
+        limit_mark: bool,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._ends_children = ends_children
-        self._mark = secrets.token_hex(16)
+        self._limit_mark = limit_mark
+        self._mark = new_mark()
         self._command, self._env, self._cwd = command, {**env, MARK_VARIABLE: self._mark}, cwd
         self._exited: asyncio.Future[None] = loop.create_future()
         self._closed: asyncio.Future[None] = loop.create_future()
@@ -134,8 +142,11 @@ class _Program(asyncio.SubprocessProtocol):
 
     async def _start(self) -> asyncio.SubprocessTransport:
         GUARD.start()
+        command = self._command
+        if self._limit_mark:
+            command = marked_command(command, self._mark, self._env, self._cwd)
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
-            lambda: self, *self._command, env=self._env, cwd=self._cwd, start_new_session=True
+            lambda: self, *command, env=self._env, cwd=self._cwd, start_new_session=True
         )
         return transport
 

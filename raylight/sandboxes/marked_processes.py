@@ -1,19 +1,41 @@
-"""Processes of a program, found by a mark in their environment; and the guard's own program.
+"""Processes of a program, found by a mark that they inherit; and the guard's own program.
 
-A mark is a random value of an environment variable, which all processes of a program inherit, also those that
-left its process group. The guard runs this file by itself, so it imports nothing but the standard library.
+A mark is a random number, the value of an environment variable and, on Linux, of the soft limit RLIMIT_LOCKS.
+All processes of a program inherit both, also those that left its process group; one that empties its
+environment still has the limit. The guard runs this file by itself, so it imports nothing but the standard
+library.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 
 MARK_VARIABLE = "RAYLIGHT_PROGRAM"
+RLIMIT_LOCKS = 10
+"""Number of a limit of the kernel that has limited nothing since Linux 2.4. Python has no name for it."""
 MAX_SCANS, MAX_UNCLEAR_SCANS = 20, 3
 """Limits of the scans for one mark; programs with an empty environment make every scan unclear."""
+
+
+def new_mark() -> str:
+    """Return a mark that no other program has."""
+    return str(int.from_bytes(os.urandom(7), "big"))
+
+
+def limit_can_mark() -> bool:
+    """Return True if this system lets a program set and read the limit that marks."""
+    if not hasattr(resource, "prlimit"):
+        return False
+    try:
+        soft, hard = resource.getrlimit(RLIMIT_LOCKS)
+        resource.prlimit(0, RLIMIT_LOCKS, (soft, hard))
+    except (OSError, ValueError):
+        return False  # an emulated kernel, such as gVisor, may refuse it
+    return hard == resource.RLIM_INFINITY
 
 
 def kill_marked(mark: str) -> None:
@@ -35,6 +57,9 @@ def _marked(mark: str) -> tuple[list[int], bool]:
     found, is_clear = [], True
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit() and int(name) != os.getpid():
+            if _has_limit(int(name), mark):
+                found.append(int(name))
+                continue
             # a process may have ended, or belong to another user
             with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
                 environment = file.read()
@@ -44,6 +69,13 @@ def _marked(mark: str) -> tuple[list[int], bool]:
                     os.readlink(f"/proc/{name}/exe")  # fails for kernel threads and for zombies
                     is_clear = False
     return found, is_clear
+
+
+def _has_limit(pid: int, mark: str) -> bool:
+    try:
+        return str(resource.prlimit(pid, RLIMIT_LOCKS)[0]) == mark
+    except (AttributeError, OSError, ValueError):  # no Linux, ended, or of another user
+        return False
 
 
 def _kill(pid: int) -> bool:

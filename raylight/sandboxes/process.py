@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
+from raylight.files import read_bounded
+from raylight.sandboxes.exec_sandbox import MAX_FILE_BYTES
 from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
 
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables of the runner's Python, which would make another Python import the runner's packages."""
+COUNT_S = 60.0
+"""Longest time for counting the size of a sandbox's folder."""
 
 
 def inherited_environment() -> dict[str, str]:
@@ -35,11 +39,31 @@ async def make_folder() -> SandboxFolder:
         ) from None
 
 
+async def check_size(folder: str, limits: SandboxLimits) -> None:
+    """Compare the size of a sandbox's folder with its limit, if it has one.
+
+    Raises:
+        SandboxError: the folder is larger.
+    """
+    if limits.file_mb is None:
+        return
+    counted = await run_program(["du", "-sk", folder], env=inherited_environment(), timeout_s=COUNT_S)
+    size = counted.stdout.partition("\t")[0]
+    if counted.timed_out or not size.isdigit() or int(size) >> 10 > limits.file_mb:
+        found = f"take {int(size) >> 10} MiB" if size.isdigit() else f"cannot be counted in {COUNT_S:g} s"
+        raise SandboxError(
+            f"the files of the sandbox {found}, and its limit file_mb is {limits.file_mb}; raise it in "
+            "SandboxLimits, or have the agent write less"
+        )
+
+
 class ProcessSandbox:
     """Programs of this machine, in a temporary folder. It protects nothing but that folder.
 
-    A program reads and writes what the runner's user may, so this is for agents that are trusted. Limits of
-    memory and of files hold for each process. The number of processes and the network cannot be limited.
+    A program reads and writes what the runner's user may, so this is for agents that are trusted; `read` and
+    `write` take any path of the machine, too. The limit of memory holds for each process, that of files for
+    each one and, when a program has ended, for the folder. The number of processes and the network cannot be
+    limited.
 
     Raises:
         ConfigError: a limit cannot be enforced.
@@ -84,23 +108,38 @@ class ProcessSandbox:
         environment = inherited_environment() | {"TMPDIR": self.workspace} | dict(env or {})
         folder = os.path.join(self.workspace, cwd or "")
         try:
-            return await run_program(
-                self._limited(command), env=environment, cwd=folder, stdin=stdin, timeout_s=timeout_s
+            ended = await run_program(
+                self._limited(command),
+                env=environment,
+                cwd=folder,
+                stdin=stdin,
+                timeout_s=timeout_s,
+                limit_mark=True,
             )
+            await check_size(self.workspace, self._limits)
         except (OSError, ValueError) as error:  # ValueError: a null byte in an argument
             raise SandboxError(
                 f"the program {command[0]} cannot be started: {error}; install it on every machine "
                 "with runners"
             ) from None
+        return ended
 
     async def forward(self, url: str) -> str:
         return url
 
     async def read(self, path: str) -> bytes:
-        return await asyncio.to_thread(Path(self.workspace, path).read_bytes)
+        try:
+            return await asyncio.to_thread(self._read, Path(self.workspace, path))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise SandboxError(f"{path} cannot be read from the sandbox: {error}") from None
 
     async def write(self, path: str, content: bytes, *, executable: bool = False) -> None:
-        await asyncio.to_thread(self._write, Path(self.workspace, path), content, executable)
+        try:
+            await asyncio.to_thread(self._write, Path(self.workspace, path), content, executable)
+        except OSError as error:
+            raise SandboxError(f"{path} cannot be written to the sandbox: {error}") from None
 
     async def stop(self) -> None:
         folder, self._folder = self._folder, None
@@ -115,8 +154,17 @@ class ProcessSandbox:
         return ["/bin/sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]
 
     @staticmethod
+    def _read(path: Path) -> bytes:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not in the sandbox")
+        return read_bounded(path, MAX_FILE_BYTES)
+
+    @staticmethod
     def _write(path: Path, content: bytes, executable: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        # a pipe that a program left would wait for a reader
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o666), "wb") as file:
+            file.write(content)
         if executable:
             path.chmod(0o755)

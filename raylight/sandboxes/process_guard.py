@@ -7,12 +7,45 @@ and kills those that are left when the pipe closes, which it does however the ru
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 
 from raylight.sandboxes import marked_processes
+
+
+def marked_command(
+    command: Sequence[str], mark: str, env: Mapping[str, str], cwd: str | None = None
+) -> list[str]:
+    """Return a command whose processes carry a mark that they keep with an empty environment, too.
+
+    Args:
+        command: program and arguments.
+        mark: mark that the program has in its environment already.
+        env: environment of the program, by which it is found.
+        cwd: working directory of the program; None: that of this process.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    prlimit = _prlimit()
+    if prlimit is None:
+        return list(command)
+    place = os.path.join(cwd or "", command[0]) if os.path.dirname(command[0]) else command[0]
+    if shutil.which(place, path=env.get("PATH", os.defpath)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    return [prlimit, f"--locks={mark}:", "--", *command]
+
+
+@functools.cache
+def _prlimit() -> str | None:
+    """Return the program of util-linux that sets limits, or None if the limit of a mark cannot be set."""
+    return shutil.which("prlimit") if marked_processes.limit_can_mark() else None
 
 
 class ProcessGuard:

@@ -24,7 +24,8 @@ class SandboxLimits:
     processes: int | None = None
     """Processes and threads at once."""
     file_mb: int | None = None
-    """Size of the workspace where the backend can count it, else of the largest file."""
+    """Size of the largest file. In `process` and `bubblewrap` also that of the workspace after each program;
+    a larger one fails the attempt."""
     network: bool = True
     """False: the sandbox reaches the model's endpoint and nothing else."""
 

@@ -16,6 +16,7 @@ import uvicorn
 from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineLoad
 from raylight.errors import EngineStartError, PortInUseError
+from raylight.http.slow_clients import ImpatientProtocol
 from raylight.ray_metrics.reporter import MetricReporter
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
@@ -96,7 +97,12 @@ class Endpoint:
         )
         self._server = ThreadServer(
             uvicorn.Config(
-                app, log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=1
+                app,
+                log_level="warning",
+                lifespan="off",
+                access_log=False,
+                timeout_graceful_shutdown=1,
+                http=ImpatientProtocol,
             )
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))

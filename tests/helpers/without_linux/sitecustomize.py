@@ -11,6 +11,7 @@ import builtins
 import ctypes
 import io
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ LINUX_FOLDERS = ("/proc", "/sys", "/dev/shm")
 LINUX_CALLS = {
     os: ("pidfd_open", "sched_getaffinity", "sched_setaffinity", "memfd_create", "eventfd", "splice"),
     signal: ("pidfd_send_signal",),
+    resource: ("prlimit",),
 }
 LINUX_FUNCTIONS = ("prctl", "mallopt", "malloc_trim")
 PASSED = ("pathlib", "shutil", "contextlib", "posixpath", "genericpath", "io", "sitecustomize")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 from unit_helpers import within
 
+import raylight
 from raylight.http import slow_clients
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.serving.local_endpoint import ThreadServer, listen
@@ -41,3 +43,13 @@ async def test_half_sent_headers_end(monkeypatch: pytest.MonkeyPatch) -> None:
         last.close()
         server.should_exit = True
         await serving
+
+
+def test_every_server_limits_the_time_of_headers() -> None:
+    servers = [
+        text
+        for file in Path(raylight.__file__).parent.rglob("*.py")
+        for text in file.read_text().split("uvicorn.Config(")[1:]
+    ]
+    assert len(servers) == 3
+    assert all("http=ImpatientProtocol" in text[:400] for text in servers)

@@ -121,6 +121,8 @@ async def test_limits_hold(make_sandbox: Callable) -> None:
     assert (await run(sandbox, "wc -c < big")).strip() == str(2**20)
     bomb = "for i in $(seq 60); do sleep 5 & done; wait"
     assert "fork" in (await sandbox.exec(["sh", "-c", bomb], timeout_s=10)).stderr.lower()
+    with pytest.raises(SandboxError, match="take 2 MiB, and its limit file_mb is 1"):
+        await run(sandbox, "cp big /tmp/other")
 
 
 async def test_without_a_network_only_the_model_is_reached(make_sandbox: Callable) -> None:

@@ -73,10 +73,16 @@ async def test_a_program_that_takes_too_long_is_ended(make_sandbox: Callable) ->
     assert (result.timed_out, result.status, result.stdout) == (True, -signal.SIGTERM, "before\n")
 
 
-async def test_a_daemon_ends_with_the_program_that_started_it(make_sandbox: Callable) -> None:
+@pytest.mark.parametrize(
+    "start",
+    ["setsid {} &", "(setsid {} &)", "env -i setsid {} &", "(env -i setsid sh -c '{} &' &)"],
+    ids=["daemon", "forked twice", "empty environment", "forked twice, empty environment"],
+)
+async def test_a_daemon_ends_with_the_program_that_started_it(make_sandbox: Callable, start: str) -> None:
     sandbox = await make_sandbox()
-    script = "setsid sh -c 'echo $$ > pid; exec sleep 600' & while [ ! -s pid ]; do :; done"
-    await sandbox.exec(["/bin/sh", "-c", script])
+    await sandbox.write("daemon", b"#!/bin/sh\necho $$ > pid\nexec sleep 600\n", executable=True)
+    script = f"{start.format('./daemon')}\nwhile [ ! -s pid ]; do :; done; exit 3"
+    assert (await sandbox.exec(["/bin/sh", "-c", script])).status == 3
     pid = int(await sandbox.read("pid"))
     await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
@@ -102,6 +108,26 @@ async def test_limits_hold_for_memory_and_files(make_sandbox: Callable) -> None:
     filling = await sandbox.exec(["/bin/sh", "-c", "head -c 3000000 /dev/zero > big"])
     assert filling.status != 0
     assert size_of(f"{sandbox.workspace}/big") == 2**20
+
+
+async def test_the_files_of_a_sandbox_are_limited_together(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox(file_mb=2)
+    write = "head -c 1000000 /dev/zero > $0"
+    for name in "ab":
+        assert (await sandbox.exec(["/bin/sh", "-c", write, name])).status == 0
+    with pytest.raises(SandboxError, match=r"take 3 MiB, and its limit file_mb is 2; raise it"):
+        await sandbox.exec(["/bin/sh", "-c", f"{write}; mkdir -p x/y; cp $0 x/y", "c"])
+
+
+async def test_what_is_no_file_is_neither_read_nor_written(make_sandbox: Callable) -> None:
+    sandbox = await make_sandbox()
+    await sandbox.exec(["/bin/sh", "-c", "mkfifo pipe; ln -s /dev/zero endless; mkdir folder"])
+    for name in ("pipe", "endless", "folder", "pipe/below"):
+        with pytest.raises(FileNotFoundError):
+            await sandbox.read(name)
+    for name in ("pipe", "folder", "pipe/below"):
+        with pytest.raises(SandboxError, match="cannot be written"):
+            await sandbox.write(name, b"")
 
 
 async def test_of_a_large_output_the_end_is_kept(make_sandbox: Callable) -> None:

@@ -26,7 +26,7 @@ add = GUARD.add
 GUARD.add = lambda group, mark: (add(group, mark), print("guarded", flush=True))
 
 async def main():
-    await run_program(["/bin/sh", "-c", sys.argv[1]], env={"PATH": "/bin:/usr/bin"})
+    await run_program(["/bin/sh", "-c", sys.argv[1]], env={"PATH": "/bin:/usr/bin"}, limit_mark=True)
 
 asyncio.run(main())
 """
@@ -53,8 +53,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_a_killed_runner_takes_its_programs_along(tmp_path: Path) -> None:
-    file = tmp_path / "pids"
-    command = [sys.executable, "-c", RUNNER, f"sleep 600 & setsid sleep 600 & echo $$ $! >> {file}; wait"]
+    file, hidden = tmp_path / "pids", tmp_path / "hidden"
+    script = f"""
+    env -i setsid sh -c 'echo $$ > {hidden}; exec sleep 600' &
+    sleep 600 & setsid sleep 600 & while [ ! -s {hidden} ]; do :; done
+    echo $$ $! `cat {hidden}` >> {file}; wait"""
+    command = [sys.executable, "-c", RUNNER, script]
 
     def pids() -> list[int]:
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
@@ -63,7 +67,7 @@ def test_a_killed_runner_takes_its_programs_along(tmp_path: Path) -> None:
         try:
             assert runner.stdout is not None
             assert runner.stdout.readline() == b"guarded\n"
-            wait_until(lambda: len(pids()) == 2)
+            wait_until(lambda: len(pids()) == 3)
             runner.kill()
             wait_until(lambda: not any(map(alive, pids())))
         finally:
