@@ -17,9 +17,9 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from raylight.engines.families import find_style
 from raylight.engines.grammar import Grammars
 from raylight.engines.protocol import EngineLoad, LoraAdapter, UpdateMode
-from raylight.engines.transformers.message import find_style
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
@@ -135,7 +135,7 @@ class VllmEngine:
         """Return True if the model's template shows reasoning for which vLLM has no parser."""
         has_parser = self._client.vllm_config.structured_outputs_config.reasoning_parser
         return (
-            not has_parser and self.tokenizer is not None and find_style(self.tokenizer, None, "auto").thinks
+            not has_parser and self.tokenizer is not None and find_style(self.tokenizer).reasoning is not None
         )
 
     def _schema_check(self) -> SchemaCheck | None:
