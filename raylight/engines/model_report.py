@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raylight.engines.transformers.message import END_THINK, THINK, find_style
-from raylight.engines.transformers.tools import FORMATS
-from raylight.engines.vllm.args import chat_template, find_tool_parser
+from raylight.engines.families import THINK, find_style
+from raylight.engines.transformers.message import PARSERS
+from raylight.engines.vllm.args import read_template
 from raylight.errors import ModelNotFoundError
-
-REASONING = f"{THINK}...{END_THINK}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,8 @@ class ModelReport:
         context_length: the model's own limit in tokens; None if its configuration has none.
         has_template: True if the model has a chat template, which all dialects but completions need.
         tools_in_template: True if the template shows tools to the model.
-        tool_parser: name of the parser of the model's tool calls; None: tools are rejected.
+        tool_parser: name of the parser of the model's tool calls; None: they stay text.
+        reason: the findings that decided about the parser.
         reasoning: format of the reasoning that is separated from the answer; None: none is.
         writes_reasoning: True if the template shows that the model writes its reasoning before its answer.
     """
@@ -33,6 +32,7 @@ class ModelReport:
     has_template: bool
     tools_in_template: bool
     tool_parser: str | None
+    reason: str
     reasoning: str | None
     writes_reasoning: bool
 
@@ -44,7 +44,7 @@ class ModelReport:
         return {
             "context length": f"{self.context_length} tokens" if self.context_length else "not stated",
             "chat template": template if self.has_template else "none",
-            "tool calls": self.tool_parser or "not parsed",
+            "tool calls": f"{self.tool_parser or 'not parsed'} ({self.reason})",
             "reasoning": self.reasoning or ("left in the answer" if self.writes_reasoning else "none"),
         }
 
@@ -61,11 +61,11 @@ class ModelReport:
             )
         elif self.tool_parser is None:
             setting, known = (
-                ("tool_parser", f"one of {', '.join(FORMATS)}")
+                ("tool_parser", f"one of {', '.join(PARSERS)}")
                 if self.engine == "transformers"
                 else ("tool_call_parser", "a parser of vLLM, with enable_auto_tool_choice=True")
             )
-            found[f"the {self.engine} engine does not know the format of the model's tool calls"] = (
+            found[f"the {self.engine} engine does not know how the model calls tools: calls stay text"] = (
                 f"set engine.args.{setting} ({known})"
             )
         if self.writes_reasoning and self.reasoning is None:
@@ -99,16 +99,25 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
             "run; choose a model of an architecture that transformers has, or copy the folder again"
         ) from None
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    override = read_template(args.get("chat_template")) if engine == "vllm" else None
+    style = find_style(tokenizer, config.model_type, override)
     if engine == "vllm":
-        template = chat_template(path, args.get("chat_template")) or ""
-        parser = args.get("tool_call_parser") or find_tool_parser(template)
-        reasoning = args.get("reasoning_parser")
+        chosen, detected = args.get("tool_call_parser"), style.vllm_tools
+        reasoning = args.get("reasoning_parser", style.vllm_reasoning)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        style = find_style(tokenizer, args.get("tool_parser", "auto"), args.get("reasoning", "auto"))
-        template = style.template
-        parser = next((name for name, known in FORMATS.items() if known is style.tool_format), None)
-        reasoning = REASONING if style.thinks else None
+        chosen, notation = args.get("tool_parser", "auto"), style.reasoning
+        chosen, detected = None if chosen == "auto" else chosen, style.notation
+        if args.get("reasoning", "auto") != "auto":
+            notation = (notation or THINK) if args["reasoning"] else None
+        reasoning = f"{notation.open.strip()}...{notation.close}" if notation else None
     return ModelReport(
-        engine, limit, bool(template), "tools" in template, parser, reasoning, THINK in template
+        engine=engine,
+        context_length=limit,
+        has_template=bool(style.template),
+        tools_in_template=style.takes_tools,
+        tool_parser=chosen or detected,
+        reason="set in engine.args" if chosen else style.reason,
+        reasoning=reasoning,
+        writes_reasoning=style.reasoning is not None and not style.closes_reasoning,
     )

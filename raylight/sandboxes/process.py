@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from raylight._utils.files import read_bounded
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
-from raylight.files import read_bounded
 from raylight.sandboxes.exec_sandbox import MAX_FILE_BYTES
 from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program

@@ -12,7 +12,8 @@ from typing import Any, get_args
 import pytest
 
 from raylight.config import EngineConfig
-from raylight.engines.vllm.args import LORA_RANKS, chat_template, find_tool_parser, known_args, vllm_args
+from raylight.engines.families import FAMILIES
+from raylight.engines.vllm.args import LORA_RANKS, known_args, model_style, vllm_args
 from raylight.engines.vllm.placement import environment, place
 from raylight.errors import ConfigError
 from raylight.tinker.serve import TinkerConfig, with_adapters
@@ -76,19 +77,27 @@ def test_arguments_derived_from_the_model_and_the_settings(model_path: str) -> N
     assert build_args(model_path, {"tool_call_parser": "xlam"})["tool_call_parser"] == "xlam"
 
 
-def test_the_tool_parser_is_guessed_from_the_chat_template(model_path: str, tmp_path: Path) -> None:
+def test_parsers_are_chosen_by_the_chat_template(
+    model_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    from raylight.engines.vllm.args import TOOL_PARSERS
-
-    assert set(TOOL_PARSERS.values()) <= set(ToolParserManager.list_registered())
-    assert find_tool_parser(chat_template(model_path)) == "hermes"
-    assert find_tool_parser("<tool_call>\n<function={{ name }}>") == "qwen3_coder"
-    assert find_tool_parser("{{ messages }}") is find_tool_parser(None) is None
-    (tmp_path / "t.jinja").write_text("[TOOL_CALLS]{{ x }}")
-    assert (
-        build_args(model_path, {"chat_template": str(tmp_path / "t.jinja")})["tool_call_parser"] == "mistral"
-    )
+    chosen = {family.vllm_tools for family in FAMILIES} - {None}
+    assert chosen <= set(ToolParserManager.list_registered())
+    chosen = {family.vllm_reasoning for family in FAMILIES} - {None}
+    assert chosen <= set(ReasoningParserManager.list_registered())
+    assert model_style(model_path).vllm_tools == "hermes"
+    template = "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS][THINK]{% endif %}{{ messages }}"
+    (tmp_path / "t.jinja").write_text(template)
+    built = build_args(model_path, {"chat_template": str(tmp_path / "t.jinja")})
+    assert (built["tool_call_parser"], built["reasoning_parser"]) == ("mistral", "mistral")
+    built = build_args(model_path, {"chat_template": template, "reasoning_parser": "qwen3"})
+    assert built["reasoning_parser"] == "qwen3"
+    assert not caplog.records
+    built = build_args(model_path, {"chat_template": "{{ tools }}<tool_call>"})
+    assert built.keys().isdisjoint({"tool_call_parser", "enable_auto_tool_choice", "reasoning_parser"})
+    assert "tool calls stay text" in caplog.text
 
 
 def test_names_and_ranks_read_without_an_import_are_those_of_vllm() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 from raylight._utils.bounds import MAX_SEED
 from raylight.algorithms.verl_config.key_rules import UNSET, ConfigReader, Converter, UnsupportedValueError
+from raylight.engines.families import FAMILIES
 from raylight.experience.registry import ESTIMATORS
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """verl's names of KL estimators -> raylight's."""
-TOOL_PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen_xml", "llama3_json": "llama_json"}
+TOOL_PARSERS = {family.vllm_tools: family.notation for family in FAMILIES if family.vllm_tools}
 """vLLM's tool parsers -> those of the transformers engine."""
 ARGS_WITH_VERL_DEFAULT = {
     "gpu_memory_utilization": "gpu_memory_utilization",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylight.engines.transformers.choices import Choices
-from raylight.engines.transformers.message import END_THINK, THINK, MessageParser, MessagePiece, think_first
+from raylight.engines.transformers.harmony import HarmonyParser
+from raylight.engines.transformers.message import PARSERS, MessageParser, think_first
 from raylight.engines.transformers.prompt import render
 from raylight.engines.transformers.reply import (
     ChoiceReader,
@@ -23,6 +24,7 @@ from raylight.engines.transformers.requests import ChatRequest, NamedTool
 from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import Vocabulary
+from raylight.engines.transformers.tools import MessagePiece
 from raylight.http.errors import RequestError
 from raylight.types.request_fields import log_dropped
 
@@ -41,7 +43,7 @@ async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
     adapter = resolve_adapter(engine, request.model)
     _check_tools(engine, request)
     prompt = request.prompt_ids or render(engine, request)
-    prompt_end = engine.vocabulary.text(prompt[-PROMPT_END:]) if engine.style.thinks else None
+    prompt_end = engine.vocabulary.text(prompt[-PROMPT_END:]) if engine.style.reasoning else None
     grammar = await _grammar(engine, request, prompt_end)
     max_tokens = request.max_completion_tokens or request.max_tokens or engine.max_model_len
     params = request.params(max_tokens, engine.vocab_size, request.top_logprobs or 0, grammar)
@@ -58,8 +60,8 @@ def _may_call_tools(request: ChatRequest) -> bool:
 def _check_tools(engine: Sampler, request: ChatRequest) -> None:
     if _may_call_tools(request) and engine.style.tool_format is None:
         raise RequestError(
-            "tools: the format of this model's tool calls is not known; set the engine argument tool_parser "
-            "(hermes, qwen_xml or llama_json)"
+            f"tools: the notation of this model's tool calls is not known ({engine.style.reason}); set the "
+            f"engine argument tool_parser ({', '.join(PARSERS)})"
         )
     if (
         isinstance(request.tool_choice, NamedTool)
@@ -89,7 +91,8 @@ async def _grammar(engine: Sampler, request: ChatRequest, prompt_end: str | None
     if structure is None:
         return None
     if prompt_end is not None:
-        structure, shortest = think_first(structure, prompt_end)
+        assert engine.style.reasoning is not None
+        structure, shortest = think_first(structure, prompt_end, engine.style.reasoning)
         return await grammars.compile_structure(structure, field, shortest)
     return await (
         grammars.compile_structure(structure) if schema is None else grammars.compile_schema(schema)
@@ -133,7 +136,8 @@ class _Choice:
     """One choice, and the part of its message that has been parsed."""
 
     reader: ChoiceReader
-    parser: MessageParser
+    parser: MessageParser | HarmonyParser
+    end_of_reasoning: str
     text: dict[str, str] = field(default_factory=lambda: {"reasoning": "", "content": ""})
     calls: list[dict[str, Any]] = field(default_factory=list)
     started: bool = False
@@ -156,7 +160,7 @@ class _Choice:
         if self.parser.is_reasoning:
             self.reasoning_tokens = new.first + len(new.ids)
         elif self.parser.reasoned and not self.thought:
-            self.thought, self.reasoning_tokens = True, self.reader.count_until(END_THINK)
+            self.thought, self.reasoning_tokens = True, self.reader.count_until(self.end_of_reasoning)
         return delta
 
     def _add_call(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
@@ -199,12 +203,13 @@ class ChatReply:
         self.choices, self.streams = choices, bool(request.stream)
         self._engine, self._request, self._prompt = engine, request, prompt
         self._envelope = Envelope("chatcmpl", "chat.completion", request.model)
-        thinking = None if prompt_end is None else prompt_end.rstrip().endswith(THINK)
-        tool_format, schemas = (
-            (engine.style.tool_format, request.schemas()) if _may_call_tools(request) else (None, {})
-        )
+        style, schemas = engine.style, request.schemas() if _may_call_tools(request) else None
         self._choices = [
-            _Choice(ChoiceReader(s, engine.vocabulary), MessageParser(tool_format, schemas, thinking))
+            _Choice(
+                ChoiceReader(s, engine.vocabulary),
+                style.parser(schemas, prompt_end),
+                style.reasoning.close if style.reasoning else "",
+            )
             for s in choices.sequences
         ]
         self._thinks = prompt_end is not None

@@ -7,21 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raylight.engines import families
+from raylight.engines.families import THINK, ReasoningNotation
+from raylight.engines.transformers.harmony import HARMONY_FORMAT, Harmony, HarmonyParser
 from raylight.engines.transformers.text import overlap
-from raylight.engines.transformers.tools import (
-    CLOSE,
-    FORMATS,
-    OPEN,
-    PYTHON_TAG,
-    ToolCall,
-    ToolFormat,
-    ToolParserName,
-    find_format,
-)
+from raylight.engines.transformers.tools import FORMATS, MessagePiece, ToolCall, ToolFormat
+from raylight.errors import ConfigError
 
-THINK, END_THINK = "<think>", "</think>"
-MARKERS = (THINK, END_THINK, OPEN, CLOSE, PYTHON_TAG)
-"""Words that the parsers look for. They must stay in the text even if they are special tokens."""
+PARSERS: dict[str, ToolFormat] = {**FORMATS, "harmony": HARMONY_FORMAT}
+"""Values of the engine's argument `tool_parser` -> the format of tool calls."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +24,59 @@ class MessageStyle:
 
     template: str
     tool_format: ToolFormat | None
-    """None if the model is not known to call tools."""
-    thinks: bool
-    """True if the model writes reasoning between `<think>` and `</think>`."""
+    """None if the notation of its tool calls is not known."""
+    reasoning: ReasoningNotation | None
+    """None if the model writes none."""
+    reason: str = ""
+    """The findings that decided about the tool calls, for people."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts with markers, which stay in the answer even if they are special tokens."""
+        notations = (self.reasoning.open, self.reasoning.close) if self.reasoning else ()
+        return (*(self.tool_format.texts if self.tool_format else ()), *notations)
+
+    def parser(
+        self, tools: Mapping[str, Any] | None, prompt_end: str | None
+    ) -> MessageParser | HarmonyParser:
+        """Return a parser of one answer.
+
+        Args:
+            tools: tool name to the schema of its parameters; None leaves calls in the content.
+            prompt_end: last text of the prompt, which may open the reasoning.
+        """
+        if isinstance(self.tool_format, Harmony):
+            return HarmonyParser(calls=tools is not None)
+        tool_format = None if tools is None else self.tool_format
+        if self.reasoning is None:
+            return MessageParser(tool_format, tools or {}, None)
+        is_open = (prompt_end or "").rstrip().endswith(self.reasoning.open.rstrip())
+        return MessageParser(tool_format, tools or {}, is_open, self.reasoning)
 
 
 def find_style(
-    tokenizer: Any, tool_parser: ToolParserName | Literal["auto"] | None, reasoning: bool | Literal["auto"]
+    tokenizer: Any,
+    tool_parser: str | None,
+    reasoning: bool | Literal["auto"],
+    model_type: str = "",
 ) -> MessageStyle:
-    """Detect a model's style from its chat template, where an argument is "auto"."""
-    templates = getattr(tokenizer, "chat_template", None)
-    template = "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
-    thinks = THINK in template if reasoning == "auto" else reasoning
-    if tool_parser == "auto":
-        return MessageStyle(template, find_format(template), thinks)
-    return MessageStyle(template, FORMATS[tool_parser] if tool_parser else None, thinks)
+    """Detect a model's style, where an argument is "auto".
+
+    Raises:
+        ConfigError: there is no such `tool_parser`.
+    """
+    if tool_parser not in (None, "auto", *PARSERS):
+        raise ConfigError(f"engine.args.tool_parser is {tool_parser!r}; it is one of {', '.join(PARSERS)}")
+    found = families.find_style(tokenizer, model_type)
+    notation = found.notation if tool_parser == "auto" else tool_parser
+    tool_format = PARSERS.get(notation) if notation else None
+    reads = found.reasoning if reasoning == "auto" else (found.reasoning or THINK) if reasoning else None
+    return MessageStyle(found.template, tool_format, reads, found.reason)
 
 
-def think_first(structure: dict[str, Any], prompt_end: str) -> tuple[dict[str, Any], str]:
+def think_first(
+    structure: dict[str, Any], prompt_end: str, reasoning: ReasoningNotation = THINK
+) -> tuple[dict[str, Any], str]:
     """Return the structural tag of an answer that may think before it has a structure, and an empty thought
     with all that may be between it and the structure.
 
@@ -57,32 +86,26 @@ def think_first(structure: dict[str, Any], prompt_end: str) -> tuple[dict[str, A
             the model.
     """
     prompt_end = prompt_end.rstrip()
-    if prompt_end.endswith(END_THINK):
+    if prompt_end.endswith(reasoning.close):
         return structure, ""
-    is_open = prompt_end.endswith(THINK)
+    is_open = prompt_end.endswith(reasoning.open.rstrip())
     thought = {
         "type": "tag",
-        "begin": "" if is_open else THINK,
+        "begin": "" if is_open else reasoning.open,
         "content": {"type": "any_text"},
-        "end": END_THINK,
+        "end": reasoning.close,
     }
     first: dict[str, Any] = {
         "type": "sequence",
-        "elements": [thought, {"type": "regex", "pattern": r"\n{0,2}"}],
+        "elements": [thought, {"type": "regex", "pattern": reasoning.gap}],
     }
     if not is_open:
         first = {"type": "optional", "content": first}
-    empty = f"{thought['begin']}{END_THINK}\n\n"
-    return {"type": "sequence", "elements": [first, structure]}, empty
-
-
-@dataclass(frozen=True)
-class MessagePiece:
-    """A part of a message."""
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str = ""
-    call: ToolCall | None = None
+    elements = [first, structure]
+    if reasoning.answer:
+        elements.insert(1, {"type": "const_string", "value": reasoning.answer})
+    empty = reasoning.answer or f"{thought['begin']}{reasoning.close}\n\n"
+    return {"type": "sequence", "elements": elements}, empty
 
 
 class MessageParser:
@@ -93,15 +116,20 @@ class MessageParser:
         tools: tool name to the schema of its parameters.
         thinking: True if the prompt ends within reasoning, False if the answer may start with it, None if it
             has none.
+        reasoning: notation of the reasoning.
 
     Attributes:
         reasoned: True once the answer has reasoning, finished or not.
     """
 
     def __init__(
-        self, tool_format: ToolFormat | None, tools: Mapping[str, Any], thinking: bool | None
+        self,
+        tool_format: ToolFormat | None,
+        tools: Mapping[str, Any],
+        thinking: bool | None,
+        reasoning: ReasoningNotation = THINK,
     ) -> None:
-        self._format, self._tools = tool_format, tools
+        self._format, self._tools, self._notation = tool_format, tools, reasoning
         self._step = {None: self._content, False: self._start, True: self._reasoning}[thinking]
         self.reasoned = bool(thinking)
         self._text = ""
@@ -134,18 +162,18 @@ class MessageParser:
     # steps: each consumes the front of the text, and returns None when it needs more text
 
     def _start(self) -> list[MessagePiece] | None:
-        text = self._text.lstrip()
-        if text.startswith(THINK):
-            self._text, self._step, self._fresh = text[len(THINK) :], self._reasoning, True
+        text, opening = self._text.lstrip(), self._notation.open
+        if text.startswith(opening):
+            self._text, self._step, self._fresh = text[len(opening) :], self._reasoning, True
             self.reasoned = True
-        elif self._last or not THINK.startswith(text):
+        elif self._last or not opening.startswith(text):
             self._step = self._content
         else:
             return None
         return []
 
     def _reasoning(self) -> list[MessagePiece] | None:
-        return self._until("reasoning", END_THINK, self._content)
+        return self._until("reasoning", self._notation.close, self._content)
 
     def _content(self) -> list[MessagePiece] | None:
         if self._format is None:
@@ -173,7 +201,7 @@ class MessageParser:
         """Parse one call, up to the end marker that completes it; an unreadable call becomes content."""
         assert self._format is not None
         marker, start = self._format.close, 0
-        while (end := self._text.find(marker, start)) >= 0:
+        while marker and (end := self._text.find(marker, start)) >= 0:
             block, start = self._text[:end], end + len(marker)
             if calls := self._format.read(block, self._tools):
                 return self._emit_calls(calls, self._text[start:])
@@ -189,7 +217,8 @@ class MessageParser:
         """Parse an answer that is either calls only or no call."""
         assert self._format is not None
         text = self._text.lstrip()
-        if text and text[0] != "{" and not PYTHON_TAG.startswith(text[: len(PYTHON_TAG)]):
+        starts = ("{", *filter(None, self._format.texts))
+        if text and not any(start.startswith(text[: len(start)]) for start in starts):
             self._format = None
             return []
         if not self._last or not text:

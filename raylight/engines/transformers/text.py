@@ -17,14 +17,14 @@ class Vocabulary:
     """Token ids to text. Special tokens have no text, except the markers.
 
     Args:
-        markers: words that stay in the text even if they are special tokens.
+        markers: texts whose special tokens stay in the text.
     """
 
     def __init__(self, tokenizer: Any, markers: Iterable[str] = ()) -> None:
         self._decode = getattr(tokenizer, "backend_tokenizer", tokenizer).decode
-        kept = set(markers)
+        kept = tuple(markers)
         special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
-        self._hidden = frozenset(i for token, i in special if token not in kept)
+        self._hidden = frozenset(i for token, i in special if not any(token in text for text in kept))
 
     def text(self, ids: list[int]) -> str:
         """Decode ids without the hidden special tokens."""

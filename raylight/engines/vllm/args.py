@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from raylight.config import EngineConfig
+from raylight.engines.families import Style, find_style
 from raylight.errors import ConfigError
 
 WORKER_EXTENSION = "raylight.engines.vllm.transfer_worker.TransferWorkerExtension"
@@ -49,13 +51,6 @@ HTTP_SERVER_ARGS = {
     "enable_ssl_refresh",
 }
 """Arguments of vLLM's HTTP server, which Ray Serve and raylight's gateway replace."""
-TOOL_PARSERS = {
-    "<function=": "qwen3_coder",
-    "<tool_call>": "hermes",
-    "[TOOL_CALLS]": "mistral",
-    "<|python_tag|>": "llama3_json",
-}
-"""Marker of a tool call in a chat template -> vLLM's parser; the first match counts."""
 ARGS_CLASSES = {
     "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
     "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
@@ -64,6 +59,11 @@ ARGS_CLASSES = {
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's limits of the rank of adapters."""
 LORA_DEFAULTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
+UNKNOWN_CALLS = (
+    "the model's tool calls stay text, because vLLM has no parser that is known to fit them: %s; set "
+    "engine.args.tool_call_parser and enable_auto_tool_choice=True if one of vLLM's does"
+)
+logger = logging.getLogger(__name__)
 RANK_REMEDY = "lower learner.lora.rank or engine.args.max_lora_rank, or set learner.lora.serve='merged'"
 
 
@@ -164,7 +164,7 @@ def vllm_args(
         ConfigError: see `check_args`.
     """
     check_args(args)
-    limit, template = _model_limit(path), chat_template(path, args.get("chat_template"))
+    limit, style = _model_limit(path), model_style(path, args.get("chat_template"))
     defaults: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": min(max_model_len, limit or max_model_len),
@@ -183,24 +183,31 @@ def vllm_args(
         defaults |= LORA_DEFAULTS | {"max_loras": 2 * max_adapters}  # two versions of each may be in use
         rank = args.get("max_lora_rank", defaults["max_lora_rank"])
         args = {**args, "max_lora_rank": rank_limit(rank, RANK_REMEDY)}
-    if parser := find_tool_parser(template):
-        defaults |= {"tool_call_parser": parser, "enable_auto_tool_choice": True}
+    if style.vllm_tools:
+        defaults |= {"tool_call_parser": style.vllm_tools, "enable_auto_tool_choice": True}
+    elif style.takes_tools and "tool_call_parser" not in args:
+        logger.warning(UNKNOWN_CALLS, style.reason)
+    if style.vllm_reasoning:
+        defaults["reasoning_parser"] = style.vllm_reasoning
     return defaults | FIXED | dict(args)
 
 
-def find_tool_parser(template: str | None) -> str | None:
-    """Return vLLM's parser for a chat template's tool calls; None if there is none."""
-    return next((parser for marker, parser in TOOL_PARSERS.items() if template and marker in template), None)
+def model_style(path: str, override: str | None = None) -> Style:
+    """Find how a model writes, with the chat template in use.
+
+    Args:
+        path: the model's folder.
+        override: `chat_template` of vLLM's arguments: a template's text or file.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(path)
+    return find_style(AutoTokenizer.from_pretrained(path), config.model_type, read_template(override))
 
 
-def chat_template(path: str, override: str | None = None) -> str | None:
-    """Return the chat template in use: the override (its text or its file), or the model's own."""
-    if override is not None:
-        return override if "{" in override else Path(override).read_text()
-    from transformers import AutoTokenizer
-
-    template = AutoTokenizer.from_pretrained(path).chat_template
-    return "\n".join(template.values()) if isinstance(template, dict) else template
+def read_template(override: str | None) -> str | None:
+    """Return the text of a chat template that is given as text or file; None for the model's own."""
+    return override if override is None or "{" in override else Path(override).read_text()
 
 
 def rank_limit(rank: int, remedy: str) -> int:

@@ -19,9 +19,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from raylight.engines.families import find_style
 from raylight.engines.grammar import Grammars
 from raylight.engines.protocol import EngineLoad, LoraAdapter, UpdateMode
-from raylight.engines.transformers.message import find_style
 from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
@@ -136,7 +136,7 @@ class VllmEngine:
         """Return True if the model's template shows reasoning for which vLLM has no parser."""
         has_parser = self._client.vllm_config.structured_outputs_config.reasoning_parser
         return (
-            not has_parser and self.tokenizer is not None and find_style(self.tokenizer, None, "auto").thinks
+            not has_parser and self.tokenizer is not None and find_style(self.tokenizer).reasoning is not None
         )
 
     def _schema_check(self) -> SchemaCheck | None:

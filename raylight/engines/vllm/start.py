@@ -14,7 +14,7 @@ with kept_root_logger():  # the import prints the messages of all libraries as J
 
 from raylight.engines.protocol import EngineSettings
 from raylight.engines.start_stages import note_stage
-from raylight.engines.vllm.args import chat_template, vllm_args
+from raylight.engines.vllm.args import model_style, vllm_args
 from raylight.engines.vllm.cache_connectors import check_connectors
 from raylight.engines.vllm.engine import VllmEngine
 from raylight.engines.vllm.placement import Placement, environment, place
@@ -65,7 +65,7 @@ async def start_engine(settings: EngineSettings, **args: Any) -> VllmEngine:
     note_stage("starting vLLM's core")
     await vllm.start()
     engine = vllm.captured
-    if template := chat_template(path, args.get("chat_template")):
+    if template := model_style(path, args.get("chat_template")).template:
         # conversations must be continued with the template that vLLM renders with
         engine.tokenizer = copy.copy(engine.tokenizer)
         engine.tokenizer.chat_template = template

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from raylight.engines.model_report import REASONING, report_model
+from raylight.engines.model_report import report_model
 from raylight.errors import ModelNotFoundError
 from raylight.quickstart import STARTER_MODEL
 
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
-HERMES = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + PLAIN
-QWEN_XML = "{% if tools %}{{ tools | tojson }}<tool_call><function=f>{% endif %}" + PLAIN
+HERMES = '{% if tools %}{{ tools | tojson }}<tool_call>{"name": f, "arguments": {} }{% endif %}' + PLAIN
+QWEN_XML = "{% if tools %}{{ tools | tojson }}<tool_call><function=f><parameter=a>{% endif %}" + PLAIN
+THINKING = "<think>...</think>"
 ODD = "{% if tools %}{{ tools | tojson }}[[call]]{% endif %}" + PLAIN
 
 
@@ -73,7 +74,7 @@ def test_the_tool_parser_of_each_engine(
 def test_settings_override_what_is_detected(model: Path) -> None:
     path = styled(model, ODD)
     report = report_model(path, "transformers", {"tool_parser": "llama_json", "reasoning": True})
-    assert (report.tool_parser, report.reasoning, report.remedies()) == ("llama_json", REASONING, {})
+    assert (report.tool_parser, report.reasoning, report.remedies()) == ("llama_json", THINKING, {})
     args = {"tool_call_parser": "pythonic", "reasoning_parser": "qwen3", "chat_template": HERMES}
     report = report_model(path, "vllm", args)
     assert (report.tool_parser, report.reasoning, report.remedies()) == ("pythonic", "qwen3", {})
@@ -81,8 +82,9 @@ def test_settings_override_what_is_detected(model: Path) -> None:
 
 def test_reasoning_that_an_engine_leaves_in_the_answer(model: Path) -> None:
     path = styled(model, HERMES + "<think>\n")
-    assert report_model(path, "transformers").reasoning == REASONING
-    report = report_model(path, "vllm")
+    assert report_model(path, "transformers").reasoning == THINKING
+    assert report_model(path, "vllm").reasoning == "qwen3"
+    report = report_model(path, "vllm", {"reasoning_parser": None})
     assert report.rows()["reasoning"] == "left in the answer"
     assert "reasoning_parser" in next(iter(report.remedies().values()))
 

@@ -18,13 +18,15 @@ from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureConte
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.message import find_style
 from raylight.engines.transformers.sampling import SamplingParams
+from raylight.engines.transformers.text import Vocabulary
 
 MakeEngine = Callable[..., TransformersEngine]
 GREEDY = SamplingParams(12, temperature=0.0)
 HERMES = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
+    '{% for c in m.tool_calls or [] %}<tool_call>{"name": {{ c.function.name | tojson }}, '
+    '"arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}'
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 THINKING = HERMES + "{# <think> #}"
@@ -112,6 +114,7 @@ def restyle(engine: TransformersEngine, template: str, **how: Any) -> None:
     """Replace the engine's chat template."""
     engine.tokenizer.chat_template = template
     engine.style = find_style(engine.tokenizer, how.get("tool_parser", "auto"), how.get("reasoning", "auto"))
+    engine.vocabulary = Vocabulary(engine.tokenizer, engine.style.texts)
 
 
 async def client_of(engine: TransformersEngine) -> openai.AsyncOpenAI:

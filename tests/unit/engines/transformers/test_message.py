@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.engines.transformers.message import MessageParser, find_style
+from raylight.engines.families import HARMONY, THINK
+from raylight.engines.transformers.harmony import HARMONY_FORMAT, HarmonyParser
+from raylight.engines.transformers.message import MessageParser, MessageStyle, find_style
 from raylight.engines.transformers.tools import FORMATS
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -19,7 +21,11 @@ Parsed = tuple[str, str, list[tuple[str, str]]]
 
 def parse(text: str, format: str | None = "hermes", thinking: bool | None = None, cut: int = 0) -> Parsed:
     """Parse a text in pieces of `cut` characters (0: in one piece) into reasoning, content and calls."""
-    parser = MessageParser(FORMATS[format] if format else None, TOOLS, thinking)  # type: ignore[index]
+    parser = MessageParser(FORMATS[format] if format else None, TOOLS, thinking)
+    return collect(parser, text, cut)
+
+
+def collect(parser: MessageParser | HarmonyParser, text: str, cut: int) -> Parsed:
     pieces = [text[i : i + cut] for i in range(0, len(text), cut)] if cut else [text]
     found = [p for i, piece in enumerate(pieces or [""]) for p in parser.feed(piece, i >= len(pieces) - 1)]
     calls = [(p.call.name, p.call.arguments) for p in found if p.call]
@@ -98,6 +104,147 @@ def test_qwen_xml(cut: int) -> None:
     assert parse(call.replace("</function>", ""), "qwen_xml", cut=cut)[2] == []
 
 
+NOTED = ("add", '{"a": 1, "note": "2"}')
+DSML = (
+    '<｜DSML｜{0}>\n<｜DSML｜invoke name="add">\n'
+    '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="note" string="true">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜{0}>'
+)
+KIMI = '<|tool_call_begin|>functions.add:{0}<|tool_call_argument_begin|>{{"a": 1}}<|tool_call_end|>'
+V31 = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+NOTATIONS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (
+        "glm",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>note</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>",
+        [NOTED],
+    ),
+    ("glm", "<tool_call>now</tool_call><tool_call>now\n</tool_call>", [("now", "{}"), ("now", "{}")]),
+    (
+        "seed_xml",
+        "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=note>2</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        [NOTED],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+        '<invoke name="add">\n<parameter name="a">1</parameter>\n<parameter name="note">2</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        [ADD, NOTED],
+    ),
+    ("deepseek_v32", DSML.format("function_calls"), [NOTED]),
+    ("deepseek_v4", DSML.format("tool_calls"), [NOTED]),
+    ("deepseek_v31", f"<｜tool▁calls▁begin｜>{V31}{V31}<｜tool▁calls▁end｜>", [ADD, ADD]),
+    ("deepseek_v3", f"<｜tool▁calls▁begin｜>{V3}\n{V3}<｜tool▁calls▁end｜>", [ADD, ADD]),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|>{KIMI.format(0)}{KIMI.format(1)}<|tool_calls_section_end|>",
+        [ADD, ADD],
+    ),
+    (
+        "mistral_args",
+        '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[CALL_ID]abc123def[ARGS]{"a": 1}',
+        [ADD, ADD],
+    ),
+    ("mistral_json", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', [ADD]),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": 1}}\n]'
+        "<|END_ACTION|>",
+        [ADD],
+    ),
+    ("nemotron_json", '<TOOLCALL>[{"name": "add", "arguments": {"a": 1}}]</TOOLCALL>', [ADD]),
+    ("granite", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]', [ADD]),
+    ("functools", 'functools[{"name": "add", "arguments": {"a": 1}}]', [ADD]),
+    ("phi4_mini", '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>', [ADD]),
+    (
+        "gemma4",
+        '<|tool_call>call:add{a:1,note:<|"|>2<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        [NOTED, ("now", "{}")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{k:[{x:<|"|>a{b:"<|"|>}],z:true}<tool_call|>',
+        [("f", '{"k": [{"x": "a{b:\\""}], "z": true}')],
+    ),
+    ("lfm2", "<|tool_call_start|>[add(a=1, note='2'), now()]<|tool_call_end|>", [NOTED, ("now", "{}")]),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(k=[true, {'x': null}])]<|tool_call_end|>",
+        [("f", '{"k": [true, {"x": null}]}')],
+    ),
+    ("olmo3", '<function_calls>\nadd(a=1)\nadd(a=1, note="2")\n</function_calls>', [ADD, NOTED]),
+]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+@pytest.mark.parametrize(("notation", "text", "calls"), NOTATIONS)
+def test_notations(notation: str, text: str, calls: list[tuple[str, str]], cut: int) -> None:
+    assert parse(f"So:\n{text}", notation, cut=cut) == ("", "So:", calls)
+    assert parse(f"So:\n{text}", notation, thinking=True, cut=cut) == (f"So:\n{text}".strip(), "", [])
+
+
+@pytest.mark.parametrize("notation", sorted(FORMATS))
+def test_a_cut_or_malformed_call_stays_content(notation: str) -> None:
+    opening, closing = FORMATS[notation].open, FORMATS[notation].close
+    for body in ("{", "nonsense here", "[1]", "f(", "call:f{", '[{"name": 1}]', ""):
+        for text in (f"{opening}{body}{closing}", f"{opening}{body}"):
+            assert parse(f"So: {text}", notation)[1:] == (f"So: {text}", [])
+
+
+@given(st.sampled_from(NOTATIONS), st.integers(0, 60), st.text('<|>{}[]"=:\n', max_size=12))
+def test_no_text_raises(case: tuple[str, str, Any], at: int, noise: str) -> None:
+    notation, text, _ = case
+    parse(text[:at] + noise + text[at:], notation)
+
+
+def test_ids_that_a_family_demands() -> None:
+    def ids(notation: str, text: str) -> list[str]:
+        pieces = MessageParser(FORMATS[notation], TOOLS, None).feed(text, last=True)
+        return [piece.call.id for piece in pieces if piece.call]
+
+    cases = {notation: text for notation, text, _ in NOTATIONS}
+    assert ids("kimi_k2", cases["kimi_k2"]) == ["functions.add:0", "functions.add:1"]
+    first, second = ids("mistral_args", cases["mistral_args"])
+    assert (len(first), first.isalnum(), second) == (9, True, "abc123def")
+    assert len(ids("mistral_json", cases["mistral_json"])[0]) == 9
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>four<|return|>",
+            ("hm", "four", []),
+        ),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a": 1}<|call|>',
+            ("hm", "", [ADD]),
+        ),
+        (' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', ("", "", [ADD])),
+        (
+            "<|channel|>commentary<|message|>I add.<|end|>"
+            "<|start|>assistant to=functions.add<|message|><|call|>",
+            ("", "I add.", [("add", "{}")]),
+        ),
+        ("<|channel|>analysis<|message|>cut", ("cut", "", [])),
+        ("<|channel|>final<|message|>four", ("", "four", [])),
+        ("four", ("", "four", [])),
+        ("<|channel|>commentary to=functions.add<|message|>{no<|call|>", ("", "{no", [])),
+    ],
+)
+def test_harmony(text: str, expected: Parsed, cut: int) -> None:
+    style = MessageStyle("", HARMONY_FORMAT, HARMONY)
+    parser = style.parser(TOOLS, "<|start|>assistant")
+    assert collect(parser, text, cut) == expected
+    refused = collect(style.parser(None, ""), text, cut)
+    assert refused[2] == [], "without tools, a call is content"
+
+
 @pytest.mark.parametrize("cut", [0, 1])
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
@@ -132,19 +279,23 @@ class Templated:
     ("template", "format", "thinks"),
     [
         ("{{ messages }}", None, False),
-        ("use <tool_call>", "hermes", False),
-        ("<tool_call><function=", "qwen_xml", False),
-        ('{"name": function name, "parameters": dictionary', "llama_json", False),
+        ("{{ tools }} use <tool_call>", None, False),
+        ('{{ tools }} use <tool_call>{"name": f, "arguments": {}}', "hermes", False),
+        ("{{ tools }}<tool_call><function=f><parameter=", "qwen_xml", False),
+        ('{{ tools }}{"name": function name, "parameters": dictionary', "llama_json", False),
         ("<think>", None, True),
         (None, None, False),
-        ({"default": "", "tool_use": "<tool_call>"}, "hermes", False),
+        ({"default": "", "tool_use": '{{ tools }}<tool_call>"name" "arguments"'}, "hermes", False),
     ],
 )
 def test_a_template_tells_how_its_model_writes(template: Any, format: str | None, thinks: bool) -> None:
     style = find_style(Templated(template), "auto", "auto")
-    assert (style.tool_format, style.thinks) == (FORMATS[format] if format else None, thinks)  # type: ignore[index]
+    assert (style.tool_format, style.reasoning) == (
+        FORMATS[format] if format else None,
+        THINK if thinks else None,
+    )
     chosen = find_style(Templated(template), "qwen_xml", False)
-    assert (chosen.tool_format, chosen.thinks) == (FORMATS["qwen_xml"], False)
+    assert (chosen.tool_format, chosen.reasoning) == (FORMATS["qwen_xml"], None)
     assert find_style(Templated(template), None, True).tool_format is None
 
 
