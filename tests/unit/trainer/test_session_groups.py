@@ -18,7 +18,7 @@ from raylight._utils.aio import pause, task_group
 from raylight.config import SessionConfig
 from raylight.errors import StoreError
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.store.session_client import Session
+from raylight.store.client import Session
 from raylight.trainer.session_groups import DROP_REASONS, closing_delay
 from raylight.types import Attempt, CallKey, Failure, Generation, RolloutState, RolloutStatus, Span
 
