@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM
-from raylight.environments.openenv_episode import Episode, EpisodeDoneError, Rewards
-from raylight.environments.openenv_session import open_session
-from raylight.environments.openenv_text import action_parser, is_tool_schema, observation_text
 from raylight.environments.text_game import play_moves
-from raylight.environments.tool_loop import run_tool_loop
-from raylight.errors import ConfigError, DatasetError
+from raylight.environments.tool_loop import answer_calls, call_tool, cut_result, run_tool_loop
+from raylight.errors import ConfigError, DatasetError, EnvironmentServerError, EnvironmentUnavailableError
+
+Rewards = Literal["sum", "last"] | Callable[[dict[str, Any]], float]
+MAX_MESSAGE = 100 * 1024 * 1024
+"""Bytes of the longest message, as in OpenEnv's own client."""
+CLOSE_S = 2.0
+"""Time in which the server must answer the end of a connection."""
+SPOKEN = "raylight speaks the WebSocket protocol of openenv 0.10"
+TOOL_ACTIONS = ("tool_name", "list_tools")
+"""Words in the schema of actions of environments whose actions are calls of MCP tools."""
 
 
 def openenv_agent(
@@ -88,3 +99,373 @@ def openenv_agent(
             return await episode.total(reward)
 
     return openenv
+
+
+class EpisodeDoneError(Exception):
+    """The environment has ended the episode, so the model is not called any more."""
+
+
+class Episode:
+    """An episode of an environment: text moves by `step`, or tools for `run_tool_loop`.
+
+    Args:
+        parse: action from an answer of the model.
+        prompt: text of an observation.
+    """
+
+    def __init__(
+        self,
+        session: OpenEnvSession,
+        parse: Callable[[str], Mapping[str, Any]],
+        prompt: Callable[[dict[str, Any]], str],
+    ) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._session = session
+        self._parse = parse
+        self._prompt = prompt
+        self._rewards: list[float] = []
+        self._done = False
+        self._one_action = asyncio.Lock()
+
+    async def begin(self, task: Mapping[str, Any]) -> str:
+        """Reset the environment; return its first observation.
+
+        Raises:
+            DatasetError: the environment rejects the task.
+            EpisodeDoneError: the episode has ended with its reset.
+        """
+        try:
+            first = await self._session.reset(task)
+        except InvalidActionError as error:
+            raise DatasetError(
+                f"openenv_agent: the environment rejects the task {task!r:.200}: {error}"
+            ) from None
+        self._done = first.done
+        self._check_done()
+        return cut_result(self._prompt(first.observation))
+
+    async def step(self, answer: str) -> str:
+        """Execute the action that an answer names; return the observation, or the model's mistake.
+
+        Raises:
+            EpisodeDoneError: the episode has ended.
+        """
+        try:
+            text = self._prompt(await self._act(self._parse(answer)))
+        except (ValueError, InvalidActionError) as error:
+            text = f"error: {error}"
+        self._check_done()
+        return cut_result(text)
+
+    async def list_tools(self) -> None:
+        """Ask the environment for its tools."""
+        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools") or []
+        for tool in listed:
+            function = {
+                "name": tool["name"],
+                "description": tool.get("description") or "",
+                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+            }
+            self.schemas.append({"type": "function", "function": function})
+
+    async def answer(self, message: Any) -> list[dict[str, Any]]:
+        """Execute the tool calls of a message in their order; return the tool messages.
+
+        Raises:
+            EpisodeDoneError: the episode has ended.
+        """
+        names = [schema["function"]["name"] for schema in self.schemas]
+
+        async def call(name: str, arguments: str) -> str | list[Any]:
+            async with self._one_action:
+                return await call_tool(names, name, arguments, functools.partial(self._call, name))
+
+        answers = await answer_calls(message, call)
+        self._check_done()
+        return answers
+
+    async def total(self, reward: Rewards) -> float:
+        """Return the reward of the episode.
+
+        Raises:
+            EnvironmentServerError: no step had a reward.
+        """
+        if callable(reward):
+            return reward(await self._session.state())
+        if not self._rewards:
+            raise EnvironmentServerError(
+                "the OpenEnv environment gave no reward in this episode; give openenv_agent(reward=...), a "
+                "function of its state, or a larger max_turns"
+            )
+        return sum(self._rewards) if reward == "sum" else self._rewards[-1]
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Execute a tool call as an action; return its result, or the error that the model reads."""
+        if self._done:
+            return "error: the episode is over"
+        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        try:
+            observation = await self._act(action)
+        except InvalidActionError as error:
+            return f"error: {error}"
+        if failure := observation.get("error"):
+            return f"error: {failure.get('message', failure) if isinstance(failure, dict) else failure}"
+        return tool_text(observation.get("result"))
+
+    async def _act(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        """Execute an action; return its observation."""
+        step = await self._session.step(action)
+        self._done = step.done
+        if step.reward is not None:
+            self._rewards.append(step.reward)
+        return step.observation
+
+    def _check_done(self) -> None:
+        if self._done:
+            raise EpisodeDoneError
+
+
+class InvalidActionError(Exception):
+    """The server does not accept an action: a mistake of the model, which reads the message."""
+
+
+class EpisodeStep(BaseModel):
+    """Answer to a reset or an action."""
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+
+
+class ServerMessage(BaseModel):
+    """Message of the server. Its data depends on the type."""
+
+    type: str
+    data: dict[str, Any]
+
+
+class OpenEnvSession:
+    """One environment on the server, for one episode: reset, step, state, close. Made by `open_session`.
+
+    Its WebSocket messages are those of `openenv.core.env_server` of the package openenv 0.10.
+
+    All methods raise EnvironmentUnavailableError if the server does not answer in time or closes the
+    connection, and EnvironmentServerError if it reports an error or its answer is not of OpenEnv's protocol.
+    """
+
+    def __init__(self, url: str, http: Any, socket: Any, timeout_s: float) -> None:
+        self._url = url
+        self._http = http
+        self._socket = socket
+        self._timeout_s = timeout_s
+
+    async def action_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the environment's actions."""
+        async with self._failures(), self._http.get(f"{self._url}/schema") as response:
+            found = await response.json(content_type=None) if response.status == 200 else None
+        action = found.get("action") if isinstance(found, dict) else None
+        if not isinstance(action, dict):
+            raise EnvironmentServerError(
+                f"{self._url}/schema of the OpenEnv server has no action schema (status {response.status}); "
+                "give openenv_agent(parse=...), which makes an action from the model's answer"
+            )
+        return action
+
+    async def reset(self, parameters: Mapping[str, Any]) -> EpisodeStep:
+        """Begin an episode."""
+        return self._step(await self._ask("reset", dict(parameters)))
+
+    async def step(self, action: Mapping[str, Any]) -> EpisodeStep:
+        """Execute an action.
+
+        Raises:
+            InvalidActionError: the action does not fit the environment's schema.
+        """
+        return self._step(await self._ask("step", dict(action)))
+
+    async def state(self) -> dict[str, Any]:
+        """Return the state of the episode."""
+        return await self._ask("state", None)
+
+    async def close(self) -> None:
+        """End the episode. The server ends the environment."""
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the connection is closed
+            await self._socket.send_str(json.dumps({"type": "close"}))
+
+    async def _ask(self, kind: str, data: dict[str, Any] | None) -> dict[str, Any]:
+        try:
+            message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+        except (TypeError, ValueError) as error:
+            raise EnvironmentServerError(
+                f"the {kind} of the OpenEnv server {self._url} needs JSON, and got {data!r:.200}: {error}"
+            ) from None
+        async with self._failures():
+            await self._socket.send_str(message)
+            frame = await self._socket.receive()
+        return self._read("observation" if kind in ("reset", "step") else kind, frame)
+
+    def _read(self, expected: str, frame: Any) -> dict[str, Any]:
+        """Return the data of an answer."""
+        from aiohttp import WSMsgType
+
+        if frame.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
+            raise EnvironmentUnavailableError(
+                f"the OpenEnv server {self._url} closed the connection in an episode (code {frame.data}); "
+                "the attempt is retried. See the log of the server"
+            )
+        answer = None
+        if frame.type == WSMsgType.TEXT:
+            with contextlib.suppress(ValidationError):
+                answer = ServerMessage.model_validate_json(frame.data)
+        if answer is not None and answer.type == "error":
+            raise self._error(answer.data)
+        if answer is None or answer.type != expected:
+            shown = f"a frame {frame.type.name} with {frame.data!r:.200}"
+            raise EnvironmentServerError(
+                f"the OpenEnv server {self._url} answered with {shown}, and not with {expected!r}; {SPOKEN}"
+            )
+        return answer.data
+
+    def _error(self, data: dict[str, Any]) -> Exception:
+        code, message = data.get("code"), str(data.get("message"))[:1000]
+        if code == "VALIDATION_ERROR":
+            details = [f"{error.get('loc')}: {error.get('msg')}" for error in data.get("errors") or ()]
+            return InvalidActionError("; ".join([message, *details])[:1000])
+        if code == "CAPACITY_REACHED":
+            return EnvironmentUnavailableError(
+                f"the OpenEnv server {self._url} has no room for another episode ({message}); raise its "
+                "max_concurrent_envs to the rollouts of all runners, or lower runner={'max_concurrent': ...}"
+            )
+        return EnvironmentServerError(
+            f"the OpenEnv server {self._url} reports {code}: {message}; see its log"
+        )
+
+    def _step(self, data: dict[str, Any]) -> EpisodeStep:
+        try:
+            return EpisodeStep.model_validate(data)
+        except ValidationError:
+            raise EnvironmentServerError(
+                f"the OpenEnv server {self._url} sent no observation with reward and done: {data!r:.200}; "
+                f"{SPOKEN}"
+            ) from None
+
+    @contextlib.asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
+        with failures(self._url, self._timeout_s):
+            async with asyncio.timeout(self._timeout_s):
+                yield
+
+
+@contextlib.contextmanager
+def failures(url: str, timeout_s: float) -> Any:
+    """Convert the errors of connections in a block."""
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError:
+        raise EnvironmentUnavailableError(
+            f"the OpenEnv server {url} did not answer within {timeout_s:g} s; the attempt is retried. Raise "
+            "openenv_agent(timeout_s=...) if its steps take longer"
+        ) from None
+    except aiohttp.WSServerHandshakeError as error:
+        if error.status >= 500:
+            raise EnvironmentUnavailableError(
+                f"the OpenEnv server {url} answered with status {error.status}; the attempt is retried"
+            ) from error
+        raise EnvironmentServerError(
+            f"{url}/ws is no WebSocket (status {error.status}: {error.message}); give the address of a "
+            'server made by openenv\'s create_app, such as "ws://127.0.0.1:8000"'
+        ) from error
+    except (aiohttp.ClientConnectionError, ConnectionError) as error:
+        raise EnvironmentUnavailableError(
+            f"the OpenEnv server {url} cannot be reached: {error!r:.300}; the attempt is retried. Start it, "
+            "and give an address that every machine with runners reaches"
+        ) from error
+    except (aiohttp.ClientError, ValueError) as error:
+        raise EnvironmentServerError(
+            f"the OpenEnv server {url} broke its protocol: {error!r:.300}"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def open_session(
+    url: str, headers: Mapping[str, str] | None, timeout_s: float
+) -> AsyncIterator[OpenEnvSession]:
+    """Connect to a server, which makes an environment, and end it after the block.
+
+    Args:
+        url: address without `/ws`, of the scheme http or https.
+        timeout_s: seconds for each answer.
+
+    Raises:
+        EnvironmentUnavailableError: the server cannot be reached.
+        EnvironmentServerError: the address is not that of an OpenEnv server.
+    """
+    import aiohttp
+
+    async with aiohttp.ClientSession(headers=headers) as http:
+        with failures(url, timeout_s):
+            async with asyncio.timeout(timeout_s):
+                socket = await http.ws_connect(
+                    f"{url}/ws",
+                    max_msg_size=MAX_MESSAGE,
+                    heartbeat=20.0,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                )
+        async with socket:
+            session = OpenEnvSession(url, http, socket, timeout_s)
+            yield session
+            await session.close()
+
+
+def is_tool_schema(schema: Mapping[str, Any]) -> bool:
+    """Return True if actions of this JSON schema are calls of MCP tools."""
+    return any(word in json.dumps(schema) for word in TOOL_ACTIONS) or set(fields_of(schema)) == set()
+
+
+def fields_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties of an action's JSON schema, without its metadata."""
+    return {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
+
+
+def action_parser(schema: Mapping[str, Any]) -> Callable[[str], dict[str, Any]]:
+    """Return a function that makes an action of a JSON schema from the model's answer."""
+    fields = fields_of(schema)
+    required = [name for name in schema.get("required", fields) if name in fields] or list(fields)
+
+    def parse(text: str) -> dict[str, Any]:
+        if len(required) == 1:
+            (name,) = required
+            kind = fields[name].get("type")
+            return {name: text if kind in ("string", None) else read_json(text, kind)}
+        return read_json(text, f"object with {', '.join(required)}", dict)
+
+    return parse
+
+
+def read_json(text: str, what: str, expected: type = object) -> Any:
+    """Return the value of a JSON text; a ValueError with a message for the model if it has none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if value is None or not isinstance(value, expected):
+        raise ValueError(f"answer with JSON: {what}")
+    return value
+
+
+def observation_text(observation: dict[str, Any]) -> str:
+    """Return an observation as text: the value of its only field, or all as JSON, without the metadata."""
+    fields = {name: value for name, value in observation.items() if name != "metadata"}
+    values = list(fields.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(fields)
+
+
+def tool_text(result: Any) -> str:
+    """Return the result of a tool as text."""
+    if isinstance(result, dict) and "data" in result:  # the result of fastmcp
+        result = result["data"]
+    return result if isinstance(result, str) else json.dumps(result)

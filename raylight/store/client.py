@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylight.store.call_batcher import Channel
 from raylight.store.call_deltas import CallDeltas
-from raylight.store.payloads import encode_payload
+from raylight.store.payloads import decode_payload, encode_payload
 from raylight.store.reading import StoreReader
-from raylight.store.record_writer import RecordWriter
 from raylight.store.rows import (
+    N_STATE,
     Row,
     attempt_from_row,
+    config_from_json,
     config_json,
     failure_json,
     new_id,
@@ -29,15 +30,16 @@ from raylight.store.rows import (
     step_groups_from_json,
     worker_from_row,
 )
-from raylight.store.session_client import SessionClient
 from raylight.types import (
     TRUNCATED,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
     Budget,
+    CallKey,
     EnqueueRolloutRequest,
     Failure,
+    Generation,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -48,6 +50,11 @@ from raylight.types import (
     StepGroups,
     Worker,
 )
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from raylight.store.budgets import Allowance
 
 RECORDS_TIMEOUT_S = 30.0
 """Time that a finishing attempt waits for the records of its calls."""
@@ -64,8 +71,29 @@ UNSET: Any = _Unset()
 """Default of the parameters of `update_*` methods: leave the value unchanged. None is a value."""
 
 
-class StoreClient(StoreReader, RecordWriter, SessionClient):
-    """Client of a store.
+class Session(NamedTuple):
+    """A session: an attempt that an agent outside the run executes."""
+
+    state: RolloutState
+    """State of its rollout, with the session's own attempt."""
+    config: RolloutConfig
+    task: Any
+    expires: float | None
+    """Time at which it expires without a call or a heartbeat, in seconds since the epoch; None: never."""
+    calls: int
+    """Number of its recorded calls."""
+    sampled_tokens: int
+    """Number of tokens that they sampled."""
+
+    @property
+    def session_id(self) -> str:
+        """Id of the session, which is that of its attempt."""
+        assert self.state.attempt is not None, "a session has an attempt"
+        return self.state.attempt.attempt_id
+
+
+class StoreClient(StoreReader):
+    """Client of a store, which reads and writes.
 
     All methods are asynchronous and raise typed errors: UnknownIdError, InvalidTransitionError,
     StoreLostError.
@@ -78,19 +106,10 @@ class StoreClient(StoreReader, RecordWriter, SessionClient):
     """
 
     def __init__(self, target: Any) -> None:
-        self._channel = Channel(target)
+        super().__init__(target)
         self._announcements = Channel(target)
+        """Channel of calls that begin: their response waits for it, and must not wait for earlier records."""
         self._deltas = CallDeltas()
-
-    @property
-    def is_in_process(self) -> bool:
-        """True if the store runs in this process, where other processes cannot reach it."""
-        from raylight.store.service import StoreService
-
-        return isinstance(self._channel.target, StoreService)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StoreClient, (self._channel.target,)
 
     # rollouts
 
@@ -355,6 +374,134 @@ class StoreClient(StoreReader, RecordWriter, SessionClient):
         """
         return await self._channel.call("release_worker", worker_id, reason, planned)
 
+    # spans and calls
+
+    async def add_span(self, span: Span) -> Span | None:
+        """Store a span, and assign a sequence id if it has none; None if it is stored already.
+
+        It counts as activity of its attempt.
+        """
+        (sequence_id,) = await self._channel.call("add_spans", [span_row(span)])
+        return None if sequence_id is None else span.model_copy(update={"sequence_id": sequence_id})
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
+        """Store spans, all or none; returns those that were not stored before."""
+        sequence_ids = await self._channel.call("add_spans", [span_row(span) for span in spans])
+        return [
+            span.model_copy(update={"sequence_id": sequence_id})
+            for span, sequence_id in zip(spans, sequence_ids, strict=True)
+            if sequence_id is not None
+        ]
+
+    async def grade(self, spans: Sequence[Span]) -> None:
+        """Store spans of a group reward for decided attempts, all or none.
+
+        Their rewards count, unlike those of other spans that come after the decision. An attempt that has a
+        grade keeps it, unless that has no reward.
+        """
+        await self._channel.call("grade", [span_row(span) for span in spans])
+
+    async def add_otel_span(
+        self, rollout_id: str, attempt_id: str, readable_span: ReadableSpan, sequence_id: int | None = None
+    ) -> Span | None:
+        """Store a span of the OpenTelemetry SDK; None if it is stored already."""
+        return await self.add_span(
+            Span.from_opentelemetry(readable_span, rollout_id, attempt_id, sequence_id or 0)
+        )
+
+    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
+        """Reserve a sequence id for a span of the attempt; ids only grow."""
+        return (await self.get_many_span_sequence_ids([(rollout_id, attempt_id)]))[0]
+
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> list[int]:
+        """Reserve a sequence id for a span of each attempt, or of the "latest". One listed twice gets two."""
+        return await self._channel.call("next_sequence_ids", [tuple(ids) for ids in rollout_attempt_ids])
+
+    async def capture(
+        self,
+        opened: Sequence[tuple[CallKey, float]],
+        closed: Sequence[tuple[CallKey, Generation | None, Span | None]],
+        recorder: str = "",
+    ) -> list[CallKey]:
+        """Record that calls to the engine began (each with its time) and ended (each with its generation and
+        its span).
+
+        Returns the calls that must not begin, because their attempt is decided or unknown.
+
+        Args:
+            recorder: name of the replica that will record the end of the calls that begin; see
+                `lose_recorder`.
+        """
+        opened_rows = [
+            (key.rollout_id, key.attempt_id, key.call_id, start, recorder, key.request)
+            for key, start in opened
+        ]
+        channel = self._announcements if opened and not closed else self._channel
+        try:
+            closed_rows = [self._deltas.encode(*call) for call in closed]
+            rejected, without_base, ignored = await channel.call("capture", opened_rows, closed_rows)
+            self._deltas.forget(attempt_id for _, attempt_id, _ in ignored)
+            if without_base:
+                missing = {CallKey(*ids) for ids in without_base}
+                complete = [self._deltas.encode_completely(*call) for call in closed if call[0] in missing]
+                await channel.call("capture", [], complete)
+        except BaseException:  # it is not known which calls the store has
+            self._deltas.forget(key.attempt_id for key, *_ in closed)
+            raise
+        return [CallKey(*ids) for ids in rejected]
+
+    async def check_budgets(
+        self, rollout_id: str, attempt_id: str, unrecorded: Mapping[str, int]
+    ) -> Allowance:
+        """Return the budget that an attempt has spent, the tokens that are left, and those of the given calls
+        that are recorded; see `Budgets.check`."""
+        return await self._announcements.call("check_budgets", rollout_id, attempt_id, dict(unrecorded))
+
+    async def lose_recorder(self, recorder: str) -> None:
+        """Stop waiting for the records of a recorder that is gone.
+
+        An attempt with a call whose end it did not record cannot succeed, and fails without waiting. A call
+        that the agent retried elsewhere is dropped: the agent never received the first response.
+        """
+        await self._channel.call("lose_recorder", recorder)
+
+    # sessions
+
+    async def begin_session(self, task: Any, group: str | None = None) -> Session | None:
+        """Take a free place that the run offers; None if there is none.
+
+        Raises:
+            InvalidTransitionError: the group has another task.
+            StoreError: the task cannot be stored.
+        """
+        row = await self._channel.call("begin_session", new_id("se"), encode_payload(task, "task"), group)
+        return None if row is None else _session(row)
+
+    async def get_session(self, session_id: str) -> Session:
+        """Return a session."""
+        return _session(await self._channel.call("session_state", session_id))
+
+    async def renew_session(self, session_id: str) -> Session:
+        """Renew a session that has not ended, as each of its calls does."""
+        return _session(await self._channel.call("renew_session", session_id))
+
+    async def stop_time(self) -> None:
+        """Let no attempt or session expire until `continue_time`: the run is not there yet to serve them."""
+        await self._channel.call("stop_time")
+
+    async def continue_time(self) -> None:
+        """Let the time of attempts and sessions go on."""
+        await self._channel.call("continue_time")
+
+    async def has_open_call(self, session_id: str) -> bool:
+        """Return True if a call of a session has begun and is not recorded yet."""
+        return not await self._channel.send("wait_for_records", session_id, 0.0)
+
+    async def wait_until_final(self, rollout_ids: Sequence[str]) -> None:
+        """Wait until all of these rollouts are decided for good: not only failed because their session
+        expired, which may still be rewarded."""
+        await self._channel.send("wait_until_decided", list(rollout_ids), None, None, True)
+
     # requests to the driver of a run
 
     async def ask_driver(self, run: str, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
@@ -400,3 +547,8 @@ def _request(
 def _attempted(rollout: Rollout) -> AttemptedRollout:
     assert isinstance(rollout, AttemptedRollout), "it has an attempt"
     return rollout
+
+
+def _session(row: Row) -> Session:
+    config, task, *rest = row[N_STATE:]
+    return Session(state_from_row(row[:N_STATE]), config_from_json(config), decode_payload(task), *rest)

@@ -1,4 +1,4 @@
-"""Read-only half of the store's client."""
+"""Reader of the store: its queries."""
 
 from __future__ import annotations
 
@@ -82,12 +82,26 @@ class ChatTurn(NamedTuple):
 
 
 class StoreReader:
-    """Queries of the store. A `limit` of -1 means all; an unknown id raises UnknownIdError.
+    """Client of a store that only reads. A `limit` of -1 means all; an unknown id raises UnknownIdError.
 
     A result is a list with the number of results on all pages as `total`.
+
+    Args:
+        target: a StoreActor's handle, or a StoreService in this process.
     """
 
-    _channel: Channel
+    def __init__(self, target: Any) -> None:
+        self._channel = Channel(target)
+
+    @property
+    def is_in_process(self) -> bool:
+        """True if the store runs in this process, where other processes cannot reach it."""
+        from raylight.store.service import StoreService
+
+        return isinstance(self._channel.target, StoreService)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._channel.target,)
 
     @accept_synonyms(status="status_in", rollout_ids="rollout_id_in")
     async def query_rollouts(

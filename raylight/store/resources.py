@@ -61,3 +61,22 @@ class Resources:
         if row is None:
             raise UnknownIdError(f"no resources {resources_id!r} in the store")
         return row
+
+
+class Steps:
+    """Training steps in the journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def record(self, lineage: str, step: int, groups: str) -> str:
+        """Store the groups of a step as JSON, unless the step has some already; return those that are
+        stored."""
+        self._journal.execute(
+            "INSERT OR IGNORE INTO steps (lineage, step, groups) VALUES (?, ?, ?)", (lineage, step, groups)
+        )
+        row = self._journal.fetch_one(
+            "SELECT groups FROM steps WHERE lineage = ? AND step = ?", (lineage, step)
+        )
+        assert row is not None, "it was stored just now"
+        return row[0]

@@ -45,6 +45,8 @@ SPAN = (
 )
 """Columns of a span. `base` is NULL for the spans of agents. For the span of a captured call it is the id of
 the span whose texts this one continues, or "" if its texts are complete."""
+SPAN_FIELDS = SPAN.split(", ")[:9]
+"""Columns that are fields of `Span`."""
 ATTEMPT_ID, SPAN_ID, REWARD, BASE = map(SPAN.split(", ").index, ("attempt_id", "span_id", "reward", "base"))
 """Positions of columns in SPAN."""
 RESOURCES = "resources_id, version, create_time, update_time, body"
@@ -140,18 +142,8 @@ def _rollout(row: Row, **rest: Any) -> Rollout:
 
 
 def _state_fields(row: Row) -> dict[str, Any]:
-    rollout_id, status, mode, group_id, resources_id, start, end, version = row[:N_ROLLOUT]
-    return {
-        "rollout_id": rollout_id,
-        "status": status,
-        "mode": mode,
-        "group_id": group_id,
-        "resources_id": resources_id,
-        "start_time": start,
-        "end_time": end,
-        "resources_version": version,
-        "attempt": None if row[N_ROLLOUT] is None else attempt_from_row(row[N_ROLLOUT:N_STATE]),
-    }
+    fields = dict(zip((*ROLLOUT.split(", "), "resources_version"), row, strict=False))
+    return fields | {"attempt": None if row[N_ROLLOUT] is None else attempt_from_row(row[N_ROLLOUT:N_STATE])}
 
 
 def failure_json(failure: Failure) -> str:
@@ -169,16 +161,9 @@ def failure_from_json(text: str | None) -> Failure | None:
 
 def attempt_from_row(row: Row) -> Attempt:
     """Attempt, from columns ATTEMPT."""
-    attempt_id, rollout_id, sequence_id, status, worker_id, start, end, heartbeat, failure, metadata = row
+    *plain, failure, metadata = row
     return Attempt(
-        attempt_id=attempt_id,
-        rollout_id=rollout_id,
-        sequence_id=sequence_id,
-        status=status,
-        worker_id=worker_id,
-        start_time=start,
-        end_time=end,
-        last_heartbeat_time=heartbeat,
+        **dict(zip(ATTEMPT.split(", "), plain, strict=False)),
         failure=failure_from_json(failure),
         metadata=decode_payload(metadata) if metadata is not None else None,
     )
@@ -241,19 +226,7 @@ def spans_from_rows(rows: Sequence[Row], bases: Sequence[Row] = ()) -> list[Span
 
 
 def _span_from_row(row: Row, body: dict[str, Any]) -> Span:
-    rollout_id, attempt_id, sequence_id, trace_id, span_id, parent_id, name, start, end = row[:9]
-    return Span(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        sequence_id=sequence_id,
-        trace_id=trace_id,
-        span_id=span_id,
-        parent_id=parent_id,
-        name=name,
-        start_time=start,
-        end_time=end,
-        **body,
-    )
+    return Span(**dict(zip(SPAN_FIELDS, row, strict=False)), **body)
 
 
 class SharedTexts:
@@ -305,14 +278,9 @@ class SharedTexts:
 
 def resources_from_row(row: Row) -> ResourcesUpdate:
     """Version of the named resources, from columns RESOURCES."""
-    resources_id, version, created, updated, body = row
-    return ResourcesUpdate(
-        resources_id=resources_id,
-        version=version,
-        create_time=created,
-        update_time=updated,
-        resources=decode_payload(body),
-    )
+    *plain, body = row
+    fields = dict(zip(RESOURCES.split(", "), plain, strict=False))
+    return ResourcesUpdate(**fields, resources=decode_payload(body))
 
 
 def stats_json(stats: dict[str, Any] | None) -> str | None:

@@ -12,13 +12,15 @@ Laws:
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +31,16 @@ from raylight.store.answered_messages import AnsweredMessages, CallResult
 from raylight.store.attempts import Attempts
 from raylight.store.budgets import Budgets
 from raylight.store.deadline_timer import DeadlineTimer
-from raylight.store.finish_waiters import FinishWaiters
 from raylight.store.journal import Journal, JournalError
 from raylight.store.leases import Leases
-from raylight.store.mailbox import Mailbox
 from raylight.store.outages import Outages
 from raylight.store.queries import Queries
 from raylight.store.records import Records
-from raylight.store.resources import Resources
+from raylight.store.resources import Resources, Steps
 from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
 from raylight.store.run_clock import RunClock
 from raylight.store.sessions import Sessions
-from raylight.store.steps import Steps
 from raylight.store.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -57,6 +56,58 @@ REPEATABLE = frozenset({"capture", "finish_attempt", "add_spans", "update_worker
 
 Call = tuple[str, tuple[Any, ...]]
 """Name of a method, and its arguments."""
+REMEMBERED_REPLIES = 64
+"""Replies that are kept for a repetition of their request."""
+
+Request = tuple[str, dict[str, Any]]
+"""Name of a run, and the content of a request to its driver."""
+
+
+class Mailbox:
+    """Requests and replies, by key; `StoreClient` documents the methods."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._replies: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
+        self._mail_changed = BroadcastCondition()
+        self._mail_closed = False
+
+    async def ask_driver(
+        self, run: str, key: str, request: dict[str, Any], timeout: float
+    ) -> dict[str, Any] | None:
+        """Wait for the reply to a request; None after `timeout` seconds, with which the request ends."""
+        if key not in self._replies:
+            self._requests[key] = run, request
+            self._mail_changed.notify_all()
+        try:
+            await self._mail_changed.wait_for(lambda: self._mail_closed or key in self._replies, timeout)
+        finally:
+            self._requests.pop(key, None)
+        return self._replies.get(key)
+
+    async def next_driver_request(
+        self, run: str, known: list[str], timeout: float
+    ) -> tuple[str, dict[str, Any]] | None:
+        """Wait for a request to the driver of a run that is not among the known ones."""
+
+        def unknown() -> list[str]:
+            return [key for key, (asked, _) in self._requests.items() if asked == run and key not in known]
+
+        await self._mail_changed.wait_for(lambda: self._mail_closed or bool(unknown()), timeout)
+        return next(((key, self._requests[key][1]) for key in unknown()), None)
+
+    def close_mail(self) -> None:
+        """End all waits, without a result."""
+        self._mail_closed = True
+        self._mail_changed.notify_all()
+
+    async def reply_to_request(self, key: str, reply: dict[str, Any]) -> None:
+        """Reply to a request. A request that is repeated later gets the reply at once."""
+        self._requests.pop(key, None)
+        self._replies[key] = reply
+        while len(self._replies) > REMEMBERED_REPLIES:
+            self._replies.popitem(last=False)
+        self._mail_changed.notify_all()
 
 
 class StoreService(Mailbox):
@@ -393,3 +444,56 @@ class StoreService(Mailbox):
         await self._waiters.empty()  # their responses are sent before the process ends
         self._reader_thread.shutdown()
         self._journal.close()
+
+
+@dataclass(eq=False)
+class FinishWaiter:
+    """A caller that waits until `needed` more of its rollouts are decided."""
+
+    needed: int
+    done: asyncio.Future[None]
+
+
+class FinishWaiters:
+    """Waiting callers, by the rollouts they wait for."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[str, set[FinishWaiter]] = {}
+        self._n_waiting = 0
+        self._left = BroadcastCondition()
+
+    async def wait(self, undecided: list[str], needed: int, timeout: float | None) -> None:
+        """Wait until `needed` of these rollouts are decided, for `timeout` seconds, or until `wake_all`."""
+        waiter = FinishWaiter(needed, asyncio.get_running_loop().create_future())
+        for rollout_id in undecided:
+            self._waiters.setdefault(rollout_id, set()).add(waiter)
+        self._n_waiting += 1
+        try:
+            await asyncio.wait([waiter.done], timeout=timeout)
+        finally:
+            self._n_waiting -= 1
+            self._left.notify_all()
+            for rollout_id in undecided:
+                waiters = self._waiters.get(rollout_id, set())
+                waiters.discard(waiter)
+                if not waiters:
+                    self._waiters.pop(rollout_id, None)
+
+    def decide(self, rollout_ids: Iterable[str]) -> None:
+        """Wake the callers whose last needed rollout is among these."""
+        for rollout_id in rollout_ids:
+            for waiter in self._waiters.pop(rollout_id, set()):
+                waiter.needed -= 1
+                if waiter.needed == 0 and not waiter.done.done():
+                    waiter.done.set_result(None)
+
+    def wake_all(self) -> None:
+        """Wake all callers."""
+        for waiter in {waiter for waiters in self._waiters.values() for waiter in waiters}:
+            if not waiter.done.done():
+                waiter.done.set_result(None)
+
+    async def empty(self) -> None:
+        """Wake all callers, and wait until they have continued."""
+        self.wake_all()
+        await self._left.wait_for(lambda: not self._n_waiting)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 import uuid
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, EngineStartError, LearnerLostError, summarize_ray_error
 from raylight.tinker.datums import Batch
 from raylight.tinker.models import RESTARTED
-from raylight.tinker.numbered_calls import NumberedCalls
 from raylight.tinker.requests import AdamParams, LoraSpec
 
 logger = logging.getLogger(__name__)
@@ -202,3 +202,33 @@ def _lost(reason: str) -> LearnerLostError:
         f"the trainer is gone, and with it the adapters in training: {reason}; start the server again, and "
         "continue from the saved states"
     )
+
+
+class NumberedCalls:
+    """Calls of an object's methods, one after another. A call that comes again is not executed again: it has
+    the answer of its first time. The answer of the last call is kept.
+
+    Args:
+        target: the object.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._number = 0
+        self._answer: Future[Any] = Future()
+
+    def call(self, number: int, method: str, *args: Any) -> Any:
+        """Call a method, and raise its error.
+
+        Args:
+            number: higher than those of earlier calls; that of the last call for the same call again.
+        """
+        if number < self._number:
+            raise AssertionError(f"call {number} ({method}) came after call {self._number}")
+        if number > self._number:
+            self._number, self._answer = number, Future()  # the last answer is freed before the call
+            try:
+                self._answer.set_result(getattr(self._target, method)(*args))
+            except BaseException as error:  # of any kind: it is the answer
+                self._answer.set_exception(error)
+        return self._answer.result()

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from raylight.errors import ConfigError, TracerError
-from raylight.traces.context import AttemptTrace, current_trace, tracing
+from raylight.traces.context import SEND_BATCH, AttemptTrace, current_trace, tracing
 from raylight.traces.recording import record_span
-from raylight.traces.trace_context import SpanStore, TraceContext
 from raylight.types import Attributes, Rollout, Span, SpanCoreFields, TraceStatus
 
 if TYPE_CHECKING:
@@ -335,3 +336,64 @@ def _traces_url(endpoint: str) -> str:
             f"export_endpoint {endpoint!r} is not an http(s) URL; give one such as http://collector:4318"
         )
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint
+
+
+class SpanStore(Protocol):
+    """Protocol of stores that spans are written to, such as a StoreClient."""
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Any: ...
+
+
+class TraceContext:
+    """Context manager of a traced block, for `async with`, and for `with` if there is no store.
+
+    Args:
+        trace: receives the spans.
+        current: makes the trace the current one.
+        recorder: returns the object that `with ... as` gives, once the trace is the current one.
+        store: receives the spans when the block ends. None: none does.
+    """
+
+    def __init__(
+        self,
+        trace: AttemptTrace,
+        current: AbstractContextManager[Any],
+        recorder: Callable[[], Any],
+        store: SpanStore | None,
+    ) -> None:
+        self._trace = trace
+        self._current = current
+        self._recorder = recorder
+        self._store = store
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        if self._store is not None:
+            raise ConfigError(
+                "a traced block whose spans go to a store waits for the store; write "
+                "`async with tracer.trace_context(...)`"
+            )
+        return self._enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    async def __aenter__(self) -> Any:
+        return self._enter()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self._store is None:
+            return
+        while spans := self._trace.take(SEND_BATCH):
+            await self._store.add_many_spans(spans)
+        if kind is None and (lost := self._trace.reward_error):
+            raise lost
+
+    def _enter(self) -> Any:
+        self._stack.enter_context(self._current)
+        return self._recorder()

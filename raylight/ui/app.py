@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
@@ -24,12 +25,13 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from raylight._utils.aio import pause
 from raylight.errors import ConfigError, QueryError, RaylightError, UnknownIdError
 from raylight.ui import rollout_view, token_view
 from raylight.ui.access import AccessGuard
-from raylight.ui.events import json_text, run_events
+from raylight.ui.rollout_view import plain
 from raylight.ui.run_folder import RunFolder, find_runs, name_runs
-from raylight.ui.shown_run import ShownRun
+from raylight.ui.shown_run import REFRESH_S, ShownRun
 from raylight.ui.workers import show_workers
 
 STATIC = Path(__file__).parent / "static"
@@ -359,3 +361,55 @@ def build_app(paths: Iterable[Path], key: str | None = None, hosts: Iterable[str
         middleware=[Middleware(AccessGuard, key=key, hosts=frozenset(hosts))],
         exception_handlers={RaylightError: _refuse, HTTPException: _refuse, Exception: _refuse},
     )
+
+
+async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
+    """Yield the rows of metrics that are new, and the run's card and counts when they change, until the run
+    has ended and its index is complete."""
+    folder, sent = run.folder, len(run.folder.metrics.rows)
+    last: dict[str, Any] = {}
+
+    def changed(kind: str, data: Any) -> list[bytes]:
+        if last.get(kind) == data:
+            return []
+        last[kind] = data
+        return [_event(kind, data)]
+
+    yield b"retry: 2000\n\n"
+    while True:
+        card = await asyncio.to_thread(folder.card)
+        if len(folder.metrics.rows) < sent:  # a resumed run has written its metrics again
+            sent = 0
+        if len(folder.metrics.rows) > sent:
+            columns = folder.metrics.columns(start=sent)
+            sent = len(folder.metrics.rows)
+            yield _event("metrics", {"columns": columns})
+        for event in changed("run", card):
+            yield event
+        is_complete = True
+        if folder.store is not None:
+            try:
+                index = await run.index()
+                is_complete = index.is_complete
+                events = changed("rollouts", await asyncio.to_thread(index.counts))
+            except RaylightError as error:
+                events = changed("problem", {"error": str(error)})
+            for event in events:
+                yield event
+        if card["status"] != "running" and is_complete:
+            yield _event("end", {})
+            return
+        yield b": alive\n\n"
+        await pause(REFRESH_S)  # files of another process raise no event
+
+
+def _event(kind: str, data: Any) -> bytes:
+    return f"event: {kind}\ndata: {json_text(data)}\n\n".encode()
+
+
+def json_text(value: Any) -> str:
+    """Return a value as ASCII JSON; what JSON lacks, such as NaN, is null."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(plain(value))

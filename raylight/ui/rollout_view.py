@@ -23,8 +23,8 @@ from raylight.semconv import (
     REQUEST_PARAMETERS,
     TOOL_DEFINITIONS,
 )
-from raylight.store.client import StoreClient
 from raylight.store.overview import group_name, message_text
+from raylight.store.reading import StoreReader
 from raylight.traces.rewards import get_rewards_from_span
 from raylight.types import Attempt, FinishedRollout, Generation, Span
 from raylight.ui.rollout_index import RolloutIndex
@@ -35,7 +35,7 @@ MAX_GROUP = 256
 """Rollouts of a group that are shown."""
 
 
-async def read_rollout(store: StoreClient, rollout_id: str) -> FinishedRollout:
+async def read_rollout(store: StoreReader, rollout_id: str) -> FinishedRollout:
     """Return a rollout with its spans and calls.
 
     Raises:
@@ -45,7 +45,7 @@ async def read_rollout(store: StoreClient, rollout_id: str) -> FinishedRollout:
 
 
 async def show_rollout(
-    store: StoreClient, index: RolloutIndex, records: TokenRecords, rules: RowRules, rollout_id: str
+    store: StoreReader, index: RolloutIndex, records: TokenRecords, rules: RowRules, rollout_id: str
 ) -> dict[str, Any]:
     """Return a rollout's page.
 
@@ -86,7 +86,7 @@ async def show_rollout(
 
 
 async def show_group(
-    store: StoreClient, index: RolloutIndex, records: TokenRecords, group: str
+    store: StoreReader, index: RolloutIndex, records: TokenRecords, group: str
 ) -> dict[str, Any]:
     """Return a group's page: its rollouts side by side, and the other groups of an equal task.
 
@@ -125,7 +125,7 @@ async def show_group(
     }
 
 
-async def show_raw(store: StoreClient, rollout_id: str) -> dict[str, Any]:
+async def show_raw(store: StoreReader, rollout_id: str) -> dict[str, Any]:
     """Return what is stored of a rollout, without arrays of tokens.
 
     Raises:
@@ -151,7 +151,7 @@ async def show_raw(store: StoreClient, rollout_id: str) -> dict[str, Any]:
     }
 
 
-async def show_request(store: StoreClient, rollout_id: str, call_id: str) -> dict[str, Any]:
+async def show_request(store: StoreReader, rollout_id: str, call_id: str) -> dict[str, Any]:
     """Return the request of a call, to repeat it elsewhere.
 
     Raises:

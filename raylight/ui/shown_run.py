@@ -14,7 +14,7 @@ from raylight.errors import StoreError
 from raylight.experience.row_rules import RowRules
 from raylight.experience.staleness import StaleMask
 from raylight.experience.token_records import TokenRecords
-from raylight.store.client import StoreClient
+from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.ui.rollout_index import RolloutIndex
 from raylight.ui.run_folder import RunFolder
@@ -53,7 +53,7 @@ class ShownRun:
         version = None if step is None else self.folder.metrics.versions().get(step)
         return StaleMask(version, limit) if version is not None and isinstance(limit, int) and limit else None
 
-    async def store(self) -> StoreClient:
+    async def store(self) -> StoreReader:
         """Return a client of the run's store.
 
         Raises:
@@ -63,7 +63,7 @@ class ShownRun:
             await self._leave_old_store()
             if self._service is None:
                 self._service = await asyncio.to_thread(_open_store, self._store_file())
-        return StoreClient(self._service)
+        return StoreReader(self._service)
 
     def store_identity(self) -> tuple[int, int]:
         """Return the device and inode of the run's store, which another run in the directory replaces.

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from raylight._utils.no_proxy import LOOPBACK, bypass_proxies
-from raylight.store.client import StoreClient
+from raylight.store.reading import StoreReader
 from raylight.ui.run_folder import RunFolder
 
 DASHBOARD_TIMEOUT_S = 2
@@ -25,7 +25,7 @@ class DashboardError(Exception):
     """Reason why the actors are not known."""
 
 
-async def show_workers(store: StoreClient, folder: RunFolder) -> dict[str, Any]:
+async def show_workers(store: StoreReader, folder: RunFolder) -> dict[str, Any]:
     """Return the runners, as the store knows them, and the actors of the run, if its cluster still runs."""
     is_running = folder.status() == "running"
     runners = [

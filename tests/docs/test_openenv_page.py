@@ -18,7 +18,7 @@ from ray_cluster import Cluster, eventually, free_port
 from scripted_model import scripted_model
 
 import raylight as rl
-from raylight.environments.openenv_session import InvalidActionError, open_session
+from raylight.environments.openenv import InvalidActionError, open_session
 from raylight.quickstart import STARTER_MODEL
 
 PAGE = DOCS / "openenv.md"

@@ -8,7 +8,7 @@ from docs_snippets import DOCS, snippet, snippets
 from page_tables import tables
 
 import raylight as rl
-from raylight.algorithms.apo.algorithm import BEST_FILE, RESULT_FILE, TREE_FILE, round_metrics
+from raylight.algorithms.apo.algorithm import BEST_FILE, RESULT_FILE, round_metrics
 from raylight.algorithms.apo.history import History
 
 PAGE = DOCS / "prompt_optimisation.md"
@@ -38,7 +38,6 @@ def test_the_files_and_metrics_are_those_of_a_run() -> None:
     history.beams.append(["v0"])
     for name in (
         RESULT_FILE,
-        TREE_FILE,
         BEST_FILE,
         *(key for key in round_metrics(history, 1.0) if not key.startswith("time/")),
     ):

@@ -18,7 +18,7 @@ from examples.starter_models.tasks.puzzles import reasoning_gym
 from examples.starter_models.tasks.registry import demonstrations, find_family
 from examples.starter_models.tasks.repairs import FORMATS, harness, repair_tasks
 from examples.starter_models.tokenizer import build_tokenizer
-from raylight.environments.gymnasium_text import action_names, instructions, observation_text, parse_action
+from raylight.environments.gymnasium import action_names, instructions, observation_text, parse_action
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import Demonstration, demonstration_rows
 

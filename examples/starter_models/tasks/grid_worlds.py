@@ -11,8 +11,14 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from raylight.environments.gymnasium import make_environment
 from raylight.environments.gymnasium_text import action_names, instructions, observation_text
+
+from raylight.environments.gymnasium import (
+    action_names,
+    instructions,
+    make_environment,
+    observation_text,
+)
 from raylight.errors import ConfigError
 
 DISCOUNT = 0.99

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-from rich.console import Console
 
 from raylight.agent.prompts import PromptTemplate
 from raylight.algorithms.apo.beam import BeamSearch
@@ -19,10 +14,8 @@ from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History
 from raylight.algorithms.apo.report import print_result
 from raylight.algorithms.apo.settings import ApoSettings
-from raylight.algorithms.base import Algorithm
-from raylight.algorithms.baseline import as_list
-from raylight.errors import ConfigError, DatasetError, PromptError
-from raylight.traces.messages import TraceToMessages
+from raylight.algorithms.prompt_search import BEST_FILE, PromptSearch, fingerprint
+from raylight.errors import ConfigError
 from raylight.types import RolloutMode
 
 if TYPE_CHECKING:
@@ -31,11 +24,9 @@ if TYPE_CHECKING:
 Task = TypeVar("Task")
 """Type of the tasks, as in `APO[MyTask](client)`."""
 RESULT_FILE = "apo.json"
-TREE_FILE = "apo_tree.png"
-BEST_FILE = "best_prompt.txt"
 
 
-class APO(Algorithm, Generic[Task]):
+class APO(PromptSearch[ApoSettings], Generic[Task]):
     """Automatic prompt optimisation after ProTeGi (Pryzant et al. 2023, https://arxiv.org/abs/2305.03495).
 
     The seed is the first `PromptTemplate` among the resources. In each round, prompts of the beam are rolled
@@ -49,7 +40,7 @@ class APO(Algorithm, Generic[Task]):
     infrastructure failures are excluded.
 
     Files in the run directory: `apo.json` (every prompt with its scores and parent; `fit(resume=...)` resumes
-    from it), `apo_tree.png`, `best_prompt.txt`. At the end, the latest resources in the store hold the best
+    from it) and `best_prompt.txt`. At the end, the latest resources in the store hold the best
     prompt.
 
     Args:
@@ -78,6 +69,7 @@ class APO(Algorithm, Generic[Task]):
     """
 
     result_file = RESULT_FILE
+    use_of_train = "criticises prompts on"
 
     def __init__(
         self,
@@ -98,15 +90,7 @@ class APO(Algorithm, Generic[Task]):
         max_concurrent: int = 8,
         seed: int = 0,
     ) -> None:
-        from openai import OpenAI
-
-        if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
-            raise ConfigError(
-                f"async_openai_client is {async_openai_client!r:.80}; APO needs an openai.AsyncOpenAI client"
-            )
-        self.client = async_openai_client
-        self.served_model = served_model
-        self.settings = ApoSettings(
+        settings = ApoSettings(
             gradient_model=gradient_model,
             apply_edit_model=apply_edit_model,
             diversity_temperature=diversity_temperature,
@@ -121,14 +105,12 @@ class APO(Algorithm, Generic[Task]):
             max_concurrent=max_concurrent,
             seed=seed,
         )
+        super().__init__(async_openai_client, served_model, settings)
         self.history: History | None = None
         """History of the search; None before `run`."""
 
     def total_steps(self, n_train: int) -> int:
         return self.settings.beam_rounds
-
-    def resolved(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json") | {"served_model": self.served_model}
 
     def get_best_prompt(self) -> PromptTemplate:
         """Return the prompt with the highest score on all validation tasks.
@@ -142,34 +124,6 @@ class APO(Algorithm, Generic[Task]):
             )
         return self.history.best_candidate.template
 
-    def get_seed_prompt_template(self) -> tuple[str, PromptTemplate]:
-        """Return the name and the template of the first prompt among the resources.
-
-        Raises:
-            ConfigError: there is no prompt.
-        """
-        for name, resource in (self.get_initial_resources() or {}).items():
-            if isinstance(resource, PromptTemplate):
-                return name, resource
-        raise ConfigError(
-            "the resources have no PromptTemplate, from which APO starts; add one: "
-            "Trainer(initial_resources={'prompt_template': PromptTemplate(template='...')})"
-        )
-
-    def get_adapter(self) -> TraceToMessages:
-        """Return the adapter that converts spans into conversations for the critic.
-
-        Raises:
-            ConfigError: the Trainer has an adapter of another type.
-        """
-        adapter = None if self._trainer is None else getattr(self.get_trainer(), "adapter", None)
-        if adapter is not None and not isinstance(adapter, TraceToMessages):
-            raise ConfigError(
-                f"the Trainer's adapter is a {type(adapter).__name__}, and APO needs TraceToMessages; leave "
-                f"adapter out"
-            )
-        return adapter or (self._adapter if isinstance(self._adapter, TraceToMessages) else TraceToMessages())
-
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Search for a better prompt.
 
@@ -181,25 +135,14 @@ class APO(Algorithm, Generic[Task]):
             CheckpointError: the search to resume has another seed or other tasks.
             RolloutsFailedError: a batch of rollouts was lost, or the agent never returned a reward.
         """
-        train, val = as_list(train_dataset, "train_dataset"), as_list(val_dataset, "val_dataset")
-        for name, tasks in (("train_dataset", train), ("val_dataset", val)):
-            if not tasks:
-                raise DatasetError(
-                    f"{name} is missing; APO criticises prompts on train_dataset and scores them on "
-                    f"val_dataset"
-                )
-        name, seed = self.get_seed_prompt_template()
-        try:
-            seed.placeholders()
-        except PromptError as error:
-            raise PromptError(f"resource {name!r}: {error}") from None
+        train, val, name, seed = self.read_inputs(train_dataset, val_dataset)
         context = self._run_context
         folder = None if context is None else context.folder
         history = self._load_or_begin(
             seed, name, fingerprint(val), None if context is None else context.resume_file
         )
         self.history = history
-        console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
+        console = self.console()
         datasets: dict[RolloutMode, Sequence[Any]] = {"train": train, "val": val}
         evaluator = PromptEvaluator(
             self.get_store(),
@@ -224,12 +167,12 @@ class APO(Algorithm, Generic[Task]):
                 on_change=lambda: _save(history, folder),
                 log=lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True),
             )
-            await self._search(search, folder)
+            await self._search(search)
         await evaluator.make_latest(self.get_best_prompt())
         print_result(history, console)
         if folder is not None:
             console.print(
-                *(f"  {folder / file}" for file in (RESULT_FILE, TREE_FILE, BEST_FILE)),
+                *(f"  {folder / file}" for file in (RESULT_FILE, BEST_FILE)),
                 sep="\n",
                 soft_wrap=True,
             )
@@ -243,12 +186,11 @@ class APO(Algorithm, Generic[Task]):
         history.check_same_search(seed, name, tasks, resume_file)
         return history.model_copy(update={"settings": self.resolved()})
 
-    async def _search(self, search: BeamSearch, folder: Path | None) -> None:
+    async def _search(self, search: BeamSearch) -> None:
         history, context = search.history, self._run_context
         seed = history.candidates[0]
         was_scored = seed.val_score is not None
         await search.begin()
-        await asyncio.to_thread(_draw, history, folder)
         if context is not None and not was_scored and seed.val_score is not None:
             context.step(0, {"val/reward": seed.val_score})
         while history.rounds_done < self.settings.beam_rounds:
@@ -256,7 +198,6 @@ class APO(Algorithm, Generic[Task]):
             if context is not None:
                 context.stage(f"round {number}/{self.settings.beam_rounds}")
             await search.round()
-            await asyncio.to_thread(_draw, history, folder)
             if context is not None:
                 context.step(number, round_metrics(history, time.perf_counter() - started))
 
@@ -282,16 +223,3 @@ def _save(history: History, folder: Path | None) -> None:
     if folder is not None:
         history.save(folder / RESULT_FILE)
         (folder / BEST_FILE).write_text(history.best_candidate.template.template, encoding="utf-8")
-
-
-def _draw(history: History, folder: Path | None) -> None:
-    if folder is not None:
-        from raylight.algorithms.apo.tree_plot import plot_tree
-
-        plot_tree(history, folder / TREE_FILE)
-
-
-def fingerprint(tasks: Sequence[Any]) -> str:
-    """Return a digest of tasks that is the same in every process."""
-    text = json.dumps(tasks, skipkeys=True, default=lambda item: type(item).__qualname__)
-    return f"{len(tasks)} tasks, sha256 {hashlib.sha256(text.encode()).hexdigest()}"

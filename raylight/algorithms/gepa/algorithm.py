@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
-from rich.console import Console
 
 from raylight._utils.bounds import MAX_COUNT, MAX_SAMPLES, MAX_SECONDS, Seed
 from raylight._utils.files import write_atomic
 from raylight.agent.prompts import PromptTemplate
-from raylight.algorithms.apo.algorithm import APO, BEST_FILE, fingerprint
 from raylight.algorithms.apo.critic import client_on_current_loop
 from raylight.algorithms.apo.evaluator import PromptEvaluator
-from raylight.algorithms.base import Algorithm
-from raylight.algorithms.baseline import as_list
 from raylight.algorithms.gepa.adapter import RolloutAdapter
+from raylight.algorithms.prompt_search import BEST_FILE, PromptSearch, fingerprint
 from raylight.base_config import Config
-from raylight.errors import CheckpointError, ConfigError, DatasetError
+from raylight.errors import CheckpointError, ConfigError
 from raylight.traces.rewards import MAX_REWARD
 
 if TYPE_CHECKING:
@@ -46,7 +43,7 @@ class GepaSettings(Config):
     seed: Seed = 0
 
 
-class GEPA(Algorithm):
+class GEPA(PromptSearch[GepaSettings]):
     """Genetic-Pareto prompt evolution (Agrawal et al. 2025, https://arxiv.org/abs/2507.19457).
 
     The seed is the first `PromptTemplate` among the resources. The package gepa holds a pool of prompts,
@@ -82,6 +79,7 @@ class GEPA(Algorithm):
     """
 
     result_file = f"{STATE_FOLDER}/{SEARCH_FILE}"
+    use_of_train = "reflects on"
 
     def __init__(
         self,
@@ -98,14 +96,7 @@ class GEPA(Algorithm):
         served_model: str | None = None,
         seed: int = 0,
     ) -> None:
-        from openai import OpenAI
-
-        if not hasattr(async_openai_client, "chat") or isinstance(async_openai_client, OpenAI):
-            raise ConfigError(
-                f"async_openai_client is {async_openai_client!r:.80}; GEPA needs an openai.AsyncOpenAI client"
-            )
-        self.client, self.served_model = async_openai_client, served_model
-        self.settings = GepaSettings(
+        settings = GepaSettings(
             reflection_model=reflection_model,
             temperature=temperature,
             max_rollouts=max_rollouts,
@@ -116,6 +107,7 @@ class GEPA(Algorithm):
             rollout_batch_timeout=rollout_batch_timeout,
             seed=seed,
         )
+        super().__init__(async_openai_client, served_model, settings)
         try:
             import gepa  # noqa: F401
         except ModuleNotFoundError:
@@ -123,9 +115,6 @@ class GEPA(Algorithm):
         self.result: dict[str, Any] | None = None
         """Content of `gepa.json`; None before `run`."""
         self._seed_prompt: PromptTemplate | None = None
-
-    def resolved(self) -> dict[str, Any]:
-        return self.settings.model_dump(mode="json") | {"served_model": self.served_model}
 
     def get_best_prompt(self) -> PromptTemplate:
         """Return the prompt with the highest score on the validation tasks.
@@ -151,14 +140,7 @@ class GEPA(Algorithm):
             CheckpointError: the search to resume has another seed, other settings or other tasks.
             RolloutsFailedError: rollouts were lost, or the agent never returned a reward.
         """
-        train, val = as_list(train_dataset, "train_dataset"), as_list(val_dataset, "val_dataset")
-        for dataset, tasks in (("train_dataset", train), ("val_dataset", val)):
-            if not tasks:
-                raise DatasetError(
-                    f"{dataset} is missing; GEPA reflects on train_dataset and scores prompts on val_dataset"
-                )
-        name, seed = APO.get_seed_prompt_template(self)  # type: ignore[arg-type]
-        seed.placeholders()
+        train, val, name, seed = self.read_inputs(train_dataset, val_dataset)
         self._seed_prompt = seed
         context = self._run_context
         identity = {"seed": seed.template, "tasks": [fingerprint(train), fingerprint(val)], **self.resolved()}
@@ -171,11 +153,10 @@ class GEPA(Algorithm):
             name,
             {"train": train, "val": val},
             self.settings.rollout_batch_timeout,
-            APO.get_adapter(self),  # type: ignore[arg-type]
+            self.get_adapter(),
             report_failures=(lambda finished: None) if context is None else context.report_failures,
             agent_works=goes_on,
         )
-        console = Console(quiet=not (self._trainer is None or getattr(self.get_trainer(), "progress", True)))
         async with client_on_current_loop(self.client) as client:
             settings = self.settings
             adapter = RolloutAdapter(
@@ -194,7 +175,7 @@ class GEPA(Algorithm):
             write_atomic(folder / RESULT_FILE, json.dumps(self.result, indent=2) + "\n")
             (folder / BEST_FILE).write_text(self.get_best_prompt().template, encoding="utf-8")
         best = found["candidates"][found["best"]]
-        console.print(
+        self.console().print(
             f"best prompt: {found['best']} of {len(found['candidates'])}, validation "
             f"{best['val_score']:.3f}; the seed {found['candidates'][0]['val_score']:.3f}\n{best['text']}",
             markup=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -21,14 +21,16 @@ from raylight.engines.transformers.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from raylight.engines.transformers.sampler import Sampler
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import json_request, until_disconnect
 
-Begin = Callable[[Sampler, Any], Awaitable[Reply]]
+if TYPE_CHECKING:
+    from raylight.engines.transformers.engine import TransformersEngine
+
+Begin = Callable[["TransformersEngine", Any], Awaitable[Reply]]
 
 
-def build_app(engine: Sampler) -> Starlette:
+def build_app(engine: TransformersEngine) -> Starlette:
     """Build the application of an engine."""
     app = Starlette(
         routes=[
@@ -62,7 +64,7 @@ class ReplyStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _sampling_route(engine: Sampler, begin: Begin) -> Callable[[Request], Awaitable[Response]]:
+def _sampling_route(engine: TransformersEngine, begin: Begin) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
         reply = await begin(engine, await _body(request))
         if reply.streams:
@@ -73,14 +75,14 @@ def _sampling_route(engine: Sampler, begin: Begin) -> Callable[[Request], Awaita
     return respond
 
 
-def _route(engine: Sampler, compute: Callable[[Sampler, Any], dict[str, Any]]) -> Any:
+def _route(engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], dict[str, Any]]) -> Any:
     async def respond(request: Request) -> Response:
         return JSONResponse(compute(engine, await _body(request)))
 
     return respond
 
 
-def _tokenize(engine: Sampler, body: Any) -> dict[str, Any]:
+def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     if isinstance(body, dict) and "messages" in body:
         chat = TokenizeChatRequest.read(body)
         tokens, model, with_strings = render(engine, chat), chat.model, chat.return_token_strs
@@ -98,7 +100,7 @@ def _tokenize(engine: Sampler, body: Any) -> dict[str, Any]:
     }
 
 
-def _detokenize(engine: Sampler, body: Any) -> dict[str, Any]:
+def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     request = DetokenizeRequest.read(body)
     resolve_adapter(engine, request.model)
     if any(not 0 <= token < engine.vocab_size for token in request.tokens):
@@ -106,7 +108,7 @@ def _detokenize(engine: Sampler, body: Any) -> dict[str, Any]:
     return {"prompt": engine.tokenizer.decode(request.tokens)}
 
 
-def _models_route(engine: Sampler) -> Callable[[Request], Awaitable[Response]]:
+def _models_route(engine: TransformersEngine) -> Callable[[Request], Awaitable[Response]]:
     def card(name: str, parent: str | None) -> dict[str, Any]:
         return {
             "id": name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.harmony import HarmonyParser
@@ -21,18 +21,20 @@ from raylight.engines.transformers.reply import (
     usage_field,
 )
 from raylight.engines.transformers.requests import ChatRequest, NamedTool
-from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import Vocabulary
 from raylight.engines.transformers.tools import MessagePiece
 from raylight.http.errors import RequestError
 from raylight.types.request_fields import log_dropped
 
+if TYPE_CHECKING:
+    from raylight.engines.transformers.engine import TransformersEngine
+
 PROMPT_END = 16
 """Tokens at the end of a prompt that show whether it opens or closes the model's reasoning."""
 
 
-async def begin_chat(engine: Sampler, body: Any) -> ChatReply:
+async def begin_chat(engine: TransformersEngine, body: Any) -> ChatReply:
     """Start sampling for a chat completions request.
 
     Raises:
@@ -57,7 +59,7 @@ def _may_call_tools(request: ChatRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
 
 
-def _check_tools(engine: Sampler, request: ChatRequest) -> None:
+def _check_tools(engine: TransformersEngine, request: ChatRequest) -> None:
     if _may_call_tools(request) and engine.style.tool_format is None:
         raise RequestError(
             f"tools: the notation of this model's tool calls is not known ({engine.style.reason}); set the "
@@ -70,7 +72,7 @@ def _check_tools(engine: Sampler, request: ChatRequest) -> None:
         raise RequestError(f"tool_choice: the request has no tool {request.tool_choice.function.name!r:.200}")
 
 
-async def _grammar(engine: Sampler, request: ChatRequest, prompt_end: str | None) -> Any:
+async def _grammar(engine: TransformersEngine, request: ChatRequest, prompt_end: str | None) -> Any:
     """Compile the grammar of the answer; None if the answer is unconstrained.
 
     Args:
@@ -99,7 +101,7 @@ async def _grammar(engine: Sampler, request: ChatRequest, prompt_end: str | None
     )
 
 
-def _tags(engine: Sampler, request: ChatRequest) -> dict[str, Any] | None:
+def _tags(engine: TransformersEngine, request: ChatRequest) -> dict[str, Any] | None:
     """Return the structural tag of an answer that calls tools; None if the answer may be any text.
 
     Raises:
@@ -194,7 +196,7 @@ class ChatReply:
 
     def __init__(
         self,
-        engine: Sampler,
+        engine: TransformersEngine,
         request: ChatRequest,
         prompt: list[int],
         choices: Choices,

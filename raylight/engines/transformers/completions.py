@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.prompt import encode
@@ -18,13 +18,15 @@ from raylight.engines.transformers.reply import (
     usage_field,
 )
 from raylight.engines.transformers.requests import CompletionRequest
-from raylight.engines.transformers.sampler import Sampler
+
+if TYPE_CHECKING:
+    from raylight.engines.transformers.engine import TransformersEngine
 
 DEFAULT_MAX_TOKENS = 16
 """Default of OpenAI's API."""
 
 
-async def begin_completion(engine: Sampler, body: Any) -> CompletionReply:
+async def begin_completion(engine: TransformersEngine, body: Any) -> CompletionReply:
     """Start sampling for a completions request.
 
     Raises:
@@ -47,7 +49,7 @@ async def begin_completion(engine: Sampler, body: Any) -> CompletionReply:
     return CompletionReply(engine, request, prompts, choices)
 
 
-def _prompts(engine: Sampler, request: CompletionRequest) -> list[list[int]]:
+def _prompts(engine: TransformersEngine, request: CompletionRequest) -> list[list[int]]:
     prompts: list[Any] = request.prompt if isinstance(request.prompt, list) else [request.prompt]
     if isinstance(prompts[0], int):
         prompts = [prompts]
@@ -62,7 +64,7 @@ class CompletionReply:
 
     def __init__(
         self,
-        engine: Sampler,
+        engine: TransformersEngine,
         request: CompletionRequest,
         prompts: list[list[int]],
         choices: Choices,

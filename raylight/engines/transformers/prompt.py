@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylight.engines.transformers.requests import ChatMessage, MessagesBody
-from raylight.engines.transformers.sampler import Sampler
 from raylight.http.errors import RequestError
 
+if TYPE_CHECKING:
+    from raylight.engines.transformers.engine import TransformersEngine
 
-def render(engine: Sampler, request: MessagesBody) -> list[int]:
+
+def render(engine: TransformersEngine, request: MessagesBody) -> list[int]:
     """Render messages with the model's own chat template, and return the tokens.
 
     Raises:
@@ -47,7 +49,7 @@ def render(engine: Sampler, request: MessagesBody) -> list[int]:
     return encode(engine, text, add_special_tokens=False)
 
 
-def encode(engine: Sampler, text: str, add_special_tokens: bool) -> list[int]:
+def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> list[int]:
     """Return the tokens of a text.
 
     Raises:

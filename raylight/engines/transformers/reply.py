@@ -7,17 +7,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raylight.engines.capture_context import CURRENT
 from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.requests import SamplingBody
-from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.sse import sse_bytes
+
+if TYPE_CHECKING:
+    from raylight.engines.transformers.engine import TransformersEngine
 
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot express."""
@@ -112,7 +114,7 @@ class Envelope:
         return {"id": self._id, "object": self._kind + suffix, "created": self._created, "model": self._model}
 
 
-def resolve_adapter(engine: Sampler, model: str | None) -> str | None:
+def resolve_adapter(engine: TransformersEngine, model: str | None) -> str | None:
     """Return the name of the adapter that a request asks for; None for the model without an adapter.
 
     Raises:

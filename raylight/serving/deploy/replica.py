@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import logging
+import threading
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,12 +24,11 @@ from raylight.config import EngineConfig
 from raylight.engines.protocol import Engine, EngineSettings
 from raylight.engines.registry import build_engine, load_factory
 from raylight.engines.reward_model.scorer import ConversationScorer, ScoredConversation
-from raylight.engines.start_stages import note_stage
+from raylight.engines.start_stages import StartStages, note_stage
 from raylight.errors import TeacherPromptError
 from raylight.ray_metrics.reporter import MetricReporter
 from raylight.rewards.scoring_model import RewardModelInput
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.deploy.start_reporter import StartReporter
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 5.0
 """Longest time that a closing replica waits for its last records to be stored."""
+INTERVAL_S = 1.0
+READ_UNIT = 2**20
+"""Bytes that must be read for it to count as progress: a process that waits reads a little, too."""
 
 
 @dataclass(frozen=True)
@@ -349,3 +352,33 @@ def engine_settings(settings: ReplicaSettings, seed: int) -> EngineSettings:
     return EngineSettings(
         settings.model_path, settings.model, settings.config, seed, "cuda" if on_gpu else "cpu"
     )
+
+
+class StartReporter:
+    """Tells the coordinator every second how far a replica's start has come, until it is closed.
+
+    Args:
+        coordinator: handle of the coordinator's actor.
+        replica: the replica's name.
+    """
+
+    def __init__(self, coordinator: Any, replica: str) -> None:
+        self._coordinator, self._replica = coordinator, replica
+        self._stages = StartStages()
+        self.entered = False
+        """True once the replica may take device memory, see `weight_sync.starts`."""
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            stage, read = self._stages.read()
+            stage = stage or "importing the engine"
+            if not self._closed.is_set():
+                self._coordinator.report_start.remote(self._replica, stage, read // READ_UNIT, self.entered)
+
+    def close(self) -> None:
+        """End the reports: the replica is up, or has failed."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._coordinator.end_start.remote(self._replica)

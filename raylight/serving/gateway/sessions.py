@@ -31,8 +31,7 @@ from raylight.http.errors import RequestError
 from raylight.http.request import read_request
 from raylight.semconv import ANNOTATION, MESSAGE, MESSAGE_BODY, reward_attributes
 from raylight.serving.gateway.routes import Route
-from raylight.store.client import StoreClient
-from raylight.store.session_client import Session
+from raylight.store.client import Session, StoreClient
 from raylight.traces.rewards import named_rewards
 from raylight.types import ATTEMPT_FINISHED, Attempt, AttemptStatus, Failure, Span
 

@@ -14,7 +14,7 @@ from raylight._utils.printable import printable
 from raylight.errors import UnknownIdError
 from raylight.experience.row_rules import RowRules
 from raylight.experience.transcript import transcript, transcript_json
-from raylight.store.client import StoreClient
+from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.trainer.output.stored_rollouts import store_file
 from raylight.trainer.ray_session.blocking import run_blocking
@@ -49,7 +49,7 @@ def read_rollouts(
     async def read() -> list[FinishedRollout]:
         service = StoreService(file, read_only=True)
         try:
-            store = StoreClient(service)
+            store = StoreReader(service)
             if rollout_ids:
                 known = {state.rollout_id for state in await store.get_rollout_states(rollout_ids)}
                 if missing := set(rollout_ids) - known:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from raylight.errors import ConfigError
-from raylight.store.client import StoreClient
 from raylight.store.overview import RolloutLine, RolloutOverview
+from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.types import FinishedRollout
@@ -50,7 +50,7 @@ class StoredRollouts:
     async def _collect(self, rollout_ids: Sequence[str]) -> list[FinishedRollout]:
         service = StoreService(self.file, read_only=True)
         try:
-            return await StoreClient(service).collect(rollout_ids, with_spans=True, with_span_tokens=False)
+            return await StoreReader(service).collect(rollout_ids, with_spans=True, with_span_tokens=False)
         finally:
             await service.close()
 

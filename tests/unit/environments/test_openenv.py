@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 import raylight as rl
-from raylight.environments.openenv_text import action_parser, is_tool_schema, observation_text
+from raylight.environments.openenv import action_parser, is_tool_schema, observation_text
 from raylight.environments.tool_loop import CONTEXT_LENGTH, MAX_RESULT
 from raylight.errors import (
     ConfigError,

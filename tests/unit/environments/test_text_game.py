@@ -11,7 +11,7 @@ import pytest
 from scripted_client import ScriptedClient, bad_request
 
 import raylight as rl
-from raylight.environments.gymnasium_text import parse_action
+from raylight.environments.gymnasium import parse_action
 from raylight.environments.text_game import game_agent, task_seed
 from raylight.errors import ConfigError, DatasetError
 

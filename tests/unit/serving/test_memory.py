@@ -18,7 +18,7 @@ from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.serving.capture.conversation_loader import ConversationLoader
 from raylight.serving.capture.retry_cache import RetryCache
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.response_history import ResponseHistory
+from raylight.serving.dialects.responses import ResponseHistory
 
 CAPACITY = 2**19
 MORE = 4

@@ -9,8 +9,8 @@ import pytest
 from store_helpers import Box, open_box
 from unit_helpers import within
 
-from raylight.store import mailbox as module
-from raylight.store.mailbox import Mailbox
+from raylight.store import service as module
+from raylight.store.service import Mailbox
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from unit_helpers import within
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.store.session_client import Session
+from raylight.store.client import Session
 from raylight.types import EnqueueRolloutRequest, Failure, FailureKind, RolloutConfig, Span
 
 LEASE = RolloutConfig(unresponsive_seconds=60.0, infrastructure_retries=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raylight.errors import NonFiniteGradientError
-from raylight.tinker.numbered_calls import NumberedCalls
+from raylight.tinker.trainer_actor import NumberedCalls
 
 
 class Counter:

@@ -8,7 +8,7 @@ import pytest
 from unit_helpers import within
 
 from raylight.http.errors import RequestError
-from raylight.tinker.sessions import ClientSessions
+from raylight.tinker.service import ClientSessions
 
 
 async def test_a_session_ends_without_heartbeats() -> None:

@@ -16,9 +16,8 @@ from raylight._utils.aio import cancel_all
 from raylight.errors import AdapterLostError, LearnerLostError
 from raylight.tinker import trainer_actor
 from raylight.tinker.models import RESTARTED
-from raylight.tinker.numbered_calls import NumberedCalls
 from raylight.tinker.requests import AdamParams, LoraSpec
-from raylight.tinker.trainer_actor import TrainerClient
+from raylight.tinker.trainer_actor import NumberedCalls, TrainerClient
 
 UNREACHABLE = ActorUnavailableError("connection reset", None)
 

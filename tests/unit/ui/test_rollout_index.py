@@ -11,8 +11,7 @@ from raylight.errors import QueryError
 from raylight.store.overview import group_name
 from raylight.types import EnqueueRolloutRequest
 from raylight.ui import rollout_index
-from raylight.ui.index_file import open_index
-from raylight.ui.rollout_index import INDEX_FILE, MARK_END, MARK_START, RolloutIndex
+from raylight.ui.rollout_index import INDEX_FILE, MARK_END, MARK_START, RolloutIndex, open_index
 
 VERSIONS = {1: 0, 2: 1}
 

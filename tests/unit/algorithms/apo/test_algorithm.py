@@ -17,7 +17,6 @@ from raylight.algorithms.apo.algorithm import APO, fingerprint, round_metrics
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History, Rejection
 from raylight.algorithms.apo.report import print_result, prompt_table
-from raylight.algorithms.apo.tree_plot import layout, plot_tree
 from raylight.errors import CheckpointError, ConfigError, DatasetError, PromptError, RolloutsFailedError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
@@ -215,20 +214,6 @@ def test_the_table_and_the_tree_have_every_prompt(tmp_path: Path) -> None:
     assert "1 rewrites rejected: 1 placeholders" in shown
     assert "best prompt: v2, validation 0.500; the seed 0.250" in shown
     assert prompt_table(History.begin(SEED, "p", "t", {})).row_count == 1
-    positions = layout(history)
-    assert set(positions) == {"v0", "v1", "v2", "v3"}
-    assert len(set(positions.values())) == 4
-    assert [positions[version][0] for version in ("v0", "v1", "v2", "v3")] == [0, 1, 1, 2]
-    assert positions["v1"][1] > positions["v2"][1]
-    for parent in ("v2", "v1", "v2"):
-        history.add(rl.PromptTemplate(template=f"{{a}} {len(history.candidates)}"), parent, 2, "")
-    heights = {version: y for version, (_, y) in layout(history).items()}
-    assert sorted(["v3", "v4", "v5", "v6"], key=lambda v: -heights[v]) == ["v3", "v5", "v4", "v6"], (
-        "lines to parents do not cross"
-    )
-    for tree in (history, History.begin(SEED, "p", "t", {})):
-        plot_tree(tree, tmp_path / "tree.png")
-        assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_figures_of_a_round() -> None:

@@ -7,7 +7,7 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.serving.deploy.health import LATE_PROBES, REFUSED_PROBES, Probe, ProbeResult, ServingHealth
+from raylight.serving.deploy.monitor import LATE_PROBES, REFUSED_PROBES, Probe, ProbeResult, ServingHealth
 
 RESULTS = st.lists(st.sampled_from(get_args(ProbeResult)), max_size=40)
 

@@ -17,8 +17,7 @@ from raylight._utils.aio import BroadcastCondition, cancel_all
 from raylight.errors import ServingLostError
 from raylight.semconv import REPLICA_HEADER
 from raylight.serving.deploy import monitor as monitor_module
-from raylight.serving.deploy.health import Probe
-from raylight.serving.deploy.monitor import IngressProbe, ServingMonitor
+from raylight.serving.deploy.monitor import IngressProbe, Probe, ServingMonitor
 
 # probes
 

@@ -15,7 +15,7 @@ from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.response_history import ResponseHistory
+from raylight.serving.dialects.responses import ResponseHistory
 
 ASK = {"model": "policy", "input": "hi"}
 TOOL = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from raylight.store.session_client import Session
 from training_world import TASKS, FakeRun, World, live, mixed, recorded_steps
 
 import raylight as rl
@@ -18,7 +19,7 @@ from raylight._utils.aio import pause, task_group
 from raylight.config import SessionConfig
 from raylight.errors import StoreError
 from raylight.semconv import ANNOTATION, reward_attributes
-from raylight.store.session_client import Session
+from raylight.store.client import Session
 from raylight.trainer.loops.session_groups import DROP_REASONS, closing_delay
 from raylight.types import Attempt, CallKey, Failure, Generation, RolloutState, RolloutStatus, Span
 
