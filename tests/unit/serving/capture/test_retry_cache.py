@@ -163,10 +163,9 @@ async def test_sampling_ends_when_both_have_left(bench: Bench) -> None:
     await settle()
     assert bench.app.cancelled == 0
     again.left.set()
-    async with within():
-        await again.answered()
-        await first.answered()
-        await bench.sink.has(1, 1)
+    await again.answered()
+    await first.answered()
+    await bench.sink.has(1, 1)
     assert bench.app.cancelled == 1
     assert bench.sink.closed[0][1].finish_reason == "aborted"
 
