@@ -11,8 +11,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from raylight.environments.gymnasium_text import action_names, instructions, observation_text
-
 from raylight.environments.gymnasium import (
     action_names,
     instructions,

@@ -7,6 +7,7 @@ request, and it shares cached prefixes across weight updates.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -23,11 +24,10 @@ from raylight.engines.protocol import EngineLoad, EngineSettings, LoraAdapter, U
 from raylight.engines.transformers.app import build_app
 from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.decoder import Decoder
-from raylight.engines.transformers.message import MARKERS, MessageStyle, find_style
+from raylight.engines.transformers.message import PARSERS, MessageStyle, find_style
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
-from raylight.engines.transformers.tools import ToolParserName
 from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.bounds import check_answer_size
@@ -35,7 +35,12 @@ from raylight.http.context_length import ContextLengthError
 from raylight.http.errors import RequestError
 from raylight.weight_transfer.transports import make_receiver
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
+UNKNOWN_CALLS = (
+    "the model's tool calls stay text, because their notation is not known: %s; set engine.args.tool_parser "
+    "to one of %s if it writes them so. Requests with tools are refused, unless their tool_choice is none"
+)
 NO_SLEEP = "sleep frees memory only on a GPU; nothing was done"
 MIN_PRODUCTS = 2**20
 """Multiplications of a layer's pass from which oneDNN is faster; a call of it costs 10 microseconds more."""
@@ -83,10 +88,10 @@ class TransformersEngine:
         max_model_len: longest prompt plus response, in tokens; the model's own limit applies if it is lower.
         seed: seed for requests without a seed of their own.
         device: torch device.
-        tool_parser: format of the model's tool calls; "auto" detects it from the chat template, None disables
-            tools.
-        reasoning: True if the model writes its reasoning between `<think>` and `</think>`; "auto" detects it
-            from the chat template.
+        tool_parser: notation of the model's tool calls, a key of `PARSERS`; "auto" detects it from the chat
+            template, None disables tools.
+        reasoning: True if the model writes reasoning, in the notation of its chat template or else between
+            `<think>` and `</think>`; "auto" detects it from the chat template.
         max_new_tokens: longest response, in tokens; a request can only lower it. None: no limit.
         transport: name of the transport of weights.
     """
@@ -106,7 +111,7 @@ class TransformersEngine:
         max_model_len: int = 4096,
         seed: int = 0,
         device: str = "cpu",
-        tool_parser: ToolParserName | Literal["auto"] | None = "auto",
+        tool_parser: str | None = "auto",
         reasoning: bool | Literal["auto"] = "auto",
         max_new_tokens: int | None = None,
         transport: str = "auto",
@@ -118,8 +123,10 @@ class TransformersEngine:
         self.max_model_len = min(max_model_len, config.max_position_embeddings)
         self._max_new_tokens = max_new_tokens or self.max_model_len
         self.vocab_size: int = config.vocab_size
-        self.style: MessageStyle = find_style(self.tokenizer, tool_parser, reasoning)
-        self.vocabulary = Vocabulary(self.tokenizer, MARKERS)
+        self.style: MessageStyle = find_style(self.tokenizer, tool_parser, reasoning, config.model_type)
+        if self.style.tool_format is None and "tools" in self.style.template and tool_parser == "auto":
+            logger.warning(UNKNOWN_CALLS, self.style.reason, ", ".join(PARSERS))
+        self.vocabulary = Vocabulary(self.tokenizer, self.style.texts)
         self._max_token_len = max(map(len, self.tokenizer.get_vocab()))
         stop_ids = _stop_ids(self._decoder.module, self.tokenizer)
         self.grammars = Grammars(self.tokenizer, self.vocab_size, stop_ids)

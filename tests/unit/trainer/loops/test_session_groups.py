@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raylight.store.session_client import Session
 from training_world import TASKS, FakeRun, World, live, mixed, recorded_steps
 
 import raylight as rl
