@@ -25,13 +25,12 @@ from raylight.experience.batch import BatchReport, TrainBatch
 from raylight.experience.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.batch_metrics import describe, explain_no_signal, raise_if_hopeless
 from raylight.trainer.loops.evaluation import Evaluator
 from raylight.trainer.loops.load_watch import LoadWatch
 from raylight.trainer.loops.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
-from raylight.trainer.loops.session_groups import SessionGroups
 from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.stop_request import StopRequest, TrainingStopped
 from raylight.trainer.loops.training_groups import TrainingGroups
@@ -42,22 +41,24 @@ from raylight.types import FinishedRollout
 T = TypeVar("T")
 
 
-class Training(StepLoop):
+class PolicyLoop(StepLoop):
     """The planned steps of a run, from its starting point to the model in `checkpoint/`.
 
     Args:
         config: the run's resolved configuration, which is stored with every training state.
         stop: asks for an early end.
+        groups: the kind of groups that the steps train on.
     """
 
     def __init__(
         self,
-        run: Run,
+        run: PolicyComponents,
         train_tasks: TaskSet,
         val_tasks: list[Any],
         report: Report,
         config: dict[str, Any],
         stop: StopRequest | None = None,
+        groups: type[TrainingGroups] = TrainingGroups,
     ) -> None:
         start = run.start
         super().__init__(run.learners, start, report)
@@ -68,7 +69,6 @@ class Training(StepLoop):
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run, report.note)
-        groups = TrainingGroups if run.settings.sessions is None else SessionGroups
         progress = report.rollout_progress("train")
         self._groups = groups(run, self._rollouts, train_tasks, self._check, progress)
         self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from raylight.aio import BroadcastCondition, cancel_all, task_group
 from raylight.experience.rewards import is_informative
 from raylight.tasks.task_set import Draw, TaskSet
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, wait_for_rollouts
 from raylight.trainer.loops.pacer import Pacer
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts, cancel_left
@@ -76,7 +76,7 @@ class TrainingGroups:
 
     def __init__(
         self,
-        run: Run,
+        run: PolicyComponents,
         rollouts: PolicyRollouts,
         tasks: TaskSet,
         check: Callable[[list[FinishedRollout]], None],
