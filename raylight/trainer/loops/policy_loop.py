@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from raylight.aio import cancel_all
 from raylight.errors import LearnerLostError
@@ -32,13 +32,37 @@ from raylight.trainer.loops.load_watch import LoadWatch
 from raylight.trainer.loops.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.loops.step_loop import StepLoop
-from raylight.trainer.loops.stop_request import StopRequest, TrainingStopped
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.spec.resume import ResumePoint, state_metadata
 from raylight.types import FinishedRollout
 
 T = TypeVar("T")
+
+
+class TrainingStopped(Exception):
+    """The training was asked to end; what it waits for is not needed any more."""
+
+
+class StopRequest:
+    """Asks a training to end: an update that has begun is completed, and the weights are saved."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def __call__(self) -> None:
+        """Ask for the end, in the event loop of the training."""
+        self._event.set()
+
+    @property
+    def is_made(self) -> bool:
+        """True once the end was asked for."""
+        return self._event.is_set()
+
+    async def wait(self) -> NoReturn:
+        """Raise TrainingStopped as soon as the end is asked for."""
+        await self._event.wait()
+        raise TrainingStopped
 
 
 class PolicyLoop(StepLoop):

@@ -29,9 +29,8 @@ from raylight.trainer.cluster_fit.policy_checks import (
 from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
 from raylight.trainer.cluster_fit.teacher_settings import check_stays, plan_teacher
 from raylight.trainer.components.run_components import PolicyComponents
-from raylight.trainer.loops.policy_loop import PolicyLoop
+from raylight.trainer.loops.policy_loop import PolicyLoop, StopRequest
 from raylight.trainer.loops.session_groups import SessionGroups
-from raylight.trainer.loops.stop_request import StopRequest
 from raylight.trainer.output.report import Report
 from raylight.trainer.runs.run_spec import (
     TrainingRun,
