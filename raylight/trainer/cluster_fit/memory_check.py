@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,10 @@ from raylight.trainer.cluster_fit.hardware import Hardware, choose, workload
 from raylight.trainer.cluster_fit.reward_model_settings import on_hardware, plan_reward_models
 from raylight.trainer.cluster_fit.teacher_settings import fitted_engine, plan_teacher
 from raylight.trainer.spec.inputs import resolve_model
-from raylight.trainer.spec.settings import ServingSettings, TrainedSettings
+from raylight.trainer.spec.settings import TrainedSettings
 
 if TYPE_CHECKING:
     from raylight.trainer.cluster_fit.memory_plan import MemoryPlan
-    from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
 
 TOLERANCE = 1.15
 """Factor by which planned memory may exceed the memory that there is before a run is refused: the plan is not
@@ -56,7 +54,7 @@ def plan_settings(
         raise ConfigError(
             f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
         )
-    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, PlannedTeacher, make_plan
+    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, make_plan
 
     settings = settings.for_hardware(cluster.gpus)
     engine, learner = settings.engine, settings.learner
@@ -83,7 +81,7 @@ def plan_settings(
     planned = None
     if teacher is not None:
         scoring = fitted_engine(teacher, choice.engine.max_model_len)
-        planned = PlannedTeacher(teacher.serving.model_path, scoring)
+        planned = replace(teacher.serving, engine=scoring)
     run = PlannedRun(
         model_path,
         kind,
@@ -92,15 +90,9 @@ def plan_settings(
         runner,
         policy,
         planned,
-        _planned_reward_models(reward_models),
+        tuple(reward_models),
     )
     return make_plan(run, cluster)
-
-
-def _planned_reward_models(models: Iterable[ServingSettings]) -> tuple[PlannedRewardModel, ...]:
-    from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
-
-    return tuple(PlannedRewardModel(model.model_path, model.engine) for model in models)
 
 
 def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
@@ -136,7 +128,7 @@ def check_memory(settings: TrainedSettings) -> None:
     cluster = connected_cluster()
     if asked > cluster.gpus or (not cluster.gpus and needed < cluster.memory):
         return
-    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, PlannedTeacher, make_plan
+    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, make_plan
 
     run = PlannedRun(
         serving.model_path,
@@ -145,8 +137,8 @@ def check_memory(settings: TrainedSettings) -> None:
         learner,
         settings.runner,
         training.algorithm.policy_settings(),
-        None if teacher is None else PlannedTeacher(teacher.serving.model_path, teacher.serving.engine),
-        _planned_reward_models(one.serving for one in settings.reward_models),
+        None if teacher is None else teacher.serving,
+        tuple(one.serving for one in settings.reward_models),
     )
     if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
         return

@@ -18,8 +18,6 @@ from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit import memory_check
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
-from raylight.trainer.cluster_fit.memory_plan import PlannedTeacher
-from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
 from raylight.trainer.spec.settings import (
     RewardModelSettings,
     ServingSettings,
@@ -91,7 +89,7 @@ def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -
     assert planned == []  # its kind is not known
     policy = EngineConfig(kind="transformers")
     memory_check.check_memory(policy_settings(str(STARTER_MODEL), policy, training={"teacher": teacher}))
-    assert [run.teacher for run in planned] == [PlannedTeacher(model, engine)]
+    assert [run.teacher for run in planned] == [teacher.serving]
 
 
 def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +98,7 @@ def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPat
     scored = RewardModelSettings(rl.reward_model(model), ServingSettings(model, engine, "reward-model"))
     policy = policy_settings(str(STARTER_MODEL), EngineConfig(kind="transformers"), reward_models=(scored,))
     memory_check.check_memory(policy)
-    assert [run.reward_models for run in planned] == [(PlannedRewardModel(model, engine),)]
+    assert [run.reward_models for run in planned] == [(scored.serving,)]
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
