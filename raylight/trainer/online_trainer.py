@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from raylight._utils.bounds import ENDLESS
-from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import SessionConfig
 from raylight.errors import ConfigError
-from raylight.serving.gateway.sessions import SessionRules
 from raylight.trainer.launch import short_errors, show_summary
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import LossGuard
-from raylight.trainer.runs.run_plan import Fit
+from raylight.trainer.runs.policy_run import OnlineRun
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import build_algorithm
-from raylight.trainer.spec.settings import ResolvedSettings
 from raylight.trainer.trainer import Trainer
 
 MIN_KEY_LENGTH = 16
@@ -83,13 +78,6 @@ def _check_given_once(option: str, value: Any, name: str, settings: Any, section
         )
 
 
-class OutsideAgent(LitAgent[Any]):
-    """Stands for the agents outside the run; nothing executes it."""
-
-    def rollout(self, task: Any, resources: Any, rollout: Any) -> None:
-        raise NotImplementedError("the agents of this run are outside of it")
-
-
 class OnlineTrainer(Trainer):
     """A Trainer whose rollouts are sessions of agents outside the run.
 
@@ -127,32 +115,18 @@ class OnlineTrainer(Trainer):
         saved. Sessions that are open stay in the store.
         """
         with short_errors():
-            fit = self.plan_sessions(resume)
-            with self._launched(fit) as work:
-                summary = run_blocking(work, LossGuard(fit.remedy), fit.stop)
-            return show_summary(fit, summary, self.arguments)
+            run = self.plan_sessions(resume)
+            with self._launched(run) as work:
+                summary = run_blocking(work, LossGuard(run.remedy), run.stop)
+            return show_summary(run, summary, self.arguments)
 
-    def plan_sessions(self, resume: Resume = False) -> Fit:
+    def plan_sessions(self, resume: Resume = False) -> OnlineRun:
         """Return the run that `serve` executes."""
-        fit = self._plan(self._policy, OutsideAgent(), [None], None, resume)
-        assert fit.settings.serving is not None, "the run trains a served model"
-        rules = SessionRules(self._policy.group_size)
-        serving = replace(fit.settings.serving, route="/", session_rules=rules)
-        # there are no runners: one deadline is for the start of all
-        start = {"start_timeout_s": serving.engine.start_timeout_s}
-        runner = fit.settings.runner.model_copy(update=start)
-        fit.settings = replace(fit.settings, serving=serving, runner=runner)
-        if fit.total_steps == ENDLESS:
-            fit.total_steps = 0
-        return fit
-
-    def _common_settings(
-        self, agent: LitAgent | None, name: str, folder: Path, store: str
-    ) -> ResolvedSettings:
-        settings = super()._common_settings(agent, name, folder, store)
-        assert settings.payload is not None, "the run has an agent"
-        payload = replace(settings.payload, secret=self._api_key)
-        return replace(settings, payload=payload, sessions=self._sessions)
+        name, folder = self._name_run()
+        settings = self._rollout_settings(
+            self._sessions, self._api_key, self.initial_resources, name, folder / "store.db"
+        )
+        return OnlineRun.plan(settings, self._policy, self.run_settings, resume)
 
 
 def _checked(algorithm: Any) -> PolicyAlgorithm:

@@ -12,11 +12,17 @@ from typing import Any
 from raylight._utils.synonyms import accept_synonyms
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
-from raylight.algorithms.base import Algorithm
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.components import build_component
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
+from raylight.config import (
+    CheckpointConfig,
+    EngineConfig,
+    LearnerConfig,
+    RunnerConfig,
+    SessionConfig,
+    StoreConfig,
+)
 from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
@@ -24,17 +30,21 @@ from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.launch import Work, connected, launched, short_errors, show_summary
+from raylight.trainer.launch import Work, evaluating, launched, short_errors, show_summary
 from raylight.trainer.output.displays.tables import print_scores
 from raylight.trainer.output.loggers import find_loggers
+from raylight.trainer.output.report import Report
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import LossGuard, until_lost
-from raylight.trainer.runs.eval_run import EvalSettings, clear_results, plan_evaluation, start_evaluation
+from raylight.trainer.runs.custom_run import CustomRun
+from raylight.trainer.runs.eval_run import EvalRun, EvalSettings, clear_results
 from raylight.trainer.runs.join_run import RemoteRunnerProcess
-from raylight.trainer.runs.run_config import run_config
-from raylight.trainer.runs.run_plan import Fit, plan_algorithm, plan_policy, plan_supervised
+from raylight.trainer.runs.policy_run import PolicyRun
+from raylight.trainer.runs.run_spec import RunSpec
+from raylight.trainer.runs.supervised_run import SupervisedRun
 from raylight.trainer.spec.arguments import (
     PROCESS_ARGUMENTS,
+    GivenSettings,
     Role,
     TrainerAlgorithm,
     TrainerArguments,
@@ -49,10 +59,10 @@ from raylight.trainer.spec.arguments import (
     parse_role,
     parse_store,
 )
-from raylight.trainer.spec.inputs import Inputs, as_agent, as_tasks, check_validation_size, is_agent
+from raylight.trainer.spec.inputs import Inputs, as_agent, as_tasks, is_agent
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_resources import merge_resources
-from raylight.trainer.spec.settings import ResolvedSettings
+from raylight.trainer.spec.settings import RolloutSettings
 
 
 class Trainer:
@@ -234,10 +244,10 @@ class Trainer:
             return self._join_run(agent)
         with short_errors():
             algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
-            fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
-            with self._launched(fit) as work:
-                summary = run_blocking(work, LossGuard(fit.remedy))
-            return show_summary(fit, summary, self.arguments)
+            run = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
+            with self._launched(run) as work:
+                summary = run_blocking(work, LossGuard(run.remedy))
+            return show_summary(run, summary, self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
     async def train(
@@ -247,10 +257,10 @@ class Trainer:
         if self.role == "runner":
             return await self._remote_runners(agent).work()
         algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
-        fit = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
-        with self._launched(fit) as work:
-            summary = await until_lost(work, fit.remedy)
-        return show_summary(fit, summary, self.arguments)
+        run = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
+        with self._launched(run) as work:
+            summary = await until_lost(work, run.remedy)
+        return show_summary(run, summary, self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
     def dev(self, agent: Any = None, train_dataset: Any = None, val_dataset: Any = None) -> dict[str, Any]:
@@ -262,10 +272,10 @@ class Trainer:
         if self.role == "runner":
             return self._join_run(agent)
         with short_errors():
-            fit = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
-            with self._launched(fit) as work:
-                summary = run_blocking(work, LossGuard(fit.remedy))
-            return show_summary(fit, summary, self.arguments)
+            run = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
+            with self._launched(run) as work:
+                summary = run_blocking(work, LossGuard(run.remedy))
+            return show_summary(run, summary, self.arguments)
 
     def evaluate(
         self,
@@ -300,15 +310,14 @@ class Trainer:
             raise ConfigError("there is no model to score: give model=...")
         tasks = as_tasks(dataset if dataset is not None else self.val_dataset, "dataset", required=True)
         chosen = EvalSettings(model=model, lora_adapter=lora_adapter, samples=samples, **settings)
-        check_validation_size(len(tasks), chosen.samples, "samples")
         folder = Path(self.output_dir or f"outputs/eval-{_new_suffix()}").expanduser().absolute()
         with short_errors():
             given = as_agent(agent if agent is not None else self.agent)
-            common = self._common_settings(given, f"raylight-eval-{secrets.token_hex(4)}", folder, "eval.db")
-            plan = plan_evaluation(common, chosen, self.engine)
+            name = f"raylight-eval-{secrets.token_hex(4)}"
+            common = self._agent_settings(given, name, folder / "eval.db")
+            run = EvalRun.plan(common, chosen, given, tasks, self.run_settings)
             clear_results(folder)
-            with connected(self.arguments, folder, self.runner.start_timeout_s) as (connection, display):
-                work = start_evaluation(plan, chosen, tasks, self.run_settings, connection, display)
+            with evaluating(run, self.arguments) as work:
                 figures = run_blocking(work, LossGuard("Start the evaluation again"))
         if self.arguments.progress:
             print_scores(figures, str(folder))
@@ -332,68 +341,82 @@ class Trainer:
         train_dataset: Any,
         val_dataset: Any,
         resume: Resume = False,
-    ) -> Fit:
+    ) -> RunSpec[Any, Any, Report]:
         """Return the run that a call of `fit` asks for, or raise a RaylightError if it could not work."""
         if agent is not None and self.agent is not None and train_dataset is None and not is_agent(agent):
             agent, train_dataset = None, agent  # fit(train_dataset)
         agent = agent if agent is not None else self.agent
         if isinstance(train_dataset, DevTaskLoader):
             self.initial_resources = train_dataset.resources | self.initial_resources
-        name = self.run_name or f"raylight-{_new_suffix()}"
-        folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}").expanduser().absolute()
+        name, folder = self._name_run()
         if isinstance(algorithm, SupervisedAlgorithm):
             given = (agent, train_dataset, val_dataset, self.train_dataset, self.val_dataset)
             check_unread(algorithm, given, self.rollout_arguments)
-            settings = self._common_settings(None, name, folder, "store.db")
-            return plan_supervised(settings, algorithm, self.run_settings, resume)
+            return SupervisedRun.plan(name, folder, self.seed, algorithm, self.run_settings, resume)
         inputs = Inputs(
             as_agent(agent),
             train_dataset if train_dataset is not None else self.train_dataset,
             val_dataset if val_dataset is not None else self.val_dataset,
             agent,
         )
-        settings, requested = self._common_settings(inputs.agent, name, folder, "store.db"), self.run_settings
-        if not isinstance(algorithm, PolicyAlgorithm):
-            return plan_algorithm(settings, algorithm, inputs, requested, self.policy_arguments, resume)
-        check_no_proxy(algorithm, self.llm_proxy)
-        return plan_policy(settings, algorithm, inputs, requested, self.adapter, resume)
+        settings, requested = self._agent_settings(inputs.agent, name, folder / "store.db"), self.run_settings
+        if isinstance(algorithm, PolicyAlgorithm):
+            check_no_proxy(algorithm, self.llm_proxy)
+            return PolicyRun.plan(settings, algorithm, inputs, requested, self.adapter, resume)
+        run = CustomRun.plan(settings, algorithm, inputs, requested, self.policy_arguments, resume)
+        algorithm.set_trainer(self)
+        algorithm.set_adapter(self.adapter or TracerTraceToTriplet())
+        if self.llm_proxy is not None:
+            algorithm.set_llm_proxy(self.llm_proxy)
+        return run
 
-    def _common_settings(
-        self, agent: LitAgent | None, name: str, folder: Path, store: str
-    ) -> ResolvedSettings:
-        """Return the settings that every run has.
+    def _name_run(self) -> tuple[str, Path]:
+        """Return the name and the directory of a run."""
+        name = self.run_name or f"raylight-{_new_suffix()}"
+        folder = Path(self.output_dir or f"{self.run_settings.outputs}/{name}")
+        return name, folder.expanduser().absolute()
+
+    def _agent_settings(self, agent: LitAgent, name: str, store: Path) -> RolloutSettings:
+        """Return the settings that every run with an agent has.
 
         Args:
-            store: name of the store's file in the run directory.
+            store: file of the run's own store, in the run directory.
         """
+        secret, resources = secrets.token_hex(16), merge_resources(agent, self.initial_resources)
+        payload = RunnerPayload(agent, self.tracer, self.hooks, secret, name)
+        return self._rollout_settings(payload, secret, resources, name, store)
+
+    def _rollout_settings(
+        self,
+        agents: RunnerPayload | SessionConfig,
+        secret: str,
+        resources: NamedResources,
+        name: str,
+        store: Path,
+    ) -> RolloutSettings:
         path = self.store.path if isinstance(self.store, StoreConfig) else None
-        return ResolvedSettings(
+        return RolloutSettings(
             name=name,
-            folder=str(folder),
+            folder=str(store.parent),
             seed=self.seed,
-            payload=None
-            if agent is None
-            else RunnerPayload(agent, self.tracer, self.hooks, secrets.token_hex(16), name),
             runner=self.runner,
+            agents=agents,
+            secret=secret,
             store=self.store,
-            store_path=path or str(folder / store),
-            resources={} if agent is None else merge_resources(agent, self.initial_resources),
+            store_path=path or str(store),
+            resources=resources,
             group_reward=self.group_reward,
+            serving=None,
         )
 
-    def _launched(self, fit: Fit) -> AbstractContextManager[Work]:
+    def _launched(self, run: RunSpec[Any, Any, Report]) -> AbstractContextManager[Work]:
         """Return a context with the work of a planned run; see `launched`."""
-        if isinstance(fit.algorithm, Algorithm):
-            fit.algorithm.set_trainer(self)
-            fit.algorithm.set_adapter(self.adapter or TracerTraceToTriplet())
-            if self.llm_proxy is not None:
-                fit.algorithm.set_llm_proxy(self.llm_proxy)
-        return launched(fit, self.arguments, self._config, self.loggers)
+        return launched(run, self.arguments, self._given, self.loggers)
 
-    def _config(self, fit: Fit) -> dict[str, Any]:
-        """Return the content of config.yaml."""
+    @property
+    def _given(self) -> GivenSettings:
         process = {name: getattr(self.arguments, name) for name in PROCESS_ARGUMENTS}
-        return run_config(fit, self.requested_settings, self.initial_resources, self.specs, process)
+        return GivenSettings(self.requested_settings, self.initial_resources, self.specs, process)
 
 
 def _new_suffix() -> str:

@@ -90,12 +90,10 @@ def role(process: psutil.Process) -> str:
     return "engine" if any(name in one for one in titles for name in ENGINES) else "other"
 
 
-async def publish(fit: Any, report: Any, publications: int, beside: bool) -> list[dict[str, Any]]:
+async def publish(planned: Any, report: Any, publications: int, beside: bool) -> list[dict[str, Any]]:
     """Publish versions in a run; return the seconds and memory of each."""
-    from raylight.trainer.components.run import Run
-
     rows: list[dict[str, Any]] = []
-    async with Run(fit.settings, report.stage, True, fit.start) as run:
+    async with planned.components(report.stage, True) as run:
         learners = run.learners
         settings = dataclasses.replace(learners.publications._settings, beside_updates=beside)
         learners.publications._settings = settings
@@ -128,8 +126,8 @@ def run_cell(cell: dict[str, Any]) -> None:
 
     import raylight as rl
     from raylight.learner.actor import LearnerActor
-    from raylight.trainer import launch
     from raylight.trainer.components import learner_ranks
+    from raylight.trainer.runs.policy_run import PolicyRun
 
     class TrimmedLearner(LearnerActor):
         def trim(self) -> int:
@@ -145,13 +143,13 @@ def run_cell(cell: dict[str, Any]) -> None:
     async def agent(task: int, llm: rl.LLM) -> float:
         return 0.0
 
-    async def work(fit: Any, report: Any, owns_cluster: bool) -> dict[str, Any]:
-        rows = await publish(fit, report, cell["publications"], cell["beside"])
+    async def work(planned: Any, report: Any, owns_cluster: bool) -> dict[str, Any]:
+        rows = await publish(planned, report, cell["publications"], cell["beside"])
         print(RESULT + json.dumps(rows), flush=True)
         return {}
 
     learner_ranks.LearnerGroup = functools.partial(learner_ranks.LearnerGroup, actor=TrimmedLearner)  # type: ignore[misc]
-    launch.train_policy = work
+    PolicyRun.work = work  # type: ignore[method-assign]
     args = {"tensor_parallel_size": cell["parallel"]} if cell["parallel"] > 1 else {}
     trainer = rl.Trainer(
         algorithm=rl.GRPO(model=cell["model"], n_steps=1, max_logprob_mismatch=1e6, sync_timeout_s=TIMEOUT_S),

@@ -78,7 +78,7 @@ def test_the_cluster_page_makes_a_trainer() -> None:
 
 def test_packages_that_the_architecture_page_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "architecture.md").read_text()
-    steps, components, *_, rooms, floors = tables(DOCS / "architecture.md")
+    steps, _, components, *_, rooms, floors = tables(DOCS / "architecture.md")
     places = [row[2] for row in steps.rows] + [row[1] for row in components.rows]
     named = [code for place in places for code in re.findall(r"`([\w./]+)`", place)]
     assert len(named) > 10

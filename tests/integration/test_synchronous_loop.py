@@ -16,7 +16,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 from raylight.tasks.task_set import TaskSet
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.output.report import Report
 
@@ -41,7 +41,9 @@ async def seeded_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> float:
 class BarrierTraining:
     """All rollouts of a step, then its update, then the publication of its weights."""
 
-    def __init__(self, run: Run, tasks: TaskSet, val_tasks: list[Any], report: Report, *_: Any) -> None:
+    def __init__(
+        self, run: PolicyComponents, tasks: TaskSet, val_tasks: list[Any], report: Report, *_: Any
+    ) -> None:
         self._run, self._tasks, self._report = run, tasks, report
 
     async def run(self) -> None:
@@ -93,5 +95,5 @@ def test_without_staleness_the_weights_are_those_of_a_barrier(
     digest = train(tmp_path / "loop", seed)
     initial = (Path(STARTER_MODEL) / "model.safetensors").read_bytes()
     assert digest != hashlib.sha256(initial).hexdigest()
-    monkeypatch.setattr("raylight.trainer.runs.work.Training", BarrierTraining)
+    monkeypatch.setattr("raylight.trainer.runs.policy_run.PolicyLoop", BarrierTraining)
     assert train(tmp_path / "barrier", seed) == digest

@@ -57,7 +57,10 @@ def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Runs that a Trainer planned. Instead of connecting to Ray, after all checks, it raises ReachedRay."""
     from unit_helpers import ReachedRay
 
-    from raylight.trainer import launch, trainer
+    from raylight.trainer import launch
+    from raylight.trainer.runs.custom_run import CustomRun
+    from raylight.trainer.runs.eval_run import EvalRun
+    from raylight.trainer.runs.policy_run import PolicyRun
 
     planned: list[Any] = []
 
@@ -68,8 +71,8 @@ def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return note
 
-    for name in ("plan_policy", "plan_algorithm", "plan_evaluation"):
-        monkeypatch.setattr(trainer, name, noting(getattr(trainer, name)))
+    for kind in (PolicyRun, CustomRun, EvalRun):
+        monkeypatch.setattr(kind, "plan", noting(kind.plan))
 
     def refuse(*args: Any) -> None:
         raise ReachedRay

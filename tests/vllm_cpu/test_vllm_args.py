@@ -17,7 +17,7 @@ from raylight.engines.vllm.args import LORA_RANKS, known_args, model_style, vllm
 from raylight.engines.vllm.placement import environment, place
 from raylight.errors import ConfigError
 from raylight.tinker.serve import TinkerConfig, with_adapters
-from raylight.trainer.runs.run_plan import fixed_model
+from raylight.trainer.spec.inputs import fixed_model
 
 
 def build_args(path: str, args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:

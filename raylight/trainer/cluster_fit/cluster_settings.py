@@ -1,24 +1,62 @@
-"""Settings of a run that follow from the connected cluster."""
+"""Settings of a run that follow from the connected cluster: one function for each kind of settings."""
 
 from __future__ import annotations
 
-import ray
+from dataclasses import replace
 
 from raylight.algorithms.policy import RunSettings
-from raylight.trainer.cluster_fit.engine_nodes import settings_for_nodes
-from raylight.trainer.cluster_fit.hardware import settings_for_hardware
+from raylight.config import EngineConfig, LearnerConfig
+from raylight.engines.vllm.args import asked_gpus
+from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
+from raylight.trainer.cluster_fit.hardware import Hardware, at_once, fit_engine, learner_alone
 from raylight.trainer.cluster_fit.memory_check import check_memory
-from raylight.trainer.cluster_fit.policy_checks import idle_hardware, with_mismatch_limit, with_transport
-from raylight.trainer.cluster_fit.reward_model_settings import with_reward_models
-from raylight.trainer.cluster_fit.teacher_settings import with_teacher
-from raylight.trainer.spec.served_adapter import with_adapter
-from raylight.trainer.spec.settings import ResolvedSettings
+from raylight.trainer.cluster_fit.policy_checks import (
+    engine_on_device,
+    engine_with_adapter,
+    engine_with_transport,
+    idle_hardware,
+    with_mismatch_limit,
+)
+from raylight.trainer.cluster_fit.reward_model_settings import on_hardware
+from raylight.trainer.cluster_fit.teacher_settings import fit_teacher
+from raylight.trainer.spec.settings import ServedSettings, SupervisedRunSettings, TrainedSettings
 
 
-def settings_for_cluster(
-    settings: ResolvedSettings, requested: RunSettings
-) -> tuple[ResolvedSettings, tuple[str, ...]]:
-    """Return a run's settings with what depends on the connected cluster, and messages for the user.
+def fit_supervised(settings: SupervisedRunSettings, facts: ClusterFacts) -> SupervisedRunSettings:
+    """Return the settings of a run that trains on given examples, for the cluster.
+
+    Raises:
+        ConfigError: a node with GPUs cannot load raylight.
+    """
+    training = settings.training
+    learner = learner_alone(facts.hardware, training.learner, training.model_path)
+    return replace(settings, training=replace(training, learner=learner))
+
+
+def fit_served(
+    settings: ServedSettings, requested: EngineConfig, facts: ClusterFacts
+) -> tuple[ServedSettings, tuple[str, ...]]:
+    """Return the settings of a run that serves a fixed model, for the cluster, and messages for the user.
+
+    Args:
+        requested: the user's settings of the engine, whose kind may be "auto".
+
+    Raises:
+        ConfigError: the engine does not fit on the GPUs, or a node cannot run it.
+    """
+    settings = replace(settings, reward_models=tuple(map(on_hardware, settings.reward_models)))
+    serving = settings.serving
+    if serving.engine.kind == "upstream":
+        return settings, ()
+    choice = fit_engine(_free_hardware(settings, facts), serving, requested)
+    engine = facts.engine_on_nodes(requested, choice.engine)
+    return replace(settings, serving=replace(serving, engine=engine)), choice.notes
+
+
+def fit_trained(
+    settings: TrainedSettings, requested: RunSettings, facts: ClusterFacts
+) -> tuple[TrainedSettings, tuple[str, ...]]:
+    """Return the settings of a run that trains its served model, for the cluster, and messages for the user.
 
     Args:
         requested: those of the Trainer, as the algorithm adjusts them.
@@ -26,64 +64,79 @@ def settings_for_cluster(
     Raises:
         ConfigError: the run cannot work on this cluster.
     """
-    if settings.training is not None and settings.training.learner.kind == "local":
-        return finalize_settings(with_scoring_models(with_local_dtype(settings))), ()
-    resources = ray.cluster_resources()
-    settings, notes = with_cpu_fallback(settings, requested, resources.get("GPU", 0))
-    settings, hardware_notes = settings_for_hardware(settings, requested.engine)
-    settings = with_scoring_models(settings_for_nodes(settings, requested.engine))
+    engine, learner = settings.serving.engine, settings.training.learner
+    if learner.kind == "local":
+        settings = _with_parts(settings, engine_on_device(engine, learner), learner)
+        return finish_trained(fit_scoring_models(settings)), ()
+    found = requested.for_hardware(facts.resources.get("GPU", 0))
+    if found is not requested:
+        fallback = found.engine.model_copy(update={"kind": engine.kind})
+        settings = _with_parts(settings, fallback, found.learner)
+    settings, hardware_notes = fit_hardware(settings, requested.engine, facts)
+    settings = fit_scoring_models(settings)
     check_memory(settings)
-    settings = finalize_settings(settings)
-    training = settings.training
-    if training is not None and settings.serving is not None and training.learner.kind == "ranks":
-        scoring = settings.scoring_models
-        notes += tuple(idle_hardware(settings.serving.engine, training.learner, resources, scoring))
-    return settings, notes + hardware_notes
+    settings = finish_trained(settings)
+    notes, learner = list(found.notes), settings.training.learner
+    if learner.kind == "ranks":
+        notes += idle_hardware(settings.serving.engine, learner, facts.resources, settings.scoring_models)
+    return settings, (*notes, *hardware_notes)
 
 
-def with_scoring_models(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return the settings with those of the teacher and of the reward models for the cluster's hardware.
+def fit_hardware(
+    settings: TrainedSettings, requested: EngineConfig, facts: ClusterFacts
+) -> tuple[TrainedSettings, tuple[str, ...]]:
+    """Return the settings with engine, learners and runners for the cluster's nodes, and messages for the
+    user."""
+    training, runner = settings.training, settings.runner
+    choice = fit_engine(_free_hardware(settings, facts), settings.serving, requested, training)
+    engine = choice.engine
+    if engine.num_gpus:
+        rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
+        if engine.kind == "vllm":  # another engine has memory for each sequence from its start
+            engine = at_once(engine, rollouts, engine.replicas)
+        runner = at_once(runner, rollouts, runner.n)
+    engine = facts.engine_on_nodes(requested, engine)
+    settings = _with_parts(settings, engine, choice.learner or training.learner)
+    return replace(settings, runner=runner), choice.notes
+
+
+def _free_hardware(settings: ServedSettings, facts: ClusterFacts) -> Hardware:
+    """Return the hardware that no teacher or reward model takes."""
+    return facts.hardware.without(sum(asked_gpus(model.engine) for model in settings.scoring_models))
+
+
+def _with_parts(settings: TrainedSettings, engine: EngineConfig, learner: LearnerConfig) -> TrainedSettings:
+    serving, training = settings.serving, settings.training
+    return replace(
+        settings, serving=replace(serving, engine=engine), training=replace(training, learner=learner)
+    )
+
+
+def fit_scoring_models(settings: TrainedSettings) -> TrainedSettings:
+    """Return the settings with those of the teacher and the reward models for the hardware and the engine.
 
     Raises:
         ConfigError: the teacher does not take rows as long as the policy's.
     """
-    return with_reward_models(with_teacher(settings))
+    serving, training = settings.serving, settings.training
+    if training.teacher is not None:
+        teacher = fit_teacher(training.teacher, serving.model_path, serving.engine)
+        training = replace(training, teacher=teacher)
+    reward_models = tuple(map(on_hardware, settings.reward_models))
+    return replace(settings, training=training, reward_models=reward_models)
 
 
-def with_cpu_fallback(
-    settings: ResolvedSettings, requested: RunSettings, gpus: float
-) -> tuple[ResolvedSettings, tuple[str, ...]]:
-    """Return the settings for a cluster without GPUs, if it has none, and messages for the user."""
-    if settings.training is None or settings.serving is None:
-        return settings, ()
-    found = requested.for_hardware(gpus)
-    if found is not requested:
-        engine = found.engine.model_copy(update={"kind": settings.serving.engine.kind})
-        settings = settings.with_engine(engine).with_training(learner=found.learner)
-    return settings, found.notes
-
-
-def with_local_dtype(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return the settings of a run with a local learner, with the data type for its device.
-
-    Raises:
-        ConfigError: torch has no such device.
-    """
-    assert settings.training is not None, "the run trains"
-    assert settings.serving is not None, "the run serves a model"
-    from raylight.learner.local_device import select_device
-
-    learner, engine = settings.training.learner, settings.serving.engine
-    on_gpu = select_device(learner.device).type == "cuda"
-    if on_gpu and learner.lora is not None and "dtype" not in engine.model_fields_set:
-        return settings.with_engine(engine.model_copy(update={"dtype": "bfloat16"}))
-    return settings
-
-
-def finalize_settings(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return the settings with those that depend on the settings for the hardware.
+def finish_trained(settings: TrainedSettings) -> TrainedSettings:
+    """Return the settings with those that follow from the final engine and learners.
 
     Raises:
         ConfigError: the transport, the limit of mismatches or the adapter does not fit.
     """
-    return with_adapter(with_mismatch_limit(with_transport(settings)))
+    serving, training = settings.serving, settings.training
+    learner, overlaps = training.learner, training.algorithm.max_staleness > 0
+    engine = engine_with_transport(serving.engine, learner, overlaps)
+    algorithm = with_mismatch_limit(training.algorithm, engine, learner, serving.model_path)
+    if (lora := training.served_lora) is not None:
+        engine = engine_with_adapter(engine, serving.model_path, lora, overlaps)
+    settings = _with_parts(settings, engine, learner)
+    return replace(settings, training=replace(training, algorithm=algorithm))

@@ -15,7 +15,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnN
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine, has_vllm
 from raylight.errors import ConfigError, summarize_ray_error
-from raylight.trainer.spec.settings import ResolvedSettings
 
 Answer = TypeVar("Answer")
 ANSWER_TIMEOUT_S = 60.0
@@ -43,13 +42,6 @@ def engine_on_nodes(requested: EngineConfig, engine: EngineConfig) -> EngineConf
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
     answers = ask_nodes(addresses, has_vllm)
     return decide(requested, engine, has_vllm(), answers)
-
-
-def settings_for_nodes(settings: ResolvedSettings, requested: EngineConfig) -> ResolvedSettings:
-    """Return a run's settings with the engine that the GPU nodes can run; see `engine_on_nodes`."""
-    if settings.serving is None:
-        return settings
-    return settings.with_engine(engine_on_nodes(requested, settings.serving.engine))
 
 
 def can_run(engine: EngineConfig, resources: dict[str, float]) -> bool:

@@ -14,13 +14,13 @@ import ray
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
-from raylight.engines.vllm.args import asked_gpus, most_workers
+from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.packing import can_pack
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes
-from raylight.trainer.spec.settings import ResolvedSettings
+from raylight.trainer.spec.settings import ServingSettings, TrainingSettings
 
 SHARES = (0.6, 0.4)
 """GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on
@@ -52,6 +52,10 @@ class Hardware:
     cpus: int = 1
     """CPUs for each GPU, on the node with the fewest."""
 
+    def without(self, gpus: float) -> Hardware:
+        """Return the hardware that is left when so many GPUs are taken."""
+        return replace(self, gpus=max(self.gpus - gpus, 0))
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -76,50 +80,39 @@ class HardwareChoice:
     notes: tuple[str, ...] = ()
 
 
-def settings_for_hardware(
-    settings: ResolvedSettings, requested: EngineConfig
-) -> tuple[ResolvedSettings, tuple[str, ...]]:
-    """Return a run's settings with the defaults for the cluster's hardware, and messages for the user.
+def fit_engine(
+    hardware: Hardware,
+    serving: ServingSettings,
+    requested: EngineConfig,
+    training: TrainingSettings | None = None,
+) -> HardwareChoice:
+    """Return the settings of a served model's engine, and of the learners that train it, for the hardware.
 
     Args:
+        hardware: the part of the cluster that no teacher or reward model takes.
         requested: the user's settings of the engine, whose kind may be "auto".
+        training: None for a fixed model.
 
     Raises:
-        ConfigError: learners and engines do not fit on the GPUs, or a node with GPUs cannot load raylight.
+        ConfigError: learners and engines do not fit on the GPUs.
     """
-    serving, training, supervised = settings.serving, settings.training, settings.supervised
-    if supervised is not None:
-        packs = can_pack(_language_config(Path(supervised.model_path)))
-        learner = learner_alone(_cluster_hardware(), supervised.learner, packs)
-        return replace(settings, supervised=replace(supervised, learner=learner)), ()
-    if serving is None or serving.engine.kind == "upstream":
-        return settings, ()
     own_kind = serving.engine.kind
     on_gpu = requested.model_copy(update={"num_gpus": 1})
-    hardware = _cluster_hardware()
-    scoring = sum(asked_gpus(model.engine) for model in settings.scoring_models)
-    hardware = replace(hardware, gpus=max(hardware.gpus - scoring, 0))
     kind = choose_engine(on_gpu) if requested.kind == "auto" and hardware.gpus else own_kind
+    learner = None if training is None else training.learner
     choice = choose(
         hardware,
         serving.engine.model_copy(update={"kind": kind}),
-        training.learner if training is not None and training.learner.kind == "ranks" else None,
+        learner if learner is not None and learner.kind == "ranks" else None,
         workload(
             Path(serving.model_path),
             None if training is None else training.algorithm.policy_settings(),
-            None if training is None else training.learner,
+            learner,
         ),
     )
-    engine = choice.engine if choice.engine.num_gpus else choice.engine.model_copy(update={"kind": own_kind})
-    if engine.num_gpus and training is not None:
-        rollouts = training.algorithm.tasks_per_step * training.algorithm.group_size
-        if engine.kind == "vllm":  # another engine has memory for each sequence from its start
-            engine = at_once(engine, rollouts, engine.replicas)
-        settings = replace(settings, runner=at_once(settings.runner, rollouts, settings.runner.n))
-    settings = settings.with_engine(engine)
-    if choice.learner is not None:
-        settings = settings.with_training(learner=choice.learner)
-    return settings, choice.notes
+    if choice.engine.num_gpus:
+        return choice
+    return replace(choice, engine=choice.engine.model_copy(update={"kind": own_kind}))
 
 
 def choose(
@@ -142,8 +135,9 @@ def choose(
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
-def learner_alone(hardware: Hardware, learner: LearnerConfig, packs: bool) -> LearnerConfig:
+def learner_alone(hardware: Hardware, learner: LearnerConfig, model_path: str) -> LearnerConfig:
     """Return the settings of learners in a run without engines: each has a GPU if there are enough."""
+    packs = can_pack(_language_config(Path(model_path)))
     if hardware.gpus >= learner.n:
         learner = _with_defaults(learner, num_gpus=1)
     return _learner_on_gpu(hardware, learner, packs)
@@ -269,7 +263,12 @@ def _with_defaults(config: C, **defaults: Any) -> C:
     )
 
 
-def _cluster_hardware() -> Hardware:
+def connected_hardware() -> Hardware:
+    """Return the hardware of the connected cluster.
+
+    Raises:
+        ConfigError: a node with GPUs cannot load raylight, or does not respond.
+    """
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
     if not nodes or not all(ask_nodes(addresses, torch_uses_gpus).values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,10 @@ from raylight.trainer.cluster_fit.hardware import Hardware, choose, workload
 from raylight.trainer.cluster_fit.reward_model_settings import on_hardware, plan_reward_models
 from raylight.trainer.cluster_fit.teacher_settings import fitted_engine, plan_teacher
 from raylight.trainer.spec.inputs import resolve_model
-from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings
+from raylight.trainer.spec.settings import TrainedSettings
 
 if TYPE_CHECKING:
     from raylight.trainer.cluster_fit.memory_plan import MemoryPlan
-    from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
 
 TOLERANCE = 1.15
 """Factor by which planned memory may exceed the memory that there is before a run is refused: the plan is not
@@ -56,7 +54,7 @@ def plan_settings(
         raise ConfigError(
             f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
         )
-    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, PlannedTeacher, make_plan
+    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, make_plan
 
     settings = settings.for_hardware(cluster.gpus)
     engine, learner = settings.engine, settings.learner
@@ -76,14 +74,14 @@ def plan_settings(
     policy = algorithm.policy_settings()
     work = workload(Path(model_path), policy, learner)
     reward_models = [on_hardware(one).serving for one in plan_reward_models(group_reward)]
-    models = [*reward_models, *(() if teacher is None else (teacher,))]
+    models = [*reward_models, *(() if teacher is None else (teacher.serving,))]
     gpus = cluster.gpus - sum(asked_gpus(model.engine) for model in models)
     hardware = Hardware(max(gpus, 0), gpu_memory=cluster.gpu_memory)
     choice = choose(hardware, engine.model_copy(update={"kind": kind}), learner, work)
     planned = None
-    if teacher is not None and (config := algorithm.teacher_model) is not None:
-        scoring = fitted_engine(teacher, config, choice.engine.max_model_len)
-        planned = PlannedTeacher(teacher.model_path, scoring)
+    if teacher is not None:
+        scoring = fitted_engine(teacher, choice.engine.max_model_len)
+        planned = replace(teacher.serving, engine=scoring)
     run = PlannedRun(
         model_path,
         kind,
@@ -92,15 +90,9 @@ def plan_settings(
         runner,
         policy,
         planned,
-        _planned_reward_models(reward_models),
+        tuple(reward_models),
     )
     return make_plan(run, cluster)
-
-
-def _planned_reward_models(models: Iterable[ServingSettings]) -> tuple[PlannedRewardModel, ...]:
-    from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
-
-    return tuple(PlannedRewardModel(model.model_path, model.engine) for model in models)
 
 
 def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
@@ -113,7 +105,7 @@ def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
     return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
 
 
-def check_memory(settings: ResolvedSettings) -> None:
+def check_memory(settings: TrainedSettings) -> None:
     """Check that a run's model fits on the connected cluster, with however short rollouts.
 
     Nodes that an autoscaler has yet to start are unknown, so a run that asks for more GPUs than there are is
@@ -123,9 +115,7 @@ def check_memory(settings: ResolvedSettings) -> None:
         ConfigError: it does not; the message lists what is missing and what to change.
     """
     serving, training = settings.serving, settings.training
-    if serving is None or training is None or serving.engine.kind not in PLANNED_ENGINES:
-        return
-    if training.learner.kind != "ranks":
+    if serving.engine.kind not in PLANNED_ENGINES or training.learner.kind != "ranks":
         return
     needed = SMALL_MODEL * _size_of_files(serving.model_path) + 4 * GIB
     learner, teacher = training.learner, training.teacher
@@ -138,7 +128,7 @@ def check_memory(settings: ResolvedSettings) -> None:
     cluster = connected_cluster()
     if asked > cluster.gpus or (not cluster.gpus and needed < cluster.memory):
         return
-    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, PlannedTeacher, make_plan
+    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, make_plan
 
     run = PlannedRun(
         serving.model_path,
@@ -147,8 +137,8 @@ def check_memory(settings: ResolvedSettings) -> None:
         learner,
         settings.runner,
         training.algorithm.policy_settings(),
-        None if teacher is None else PlannedTeacher(teacher.model_path, teacher.engine),
-        _planned_reward_models(one.serving for one in settings.reward_models),
+        None if teacher is None else teacher.serving,
+        tuple(one.serving for one in settings.reward_models),
     )
     if not make_plan(run, _enlarged(cluster), at_peak=False).shortages:
         return

@@ -15,7 +15,7 @@ from raylight.engines.vllm.args import most_workers
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape
 from raylight.trainer.cluster_fit.model_shape import ModelShape, read_shape
-from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel, reward_model_memory
+from raylight.trainer.cluster_fit.reward_model_memory import reward_model_memory
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.cluster_fit.role_needs import (
     FLOAT32,
@@ -25,23 +25,12 @@ from raylight.trainer.cluster_fit.role_needs import (
     other_memory,
 )
 from raylight.trainer.cluster_fit.shortages import Shortage, find_shortages
+from raylight.trainer.spec.settings import ServingSettings
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
 FEW_SEQUENCES, SHORT_ROW = 8, 2048
 """Concurrent sequences of an engine, and tokens of a micro-batch, below which no remedy goes."""
-
-
-@dataclass(frozen=True)
-class PlannedTeacher:
-    """The model that scores the tokens of a run's policy.
-
-    Attributes:
-        model_path: folder of the model.
-    """
-
-    model_path: str
-    engine: EngineConfig
 
 
 @dataclass(frozen=True)
@@ -61,8 +50,8 @@ class PlannedRun:
     learner: LearnerConfig
     runner: RunnerConfig
     settings: PolicySettings
-    teacher: PlannedTeacher | None = None
-    reward_models: tuple[PlannedRewardModel, ...] = ()
+    teacher: ServingSettings | None = None
+    reward_models: tuple[ServingSettings, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,7 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
     ]
 
 
-def _teacher(teacher: PlannedTeacher, cluster: ClusterShape) -> RoleMemory:
+def _teacher(teacher: ServingSettings, cluster: ClusterShape) -> RoleMemory:
     path, engine, shape = teacher.model_path, teacher.engine, read_shape(teacher.model_path)
     memory = engine_memory(path, shape, engine.kind, engine, cluster.gpu_memory)
     items = memory.items

@@ -9,13 +9,13 @@ from typing import Any
 
 from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import EngineConfig, LearnerConfig, cpu_threads
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig, cpu_threads
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
-from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings
+from raylight.trainer.spec.settings import ServingSettings
 from raylight.weight_transfer.transports import choose_transport, find_transport
 
 MANY_CORES = 4
@@ -92,25 +92,62 @@ def _check_local_engine(engine: EngineConfig, learner: LearnerConfig) -> None:
         )
 
 
-def with_transport(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with the transport of weights, which depends on the engine and on who has GPUs.
+def engine_with_transport(engine: EngineConfig, learner: LearnerConfig, overlaps: bool) -> EngineConfig:
+    """Return the settings of an engine with the transport of weights, which depends on who has GPUs.
+
+    Args:
+        overlaps: True if engines sample while the learners update.
 
     Raises:
         ConfigError: the transport does not fit engine or learners, or the engines sleep when they should
             receive weights.
     """
-    serving, training = settings.serving, settings.training
-    if serving is None or training is None:
-        return settings
-    overlaps = training.algorithm.max_staleness > 0
-    if overlaps and serving.engine.sleep_while_learning:
+    if overlaps and engine.sleep_while_learning:
         raise ConfigError(
             "max_staleness above 0 has engines sample while the learners update, and "
             "engine.sleep_while_learning lends their GPUs to the learners; set max_staleness=0, or give both "
             "GPUs of their own"
         )
-    transport = choose_transport(serving.engine, training.learner, most_workers(serving.engine), overlaps)
-    return settings.with_engine(serving.engine.model_copy(update={"weight_transfer": transport}))
+    transport = choose_transport(engine, learner, most_workers(engine), overlaps)
+    return engine.model_copy(update={"weight_transfer": transport})
+
+
+def engine_with_adapter(
+    engine: EngineConfig, model_path: str, lora: LoraConfig, overlaps: bool
+) -> EngineConfig:
+    """Return the settings of an engine with room for two versions of the learners' adapter, and for one that
+    is pinned while updates go on.
+
+    vLLM is told the adapted layers: on a CPU it cannot compute the log-probs of prompts beside other requests
+    if the output layer may be adapted too.
+
+    Args:
+        overlaps: True if engines sample while the learners update.
+
+    Raises:
+        ConfigError: the adapter does not fit the model.
+    """
+    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, 2 if overlaps else 1)}
+    if engine.kind == "vllm":
+        from raylight.learner.adapter import adapted_layers
+
+        layers = adapted_layers(model_path, lora)
+        update["args"] = {"max_lora_rank": lora.rank, "lora_target_modules": layers} | engine.args
+    return engine.model_copy(update=update)
+
+
+def engine_on_device(engine: EngineConfig, learner: LearnerConfig) -> EngineConfig:
+    """Return the settings of the engine of a local learner, with the data type for its device.
+
+    Raises:
+        ConfigError: torch has no such device.
+    """
+    from raylight.learner.local_device import select_device
+
+    on_gpu = select_device(learner.device).type == "cuda"
+    if on_gpu and learner.lora is not None and "dtype" not in engine.model_fields_set:
+        return engine.model_copy(update={"dtype": "bfloat16"})
+    return engine
 
 
 def mismatch_limit(
@@ -121,24 +158,22 @@ def mismatch_limit(
     return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
 
 
-def with_mismatch_limit(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with the limit of the mean difference of log-probs filled in.
+def with_mismatch_limit(
+    algorithm: PolicyAlgorithm, engine: EngineConfig, learner: LearnerConfig, model_path: str
+) -> PolicyAlgorithm:
+    """Return an algorithm with the limit of the mean difference of log-probs filled in.
 
     Raises:
         ConfigError: the run would fail at the limit before it warns.
     """
-    serving, training = settings.serving, settings.training
-    if serving is None or training is None:
-        return settings
-    algorithm = training.algorithm
-    limit = mismatch_limit(algorithm, serving.engine, training.learner, serving.model_path)
+    limit = mismatch_limit(algorithm, engine, learner, model_path)
     warns_at = algorithm.warn_logprob_mismatch
     if warns_at > limit and not algorithm.tolerates_mismatch:
         raise ConfigError(
             f"warn_logprob_mismatch={warns_at:g} is above the limit at which the run fails, {limit:g} for "
             "these dtypes; lower it, or set max_logprob_mismatch"
         )
-    return settings.with_training(algorithm=algorithm.model_copy(update={"max_logprob_mismatch": limit}))
+    return algorithm.model_copy(update={"max_logprob_mismatch": limit})
 
 
 def _has_experts(model_path: str) -> bool:

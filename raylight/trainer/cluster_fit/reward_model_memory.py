@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
-from raylight.config import EngineConfig
 from raylight.trainer.cluster_fit.model_shape import count, read_config
 from raylight.trainer.cluster_fit.role_memory import Item, RoleMemory
 from raylight.trainer.cluster_fit.role_needs import DTYPES, ENGINE_PROCESS, GPU_CONTEXT
+from raylight.trainer.spec.settings import ServingSettings
 
 LAYER_COPIES = 6
 """Tensors of a layer of the size of its hidden states that exist at the peak of a forward pass."""
 
 
-@dataclass(frozen=True)
-class PlannedRewardModel:
-    """A model with a scalar head that scores conversations.
-
-    Attributes:
-        model_path: folder of the model.
-    """
-
-    model_path: str
-    engine: EngineConfig
-
-
-def reward_model_memory(model: PlannedRewardModel) -> RoleMemory:
+def reward_model_memory(model: ServingSettings) -> RoleMemory:
     """Return the memory of one of a reward model's replicas."""
     engine, size = model.engine, DTYPES[model.engine.dtype].itemsize
     items = [

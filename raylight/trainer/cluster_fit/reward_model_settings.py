@@ -10,7 +10,7 @@ from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import RewardModel, find_reward_models
 from raylight.trainer.cluster_fit.hardware import engine_on_gpu
 from raylight.trainer.spec.inputs import resolve_model
-from raylight.trainer.spec.settings import ResolvedSettings, RewardModelSettings, ServingSettings
+from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings
 
 APP_NAME = "reward-model"
 ENGINE = "raylight.engines.reward_model.engine:RewardModelEngine"
@@ -83,11 +83,6 @@ def check_reward_model(path: str, max_tokens: int | None) -> int:
     if not limits:
         raise ConfigError(f"the reward model {path} states no longest sequence; give it max_tokens=...")
     return min(limits)
-
-
-def with_reward_models(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with the defaults for the hardware of its reward models."""
-    return replace(settings, reward_models=tuple(map(on_hardware, settings.reward_models)))
 
 
 def on_hardware(one: RewardModelSettings) -> RewardModelSettings:

@@ -6,20 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit.hardware import engine_on_gpu, longest_sequence
 from raylight.trainer.spec.inputs import resolve_model
-from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings
+from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
 
 TEACHER_NAME = "teacher"
 PROMPT_ROOM = 1024
 """Tokens by which a teacher's own prompt may be longer than the policy's, if its model takes so many."""
 
 
-def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> ServingSettings | None:
+def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> TeacherSettings | None:
     """Return the settings of a run's teacher; None if it has none.
 
     Args:
@@ -33,14 +32,11 @@ def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> ServingSettings
         return None
     path, engine = resolve_model(teacher.model), teacher.engine()
     check_same_tokens(model_path, path)
-    return ServingSettings(path, engine.model_copy(update={"kind": choose_engine(engine)}), TEACHER_NAME)
-
-
-def with_teacher_path(algorithm: PolicyAlgorithm, path: str) -> PolicyAlgorithm:
-    """Return an algorithm that names its teacher by a folder, whatever the working directory."""
-    assert algorithm.teacher_model is not None, "the algorithm has a teacher"
-    teacher = algorithm.teacher_model.model_copy(update={"model": path})
-    return algorithm.model_copy(update={"teacher": teacher})
+    engine = engine.model_copy(update={"kind": choose_engine(engine)})
+    # named by its folder, whatever the working directory
+    return TeacherSettings(
+        teacher.model_copy(update={"model": path}), ServingSettings(path, engine, TEACHER_NAME)
+    )
 
 
 def check_stays(teacher_path: str, folder: str) -> None:
@@ -82,38 +78,37 @@ def check_same_tokens(model_path: str, teacher_path: str) -> None:
         )
 
 
-def with_teacher(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with a teacher that takes rows as long as those of the policy, and longer ones
-    if it reads other prompts.
+def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig) -> TeacherSettings:
+    """Return the settings of a teacher that takes rows as long as those of the policy, and longer ones if it
+    reads other prompts.
+
+    Args:
+        model_path: folder of the policy's initial model.
+        policy: the engine that samples from the policy.
 
     Raises:
         ConfigError: its model takes only shorter ones, or its `max_model_len` is shorter.
     """
-    serving, training = settings.serving, settings.training
-    if serving is None or training is None or (teacher := training.teacher) is None:
-        return settings
-    config = training.algorithm.teacher_model
-    assert config is not None, "a run with a teacher has its settings"
-    own = longest_sequence(Path(serving.model_path))
-    row = min(serving.engine.max_model_len, own or serving.engine.max_model_len)
-    engine = fitted_engine(teacher, config, row)
-    limit = longest_sequence(Path(teacher.model_path))
+    own = longest_sequence(Path(model_path))
+    row = min(policy.max_model_len, own or policy.max_model_len)
+    engine, path = fitted_engine(teacher, row), teacher.serving.model_path
+    limit = longest_sequence(Path(path))
     if limit is not None and limit < engine.max_model_len:
         needed, one_more = longest_row(engine), ", to which vLLM adds one" if engine.kind == "vllm" else ""
         if needed > row:
             raise ConfigError(
-                f"the teacher {teacher.model_path} takes {limit} tokens, and its max_model_len is "
+                f"the teacher {path} takes {limit} tokens, and its max_model_len is "
                 f"{needed}{one_more}; set it to {limit - engine.max_model_len + needed} at most"
             )
         raise ConfigError(
-            f"the teacher {teacher.model_path} takes {limit} tokens, and rows of the policy have up to {row} "
+            f"the teacher {path} takes {limit} tokens, and rows of the policy have up to {row} "
             f"(engine.max_model_len){one_more}; set engine={{'max_model_len': "
             f"{limit - engine.max_model_len + row}}}, or choose another teacher"
         )
-    return settings.with_training(teacher=replace(teacher, engine=engine))
+    return replace(teacher, serving=replace(teacher.serving, engine=engine))
 
 
-def fitted_engine(teacher: ServingSettings, config: TeacherConfig, row: int) -> EngineConfig:
+def fitted_engine(teacher: TeacherSettings, row: int) -> EngineConfig:
     """Return the settings of a teacher's engine that scores the rows of a policy.
 
     vLLM samples a token after each row. The transformers engine scores one row at a time and needs no cache.
@@ -124,11 +119,12 @@ def fitted_engine(teacher: ServingSettings, config: TeacherConfig, row: int) -> 
     Raises:
         ConfigError: the teacher's `max_model_len` is shorter.
     """
-    engine = engine_on_gpu(teacher.engine, None, None) if teacher.engine.num_gpus else teacher.engine
+    config, engine = teacher.config, teacher.serving.engine
+    engine = engine_on_gpu(engine, None, None) if engine.num_gpus else engine
     more = int(engine.kind == "vllm")
     longest = config.max_model_len
     if longest is None:
-        limit = longest_sequence(Path(teacher.model_path))
+        limit = longest_sequence(Path(teacher.serving.model_path))
         room = PROMPT_ROOM if config.prompt is not None else 0
         longest = row + (room if limit is None else max(min(room, limit - more - row), 0))
     if longest < row:

@@ -18,7 +18,7 @@ from raylight.runner.draining import watch_draining_nodes
 from raylight.trainer.ray_session.connection import reserve
 from raylight.trainer.spec.resume import ResumePoint, resume_point_of
 from raylight.trainer.spec.served_adapter import PinnedAdapter
-from raylight.trainer.spec.settings import LearningSettings, ResolvedSettings
+from raylight.trainer.spec.settings import CommonSettings, LearningSettings
 
 
 class NodeDrains(Exception):
@@ -40,7 +40,7 @@ class LearnerRanks:
 
     def __init__(
         self,
-        settings: ResolvedSettings,
+        settings: CommonSettings,
         training: LearningSettings,
         model_path: str,
         start: ResumePoint,

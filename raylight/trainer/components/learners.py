@@ -20,7 +20,7 @@ from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec import served_adapter
 from raylight.trainer.spec.resume import ResumePoint
 from raylight.trainer.spec.served_adapter import PinnedAdapter
-from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.spec.settings import ServingSettings, TrainedSettings, TrainingSettings
 from raylight.weight_sync.client import CoordinatorClient
 
 
@@ -34,12 +34,13 @@ class Learners(LearnerRanks):
         show_stage: shows what the run is doing now.
     """
 
+    _settings: TrainedSettings
     publications: Publications
     replicas: CoordinatorClient
 
     def __init__(
         self,
-        settings: ResolvedSettings,
+        settings: TrainedSettings,
         training: TrainingSettings,
         serving: ServingSettings,
         start: ResumePoint,
@@ -47,7 +48,7 @@ class Learners(LearnerRanks):
     ) -> None:
         super().__init__(settings, training, serving.model_path, start, show_stage)
         self._policy, self._serving = training, serving
-        self._adapter = serving.name if training.serves_adapter else None
+        self._adapter = serving.name if training.served_lora else None
         """Name under which the engines serve the learners' adapter; None if they serve all weights."""
         self._reported_no_sleep = False
 

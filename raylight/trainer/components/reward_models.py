@@ -11,7 +11,7 @@ from raylight.engines.reward_model.scorer import ScoredConversation
 from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
 from raylight.rewards.scoring_model import RewardModel, RewardModelInput, Scorer
 from raylight.trainer.components.model_service import ModelService
-from raylight.trainer.spec.settings import ResolvedSettings, RewardModelSettings
+from raylight.trainer.spec.settings import RewardModelSettings, RolloutSettings
 
 CONVERSATIONS_PER_REQUEST = 16
 """Conversations of one request, so that a large group is divided among replicas."""
@@ -133,11 +133,10 @@ class RewardModels:
     """
 
     def __init__(
-        self, settings: ResolvedSettings, show_stage: Callable[[str], None], owns_cluster: bool
+        self, settings: RolloutSettings, show_stage: Callable[[str], None], owns_cluster: bool
     ) -> None:
-        secret = None if settings.payload is None else settings.payload.secret
         self._served = {
-            one.model: ServedRewardModel(settings.name, one, secret, show_stage, owns_cluster)
+            one.model: ServedRewardModel(settings.name, one, settings.secret, show_stage, owns_cluster)
             for one in settings.reward_models
         }
 

@@ -10,29 +10,43 @@ from typing import Any
 import ray
 
 from raylight._utils.no_proxy import LOOPBACK
+from raylight.runner.actor import RunnerPayload
 from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
+from raylight.runner.scaling import Resizable
 from raylight.serving.deploy.ingress import head_node
 from raylight.serving.deploy.ingress_host import ANY_HOST
 from raylight.store.client import StoreClient
-from raylight.trainer.spec.settings import ResolvedSettings
+from raylight.trainer.spec.settings import RolloutSettings, ServingSettings
 
 
 class Runners:
     """The run's own pool of runners, or the runners of other processes that join the run.
 
     Args:
+        payload: the agent and what else a runner needs to execute it.
         show_stage: shows what the run is doing now.
     """
 
+    is_started = True
+    """False for agents that the run does not start."""
+
     def __init__(
-        self, settings: ResolvedSettings, store: StoreClient, show_stage: Callable[[str], None]
+        self,
+        settings: RolloutSettings,
+        payload: RunnerPayload,
+        store: StoreClient,
+        show_stage: Callable[[str], None],
     ) -> None:
         self._config, self._name, self._show_stage = settings.runner, settings.name, show_stage
         kind = ExternalRunners if self._config.external else RunnerPool
-        assert settings.payload is not None, "the run has agents"
-        payload = replace(settings.payload, gateway_hosts=gateway_hosts(settings))
+        payload = replace(payload, gateway_hosts=gateway_hosts(settings.serving))
         self.pool = kind(settings.name, self._config, store, payload)
+
+    @property
+    def resizable(self) -> dict[str, Resizable]:
+        """Parts that `raylight scale` can resize, by name."""
+        return {"runners": self.pool}
 
     def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Register the end of the runners."""
@@ -70,9 +84,13 @@ class Runners:
         return {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
 
 
-def gateway_hosts(settings: ResolvedSettings) -> tuple[str, ...]:
+def gateway_hosts(serving: ServingSettings | None) -> tuple[str, ...]:
     """Return the hosts at which agents may call the run's models: Serve's ingress is on the head, and the
-    server of a local learner on this node."""
-    host = None if settings.serving is None else settings.serving.engine.host
+    server of a local learner on this node.
+
+    Args:
+        serving: the run's own model; None if it has none.
+    """
+    host = None if serving is None else serving.engine.host
     hosts = {head_node()["NodeManagerAddress"], ray.util.get_node_ip_address(), host}
     return tuple(sorted(hosts - {None, ANY_HOST, *LOOPBACK}))

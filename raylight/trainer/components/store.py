@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -20,8 +20,9 @@ from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.store.journal import Journal
 from raylight.store.watch import StoreWatch
-from raylight.trainer.spec.resume import wait_for_store
-from raylight.trainer.spec.settings import ResolvedSettings
+from raylight.trainer.spec.resume import ResumePoint, wait_for_store
+from raylight.trainer.spec.settings import RolloutSettings
+from raylight.types import FINISHED, RolloutStatus
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class RunStore:
         show_stage: shows what the run is doing now.
     """
 
-    def __init__(self, settings: ResolvedSettings, reopens: bool, show_stage: Callable[[str], None]) -> None:
+    def __init__(self, settings: RolloutSettings, reopens: bool, show_stage: Callable[[str], None]) -> None:
         self._settings, self._reopens, self._show_stage = settings, reopens, show_stage
 
     async def open(self, stack: contextlib.AsyncExitStack) -> StoreClient:
@@ -90,3 +91,16 @@ async def _close(actor: Any) -> None:
         logger.warning("the store actor did not close its file: %s", summarize_ray_error(error))
     finally:
         ray.kill(actor)
+
+
+async def cancel_undecided(store: StoreClient, start: ResumePoint, keeps: bool = False) -> None:
+    """Cancel the rollouts that an earlier process of the run left undecided, before a runner can take them:
+    the engines may not have the weights for them.
+
+    Args:
+        keeps: keep those of the lineage that goes on: agents outside the run may execute them.
+    """
+    undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
+    for lineage in filter(None, (None if keeps else start.lineage, start.parent_lineage)):
+        left = await store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
+        await store.cancel_rollouts([rollout.rollout_id for rollout in left])

@@ -15,7 +15,6 @@ from raylight.errors import RowTooLongError, TeacherPromptError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.teacher_prompts import (
     ChangedPrompt,
-    TeacherPrompt,
     changed_prompts,
     replace_prompt,
 )
@@ -23,7 +22,7 @@ from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit.teacher_settings import longest_row
 from raylight.trainer.components.model_service import ModelService
-from raylight.trainer.spec.settings import ServingSettings
+from raylight.trainer.spec.settings import TeacherSettings
 from raylight.types import FinishedRollout, Trajectory
 
 MOST_TOKENS = 16_384
@@ -37,33 +36,30 @@ class Teacher:
 
     Args:
         run_name: name of the run.
-        model: the teacher's model.
-        timeout_s: seconds within which a request must be answered, the replacement of lost replicas included.
+        settings: the model, its engine and the user's settings.
         secret: secret without which its HTTP address answers nobody.
         show_stage: shows what the run is doing now.
         owns_cluster: True if the Ray cluster ends with this run.
-        prompt: function that changes the messages that the teacher reads; None: it reads the model's prompts.
     """
 
     def __init__(
         self,
         run_name: str,
-        model: ServingSettings,
-        timeout_s: float,
+        settings: TeacherSettings,
         secret: str | None,
         show_stage: Callable[[str], None],
         owns_cluster: bool,
-        prompt: TeacherPrompt | None = None,
     ) -> None:
-        self._timeout_s, self._show_stage = timeout_s, show_stage
-        self._prompt, self._noted = prompt, False
+        model, self._timeout_s = settings.serving, settings.config.timeout_s
+        self._show_stage = show_stage
+        self._prompt, self._noted = settings.config.prompt, False
         self._most_tokens = longest_row(model.engine)
         self._service = ModelService(
             f"{run_name}-{model.name}",
             model,
             title="the teacher",
             setting="teacher.timeout_s",
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
             requests=REQUESTS_PER_REPLICA,
             secret=secret,
             show_stage=show_stage,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from raylight.errors import InvalidTransitionError, StoreError
 from raylight.store.client import StoreClient
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.ray_session.cluster_monitor import is_cluster_lost
 from raylight.types import FINISHED, EnqueueRolloutRequest, FinishedRollout
 
@@ -17,14 +17,16 @@ Progress = Callable[[int, int], None]
 """Receives the number of decided rollouts, and of all."""
 
 
-async def run_rollouts(run: Run, requests: list[EnqueueRolloutRequest], progress: Progress) -> list[str]:
+async def run_rollouts(
+    run: RolloutComponents, requests: list[EnqueueRolloutRequest], progress: Progress
+) -> list[str]:
     """Enqueue rollouts, and wait until all are decided by a model that was in reach; return their ids."""
     ids = [rollout.rollout_id for rollout in await run.store.enqueue_many_rollouts(requests)]
     await wait_for_sound(run, ids, progress)
     return ids
 
 
-async def wait_for_sound(run: Run, ids: Sequence[str], progress: Progress) -> None:
+async def wait_for_sound(run: RolloutComponents, ids: Sequence[str], progress: Progress) -> None:
     """Wait until rollouts that were just enqueued are decided by a model that was in reach.
 
     An outage returns rollouts to the queue that were decided while it was not yet known.
@@ -42,7 +44,7 @@ async def wait_for_sound(run: Run, ids: Sequence[str], progress: Progress) -> No
         raise
 
 
-async def wait_for_rollouts(run: Run, ids: Sequence[str], progress: Progress) -> None:
+async def wait_for_rollouts(run: RolloutComponents, ids: Sequence[str], progress: Progress) -> None:
     """Wait until rollouts are decided."""
     done = 0
     while done < len(ids):

@@ -18,7 +18,7 @@ from raylight.rewards.scoring_model import RewardModel, Scorer, scoring_by
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import find_reward_spans, get_rewards_from_span
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import RolloutComponents
 from raylight.types import Attempt, FinishedRollout, Span, SpanCoreFields
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class GroupGrader:
         self._room = asyncio.Semaphore(MAX_GROUPS)
 
     @classmethod
-    def of(cls, run: Run, note: Callable[[str], None]) -> Self | None:
+    def of(cls, run: RolloutComponents, note: Callable[[str], None]) -> Self | None:
         """Return the grader of a run; None if it has no group reward."""
         function = run.settings.group_reward
         return None if function is None else cls(run.store, function, note, scorers=run.reward_models.scorers)

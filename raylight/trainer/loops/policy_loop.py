@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from raylight._utils.aio import cancel_all
 from raylight.errors import LearnerLostError
@@ -25,15 +25,13 @@ from raylight.experience.batch import BatchReport, TrainBatch, build_batch
 from raylight.experience.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.batch_metrics import describe, explain_no_signal, raise_if_hopeless
 from raylight.trainer.loops.evaluation import Evaluator
 from raylight.trainer.loops.load_watch import LoadWatch
 from raylight.trainer.loops.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
-from raylight.trainer.loops.session_groups import SessionGroups
 from raylight.trainer.loops.step_loop import StepLoop
-from raylight.trainer.loops.stop_request import StopRequest, TrainingStopped
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.spec.resume import ResumePoint, state_metadata
@@ -42,22 +40,49 @@ from raylight.types import FinishedRollout
 T = TypeVar("T")
 
 
-class Training(StepLoop):
+class TrainingStopped(Exception):
+    """The training was asked to end; what it waits for is not needed any more."""
+
+
+class StopRequest:
+    """Asks a training to end: an update that has begun is completed, and the weights are saved."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def __call__(self) -> None:
+        """Ask for the end, in the event loop of the training."""
+        self._event.set()
+
+    @property
+    def is_made(self) -> bool:
+        """True once the end was asked for."""
+        return self._event.is_set()
+
+    async def wait(self) -> NoReturn:
+        """Raise TrainingStopped as soon as the end is asked for."""
+        await self._event.wait()
+        raise TrainingStopped
+
+
+class PolicyLoop(StepLoop):
     """The planned steps of a run, from its starting point to the model in `checkpoint/`.
 
     Args:
         config: the run's resolved configuration, which is stored with every training state.
         stop: asks for an early end.
+        groups: the kind of groups that the steps train on.
     """
 
     def __init__(
         self,
-        run: Run,
+        run: PolicyComponents,
         train_tasks: TaskSet,
         val_tasks: list[Any],
         report: Report,
         config: dict[str, Any],
         stop: StopRequest | None = None,
+        groups: type[TrainingGroups] = TrainingGroups,
     ) -> None:
         start = run.start
         super().__init__(run.learners, start, report)
@@ -68,7 +93,6 @@ class Training(StepLoop):
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
         self._rollouts = PolicyRollouts(run, report.note)
-        groups = TrainingGroups if run.settings.sessions is None else SessionGroups
         progress = report.rollout_progress("train")
         self._groups = groups(run, self._rollouts, train_tasks, self._check, progress)
         self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)

@@ -6,23 +6,21 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
 from raylight.errors import StoreError
-from raylight.store.client import StoreClient
 from raylight.tasks.task_set import Draw
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
+from raylight.trainer.components.store import cancel_undecided
 from raylight.trainer.loops.awaited_rollouts import CANCEL_TIMEOUT_S, Progress, wait_for_sound
 from raylight.trainer.loops.group_grader import GroupGrader
 from raylight.trainer.ray_session.cluster_monitor import is_cluster_lost
 from raylight.trainer.spec.inputs import SourcedTasks
-from raylight.trainer.spec.resume import ResumePoint
 from raylight.trainer.spec.run_resources import with_sampling
 from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.types import (
     DRAW,
-    FINISHED,
     GREEDY,
     SOURCE,
     TRAINABLE_AGENTS,
@@ -30,7 +28,6 @@ from raylight.types import (
     FinishedRollout,
     ResourcesUpdate,
     Rollout,
-    RolloutStatus,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,7 +43,7 @@ class PolicyRollouts:
         note: shows a message to the user.
     """
 
-    def __init__(self, run: Run, note: Callable[[str], None] = logger.warning) -> None:
+    def __init__(self, run: PolicyComponents, note: Callable[[str], None] = logger.warning) -> None:
         self._run, self._store, self._start = run, run.store, run.start
         self._grader = GroupGrader.of(run, note)
         self._algorithm, self._trained_agents = run.training.algorithm, run.training.trained_agents
@@ -222,24 +219,11 @@ class PolicyRollouts:
         return await self._store.collect(ids, with_spans=True, with_span_tokens=False)
 
 
-async def cancel_left(run: Run) -> None:
+async def cancel_left(run: PolicyComponents) -> None:
     """Cancel what is undecided at the end of a run's work, so that no runner goes on with it."""
     if not is_cluster_lost():
         with contextlib.suppress(TimeoutError, StoreError):
             await asyncio.wait_for(cancel_undecided(run.store, run.start), CANCEL_TIMEOUT_S)
-
-
-async def cancel_undecided(store: StoreClient, start: ResumePoint, keeps: bool = False) -> None:
-    """Cancel the rollouts that an earlier process of the run left undecided, before a runner can take them:
-    the engines may not have the weights for them.
-
-    Args:
-        keeps: keep those of the lineage that goes on: agents outside the run may execute them.
-    """
-    undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
-    for lineage in filter(None, (None if keeps else start.lineage, start.parent_lineage)):
-        left = await store.query_rollouts(rollout_id_contains=lineage, status_in=undecided)
-        await store.cancel_rollouts([rollout.rollout_id for rollout in left])
 
 
 def _source_of(tasks: list[Any], index: int) -> dict[str, Any]:

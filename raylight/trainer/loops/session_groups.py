@@ -51,9 +51,7 @@ class SessionGroups(TrainingGroups):
         super().__init__(*args)
         self._overdue: dict[int, None] = {}
         """Groups without a reward whose sessions expired, those that have waited longest first."""
-        sessions = self._run.settings.sessions
-        assert sessions is not None, "the run has sessions"
-        self._most_overdue = sessions.max_open
+        self._most_overdue = self._run.runners.most_rollouts()
         self._late_used = 0
         """Number of groups that were overdue and got a reward in time."""
 

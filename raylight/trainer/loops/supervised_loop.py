@@ -12,7 +12,7 @@ from typing import Any
 
 from raylight.errors import LearnerLostError
 from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch, split_examples
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import SupervisedComponents
 from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.supervised_data import batch_schedule
@@ -27,9 +27,10 @@ class SupervisedLoop(StepLoop):
         config: the run's resolved configuration, which is stored with every training state.
     """
 
-    def __init__(self, run: Run, data: SupervisedData, report: Report, config: dict[str, Any]) -> None:
-        training = run.settings.supervised
-        assert training is not None, "the run trains on examples"
+    def __init__(
+        self, run: SupervisedComponents, data: SupervisedData, report: Report, config: dict[str, Any]
+    ) -> None:
+        training = run.settings.training
         super().__init__(run.ranks, run.start, report)
         self._training, self._data, self._config = training, data, config
         self._schedule = batch_schedule(training.algorithm, data, run.settings.seed)

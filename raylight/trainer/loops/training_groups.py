@@ -22,11 +22,10 @@ from typing import Any, NoReturn
 
 from raylight._utils.aio import BroadcastCondition, cancel_all, task_group
 from raylight.tasks.task_set import Draw, TaskSet
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, wait_for_rollouts
 from raylight.trainer.loops.pacer import Pacer
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts, cancel_left
-from raylight.trainer.loops.taken_groups import TakenGroups
 from raylight.trainer.output.report import Metrics
 from raylight.types import DRAW, FinishedRollout, StepGroups, TokenTotals
 
@@ -52,6 +51,32 @@ def choose_groups(
     return None
 
 
+class TakenGroups:
+    """Numbers of the groups that steps took: all below `next` but for the open ones."""
+
+    def __init__(self, next_group: int = 0, open_groups: Iterable[int] = ()) -> None:
+        self.next, self.open = next_group, set(open_groups)
+
+    def add(self, step: StepGroups) -> None:
+        """Mark the groups of a step as taken."""
+        groups = set(step.all)
+        end = max(self.next, *(group + 1 for group in groups))
+        self.open = (self.open | set(range(self.next, end))) - groups
+        self.next = end
+
+    def rest(self, start: int = 0) -> Iterator[int]:
+        """Yield the groups >= `start` that no step took, forever."""
+        yield from sorted(group for group in self.open if group >= start)
+        yield from itertools.count(max(self.next, start))
+
+    def __len__(self) -> int:
+        return self.next - len(self.open)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the arguments of an equal object."""
+        return {"next_group": self.next, "open_groups": sorted(self.open)}
+
+
 @dataclass(frozen=True)
 class FinishedGroup:
     """A group whose rollouts are all decided."""
@@ -75,7 +100,7 @@ class TrainingGroups:
 
     def __init__(
         self,
-        run: Run,
+        run: PolicyComponents,
         rollouts: PolicyRollouts,
         tasks: TaskSet,
         check: Callable[[list[FinishedRollout]], None],

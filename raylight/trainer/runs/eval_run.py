@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Coroutine, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, field_validator
 
 from raylight._utils.bounds import MAX_SAMPLES, MAX_SECONDS
 from raylight._utils.files import write_atomic
+from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, check_sampling
 from raylight.algorithms.policy import RunSettings
 from raylight.base_config import Config
@@ -22,20 +23,20 @@ from raylight.errors import ConfigError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import MAX_REWARD
-from raylight.trainer.cluster_fit.cluster_settings import settings_for_cluster
+from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
+from raylight.trainer.cluster_fit.cluster_settings import fit_served
 from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.components.serving import ADAPTER_FILES
 from raylight.trainer.loops.awaited_rollouts import run_rollouts
 from raylight.trainer.loops.batch_metrics import raise_if_hopeless
 from raylight.trainer.loops.group_grader import GroupGrader
-from raylight.trainer.output.loggers import Display
 from raylight.trainer.output.report import ProgressReporter
 from raylight.trainer.output.scores import Scores, Spread, measure
-from raylight.trainer.ray_session.connection import Connection
-from raylight.trainer.runs.run_plan import fixed_model
+from raylight.trainer.runs.run_spec import RunSpec
+from raylight.trainer.spec.inputs import check_validation_size, fixed_model
 from raylight.trainer.spec.run_resources import with_policy
-from raylight.trainer.spec.settings import MODEL_NAME, ResolvedSettings
+from raylight.trainer.spec.settings import MODEL_NAME, RolloutSettings, ServedSettings, ServingSettings
 from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutConfig
 
 COLLECT_CHUNK = 256
@@ -67,85 +68,121 @@ class EvalSettings(Config):
     _check_sampling = field_validator("sampling")(check_sampling)
 
 
-def start_evaluation(
-    settings: ResolvedSettings,
-    chosen: EvalSettings,
-    tasks: list[Any],
-    requested: RunSettings,
-    connection: Connection,
-    display: Display,
-) -> Coroutine[Any, Any, dict[str, Any]]:
-    """Return the work of a planned evaluation on the connected cluster.
+@dataclass(kw_only=True)
+class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
+    """A run that scores a model."""
 
-    Args:
-        requested: settings of the Trainer, as the algorithm adjusts them.
+    chosen: EvalSettings
+    agent: LitAgent
+    tasks: list[Any]
+
+    @classmethod
+    def plan(
+        cls,
+        settings: RolloutSettings,
+        chosen: EvalSettings,
+        agent: LitAgent,
+        tasks: list[Any],
+        requested: RunSettings,
+    ) -> Self:
+        """Return the run that a call of `Trainer.evaluate` asks for.
+
+        Args:
+            settings: those that the Trainer gives every run.
+            requested: settings of the Trainer, as the algorithm adjusts them.
+
+        Raises:
+            ConfigError, ModelNotFoundError: the agent, the model or the adapter does not exist or cannot be
+                used.
+        """
+        check_validation_size(len(tasks), chosen.samples, "samples")
+        agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
+        planned = ServedSettings.extending(
+            settings,
+            rollout=chosen.rollout,
+            serving=evaluated_model(chosen, requested.engine),
+            reward_models=plan_reward_models(settings.group_reward),
+        )
+        return cls(settings=planned, requested=requested, chosen=chosen, agent=agent, tasks=tasks)
+
+    def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
+        self.settings, notes = fit_served(self.settings, self.requested.engine, facts)
+        return notes
+
+    def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> RolloutComponents:
+        return RolloutComponents(self.settings, show_stage, owns_cluster)
+
+    def loop(self, components: RolloutComponents, report: ProgressReporter) -> EvalLoop:
+        return EvalLoop(self, components, report)
+
+    def summary(self, loop: EvalLoop, report: ProgressReporter, counts: dict[str, int]) -> dict[str, Any]:
+        """Score the rollouts; return the content of `eval.json`.
+
+        Writes `eval.json` (all scores, and the configuration) and `eval.png` (the rewards) to the run
+        directory, which has `eval.jsonl` (a line per rollout) and `eval.db` (the store).
+
+        Raises:
+            RaylightError: no rollout was scored.
+        """
+        chosen, finished = self.chosen, loop.finished
+        report.failures(finished)
+        raise_if_hopeless(finished, chosen.failure_reward)
+        scores = measure(finished, chosen.samples, chosen.failure_reward, chosen.pass_reward)
+        if note := ignored_sampling(finished, chosen.sampling):
+            report.note(note)
+        figures = describe_evaluation(self, scores, finished, loop.seconds, note)
+        write_atomic(self.folder / "eval.json", json.dumps(figures, indent=2) + "\n")
+        from raylight.trainer.output.plot import plot_histogram
+
+        plot_histogram(rewards_by_name(finished), self.folder / "eval.png")
+        return figures
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the resolved configuration of the evaluation."""
+        serving, own = self.settings.serving, self.chosen.model_dump(mode="json")
+        own["model"] = serving.model_path or self.chosen.model
+        own["lora_adapter"] = serving.lora_adapter
+        return self.settings.resolved() | own | {"tasks": len(self.tasks)}
+
+
+class EvalLoop:
+    """Rolls every task out `samples` times, and collects the rollouts.
+
+    Attributes:
+        finished: the rollouts without their spans.
+        seconds: duration of the rollouts.
     """
-    progress = ProgressReporter(display)
-    progress.stage(f"run {settings.name}")
-    connection.announce(progress.note, progress.stage)
-    settings, notes = settings_for_cluster(settings, requested)
-    for note in notes:
-        progress.note(note)
-    return evaluate(settings, chosen, tasks, progress, connection.owns_cluster)
+
+    def __init__(self, run: EvalRun, components: RolloutComponents, report: ProgressReporter) -> None:
+        self._components, self._report = components, report
+        self._samples, self._file = run.chosen.samples, run.folder / "eval.jsonl"
+        self._requests = [
+            EnqueueRolloutRequest(
+                input=task, mode="val", group_id=f"val-{index}", config=run.settings.rollout
+            )
+            for index, task in enumerate(run.tasks)
+            for _ in range(self._samples)
+        ]
+        self.finished: list[FinishedRollout] = []
+        self.seconds = 0.0
+
+    async def run(self) -> None:
+        """Execute and grade the rollouts, and write a line for each."""
+        components, started = self._components, time.perf_counter()
+        ids = await run_rollouts(components, self._requests, self._report.rollout_progress("val"))
+        if (grader := GroupGrader.of(components, self._report.note)) is not None:
+            await grader.grade_all(await components.store.collect(ids))
+        self.seconds = time.perf_counter() - started
+        self.finished = await _collect(components.store, ids, self._samples, self._file)
 
 
-async def evaluate(
-    settings: ResolvedSettings,
-    chosen: EvalSettings,
-    tasks: list[Any],
-    progress: ProgressReporter,
-    owns_cluster: bool,
-) -> dict[str, Any]:
-    """Roll every task out `samples` times and score the rollouts; return the content of `eval.json`.
-
-    Writes `eval.json` (all scores, and the configuration), `eval.jsonl` (a line per rollout), `eval.png` (the
-    rewards) and `eval.db` (the store) to the folder of the settings.
+def evaluated_model(chosen: EvalSettings, engine: EngineConfig) -> ServingSettings:
+    """Return the settings of the model that is scored.
 
     Raises:
-        RaylightError: the model could not be served, or no rollout was scored.
+        ConfigError, ModelNotFoundError: the model or the adapter does not exist or cannot be used.
     """
-    folder = Path(settings.folder)
-    requests = [
-        EnqueueRolloutRequest(input=task, mode="val", group_id=f"val-{index}", config=settings.rollout)
-        for index, task in enumerate(tasks)
-        for _ in range(chosen.samples)
-    ]
-    async with Run(settings, progress.stage, owns_cluster) as run:
-        started = time.perf_counter()
-        async with run.watched():
-            ids = await run_rollouts(run, requests, progress.rollout_progress("val"))
-            if (grader := GroupGrader.of(run, progress.note)) is not None:
-                await grader.grade_all(await run.store.collect(ids))
-        seconds = time.perf_counter() - started
-        finished = await _collect(run.store, ids, chosen.samples, folder / "eval.jsonl")
-        progress.failures(finished)
-        progress.stage("stopping")
-    raise_if_hopeless(finished, chosen.failure_reward)
-    scores = measure(finished, chosen.samples, chosen.failure_reward, chosen.pass_reward)
-    if note := ignored_sampling(finished, chosen.sampling):
-        progress.note(note)
-    figures = describe_evaluation(settings, chosen, scores, finished, seconds, note)
-    write_atomic(folder / "eval.json", json.dumps(figures, indent=2) + "\n")
-    from raylight.trainer.output.plot import plot_histogram
-
-    plot_histogram(rewards_by_name(finished), folder / "eval.png")
-    return figures
-
-
-def plan_evaluation(
-    settings: ResolvedSettings, chosen: EvalSettings, engine: EngineConfig
-) -> ResolvedSettings:
-    """Return the settings of a run that scores a model.
-
-    Args:
-        settings: those that every run has.
-
-    Raises:
-        ConfigError, ModelNotFoundError: the agent, the model or the adapter does not exist or cannot be used.
-    """
-    settings.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
-    serving = fixed_model(chosen.model, engine)
-    serving = replace(serving, sampling_overrides=chosen.sampling)
+    serving = replace(fixed_model(chosen.model, engine), sampling_overrides=chosen.sampling)
     if serving.engine.kind == "upstream" and chosen.rollout.has_budgets:
         raise ConfigError(
             "rollout: max_turns, max_tokens and max_seconds do not limit the calls of an upstream model; "
@@ -164,8 +201,7 @@ def plan_evaluation(
             lora_adapter=find_adapter(chosen.lora_adapter),
             lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,
         )
-    reward_models = plan_reward_models(settings.group_reward)
-    return replace(settings, rollout=chosen.rollout, serving=serving, reward_models=reward_models)
+    return serving
 
 
 def clear_results(folder: Path) -> None:
@@ -199,33 +235,23 @@ async def _collect(store: StoreClient, ids: list[str], samples: int, path: Path)
     return finished
 
 
-def evaluation_config(settings: ResolvedSettings, chosen: EvalSettings, n_tasks: int) -> dict[str, Any]:
-    """Return the resolved configuration of an evaluation."""
-    own = chosen.model_dump(mode="json")
-    if settings.serving is not None:
-        own["model"] = settings.serving.model_path or chosen.model
-        own["lora_adapter"] = settings.serving.lora_adapter
-    return settings.resolved() | own | {"tasks": n_tasks}
-
-
 def describe_evaluation(
-    settings: ResolvedSettings,
-    chosen: EvalSettings,
+    run: EvalRun,
     scores: Scores,
     finished: list[FinishedRollout],
     seconds: float,
     note: str | None,
 ) -> dict[str, Any]:
     """Return the content of `eval.json`."""
-    config = evaluation_config(settings, chosen, scores.tasks)
+    config = run.resolved()
     primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
     failures = [item.rollout.failure for item in finished if item.rollout.failure]
     return {
-        "agent": settings.agent.display_name,
+        "agent": run.agent.display_name,
         "model": config["model"],
         "lora_adapter": config["lora_adapter"],
         "tasks": scores.tasks,
-        "samples": chosen.samples,
+        "samples": run.chosen.samples,
         "rollouts": scores.rollouts,
         "failed": scores.failed,
         "lost": sum(failure.kind in ("infrastructure", "cancelled") for failure in failures),

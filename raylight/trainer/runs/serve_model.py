@@ -15,7 +15,7 @@ from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import LossGuard, component_stack
 from raylight.trainer.ray_session.connection import ray_session
-from raylight.trainer.runs.run_plan import fixed_model
+from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
 
 REPORTED = ("transformers", "vllm")

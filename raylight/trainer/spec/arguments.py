@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -14,7 +15,7 @@ from raylight.agent.hooks import Hook, HookDispatcher
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.base import Algorithm, BaseAlgorithm, FastAlgorithm
 from raylight.algorithms.baseline import Baseline
-from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.base_config import Config
 from raylight.components import build_component, import_dotted_name
@@ -42,6 +43,19 @@ PROCESS_ARGUMENTS = ("address", "progress", "ui", "log_to_driver")
 """Arguments about the Trainer's own process."""
 TrainerAlgorithm = PolicyAlgorithm | SupervisedAlgorithm | Algorithm
 Role = Literal["both", "algorithm", "runner"]
+
+
+@dataclass(frozen=True)
+class GivenSettings:
+    """Arguments of a Trainer from which config.yaml is written."""
+
+    settings: RunSettings
+    """Before the algorithm adjusts them."""
+    resources: NamedResources
+    components: dict[str, Any]
+    """Components as they were specified, by the name of the argument."""
+    process: dict[str, Any]
+    """Values of `PROCESS_ARGUMENTS`."""
 
 
 def parse_role(role: Role | None, run_name: str | None) -> tuple[Role, str | None]:

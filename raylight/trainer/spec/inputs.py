@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylight._utils.bounds import MAX_ROLLOUTS
+from raylight._utils.broken_packages import check_packages
 from raylight.agent.decorators import rollout
 from raylight.agent.litagent import LitAgent
 from raylight.components import build_component, import_dotted_name
+from raylight.config import EngineConfig
+from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
 from raylight.store.payloads import encode_payload
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.shuffled import ShuffledTasks
 from raylight.tasks.task_set import TaskSet
+from raylight.trainer.spec.settings import ServingSettings
 
 MAX_CHECKED = 10_000
 """Number of tasks, the first ones, whose types are checked before the run. Enqueueing checks the others."""
@@ -100,6 +104,25 @@ def resolve_model(model: str) -> str:
     raise ModelNotFoundError(
         f"there is no model folder {folder}; give the path of one, or a hub name such as owner/name"
     )
+
+
+def fixed_model(model: str, engine: EngineConfig) -> ServingSettings:
+    """Return the settings of a model that is served unchanged.
+
+    Args:
+        model: folder, name in the local cache, or the upstream's name.
+
+    Raises:
+        ModelNotFoundError: there is no such model.
+        ConfigError: the engine is not installed.
+        BrokenPackageError: see `check_packages`.
+    """
+    kind = choose_engine(engine)
+    if kind == "upstream":
+        update = {"kind": kind, "upstream_model": engine.upstream_model or model}
+        return ServingSettings("", engine.model_copy(update=update))
+    check_packages()
+    return ServingSettings(resolve_model(model), engine.model_copy(update={"kind": kind}))
 
 
 class SourcedTasks(list[Any]):

@@ -9,7 +9,7 @@ import ray
 
 from raylight.errors import EngineStartError, WeightSyncError
 from raylight.learner.group import LearnerGroup
-from raylight.trainer.spec.settings import MODEL_NAME, ResolvedSettings
+from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.weight_sync.client import CoordinatorClient
 
 
@@ -24,31 +24,6 @@ class PinnedAdapter:
     name: str
     version: int
     payload_refs: list[Any]
-
-
-def with_adapter(settings: ResolvedSettings) -> ResolvedSettings:
-    """Return a run's settings with an engine that has room for two versions of the learners' adapter, and for
-    one that is pinned beside updates.
-
-    vLLM is told the adapted layers: on a CPU it cannot compute the log-probs of prompts beside other requests
-    if the output layer may be adapted too.
-
-    Raises:
-        ConfigError: the adapter does not fit the model.
-    """
-    serving, training = settings.serving, settings.training
-    if serving is None or training is None or not training.serves_adapter:
-        return settings
-    lora, engine = training.learner.lora, serving.engine
-    assert lora is not None, "the engines serve an adapter"
-    names = 2 if training.algorithm.max_staleness > 0 else 1
-    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, names)}
-    if engine.kind == "vllm":
-        from raylight.learner.adapter import adapted_layers
-
-        layers = adapted_layers(serving.model_path, lora)
-        update["args"] = {"max_lora_rank": lora.rank, "lora_target_modules": layers} | engine.args
-    return settings.with_engine(engine.model_copy(update=update))
 
 
 async def export_adapter(learners: LearnerGroup) -> tuple[int, list[Any]]:

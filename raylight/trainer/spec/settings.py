@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from raylight import __version__
-from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import NamedResources
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.components import IN_CODE
 from raylight.config import (
     CheckpointConfig,
     EngineConfig,
     LearnerConfig,
+    LoraConfig,
     RunnerConfig,
     SessionConfig,
     StoreConfig,
 )
+from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import RewardModel
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.sessions import SessionRules
@@ -66,6 +69,14 @@ class RewardModelSettings:
 
 
 @dataclass(frozen=True)
+class TeacherSettings:
+    """The teacher of a run that distils, and the engine that scores by it."""
+
+    config: TeacherConfig
+    serving: ServingSettings
+
+
+@dataclass(frozen=True)
 class LearningSettings:
     """The training of a model by learners."""
 
@@ -85,19 +96,6 @@ class SupervisedTraining(LearningSettings):
     model_path: str
     """Folder of the initial model."""
 
-    def resolved(self) -> dict[str, Any]:
-        """Return this part of the run's resolved configuration."""
-        return {
-            "total_steps": self.total_steps,
-            "algorithm": {
-                "name": type(self.algorithm).__name__,
-                **self.algorithm.arguments(),
-                "model": self.model_path,
-            },
-            "learner": self.learner.model_dump(mode="json"),
-            "checkpoint": self.checkpoint.model_dump(mode="json"),
-        }
-
 
 @dataclass(frozen=True)
 class TrainingSettings(LearningSettings):
@@ -106,102 +104,91 @@ class TrainingSettings(LearningSettings):
     algorithm: PolicyAlgorithm
     trained_agents: str | None = None
     """Regular expression for the agents whose calls are trained on; None for all."""
-    teacher: ServingSettings | None = None
+    teacher: TeacherSettings | None = None
     """The model that scores sampled tokens; None if there is none."""
 
     @property
-    def serves_adapter(self) -> bool:
-        """True if the engines serve the model with the learners' adapter."""
+    def served_lora(self) -> LoraConfig | None:
+        """The adapter that the engines serve beside the initial model; None if they serve all weights."""
         learner = self.learner
-        return learner.kind == "ranks" and learner.lora is not None and learner.lora.serve == "adapter"
+        is_served = learner.kind == "ranks" and learner.lora is not None and learner.lora.serve == "adapter"
+        return learner.lora if is_served else None
 
 
-@dataclass(frozen=True)
-class ResolvedSettings:
-    """All settings of a run. A part that is None is one that the run does not have."""
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings(ABC):
+    """Settings that every run has."""
 
     name: str
     """Name of the run, of the Ray namespace of its actors, and of its Serve application."""
     folder: str
     """The run directory."""
     seed: int
-    payload: RunnerPayload | None
-    """The agent and what else the runners need to execute it; None for a run without rollouts."""
-    runner: RunnerConfig
+    runner: RunnerConfig = field(default_factory=RunnerConfig)
+    """Settings of the runners. `start_timeout_s` is also the deadline of the connection to Ray."""
+
+    @classmethod
+    def extending(cls, base: CommonSettings, **others: Any) -> Self:
+        """Return the settings of `base` with those that this class has too, or that replace them."""
+        return cls(**{part.name: getattr(base, part.name) for part in fields(base)} | others)
+
+    @abstractmethod
+    def resolved(self) -> dict[str, Any]:
+        """Return the run's resolved configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRunSettings(CommonSettings):
+    """Settings of a run that trains a model on given examples."""
+
+    training: SupervisedTraining
+
+    def resolved(self) -> dict[str, Any]:
+        training = self.training
+        return {
+            "name": self.name,
+            "seed": self.seed,
+            "total_steps": training.total_steps,
+            "algorithm": {
+                "name": type(training.algorithm).__name__,
+                **training.algorithm.arguments(),
+                "model": training.model_path,
+            },
+            "learner": training.learner.model_dump(mode="json"),
+            "checkpoint": training.checkpoint.model_dump(mode="json"),
+            "versions": package_versions(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings(CommonSettings):
+    """Settings of a run with rollouts."""
+
+    agents: RunnerPayload | SessionConfig
+    """The agent and what else the runners need to execute it; or the settings of the sessions of agents
+    outside the run, which then has no runners."""
+    secret: str
+    """Secret from which the API keys of attempts are derived."""
     store: StoreConfig | StoreClient
     """Settings of the run's own store, or an existing store, which outlives the run."""
     store_path: str
     resources: NamedResources
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Limits and retries of each rollout that the run itself enqueues."""
-    serving: ServingSettings | None = None
-    training: TrainingSettings | None = None
-    sessions: SessionConfig | None = None
-    """Settings of the sessions of agents outside the run, which then has no runners; None: it has runners."""
-    group_reward: Any = None
-    """Function of all finished rollouts of a group (see `raylight.rewards.group`); None if the agent's own
-    rewards count."""
+    group_reward: GroupReward | None = None
+    """Function of all finished rollouts of a group; None if the agent's own rewards count."""
     reward_models: tuple[RewardModelSettings, ...] = ()
     """The reward models that the group reward calls."""
-    supervised: SupervisedTraining | None = None
-
-    @property
-    def agent(self) -> LitAgent:
-        """The agent of a run with rollouts."""
-        assert self.payload is not None, "the run has agents"
-        return self.payload.agent
-
-    @property
-    def learning(self) -> LearningSettings | None:
-        """The training of a run that has learners."""
-        return self.training or self.supervised
+    serving: ServingSettings | None
+    """The model that the run serves; None if it serves none."""
 
     @property
     def scoring_models(self) -> tuple[ServingSettings, ...]:
-        """The fixed models that compute beside the served one: the teacher and the reward models."""
-        teacher = None if self.training is None else self.training.teacher
-        return (*(() if teacher is None else (teacher,)), *(one.serving for one in self.reward_models))
-
-    @property
-    def shares_gpus(self) -> bool:
-        """True if learners and engines are on the same GPUs."""
-        if self.serving is None or self.training is None:
-            return False
-        return 0 < self.training.learner.num_gpus < 1 and self.serving.engine.num_gpus > 0
-
-    def with_engine(self, engine: EngineConfig) -> Self:
-        """Return the settings of a run that serves a model, with another engine."""
-        assert self.serving is not None, "the run serves a model"
-        return replace(self, serving=replace(self.serving, engine=engine))
-
-    def with_training(self, **changes: Any) -> Self:
-        """Return the settings of a run that trains, with changes to its training."""
-        assert self.training is not None, "the run trains"
-        return replace(self, training=replace(self.training, **changes))
+        """The fixed models that score for the served one."""
+        return tuple(one.serving for one in self.reward_models)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the run's resolved configuration."""
-        content: dict[str, Any] = {"name": self.name}
-        if self.supervised is not None:
-            return (
-                content | {"seed": self.seed} | self.supervised.resolved() | {"versions": package_versions()}
-            )
-        if (serving := self.serving) is not None:
-            content["seed"] = self.seed
-            if (training := self.training) is None:
-                content["model"] = serving.model_path
-            else:
-                content["total_steps"] = training.total_steps
-                content["algorithm"] = {
-                    "name": type(training.algorithm).__name__,
-                    **PolicyAlgorithm.arguments(training.algorithm),  # VERL's own are its configuration
-                    "model": serving.model_path,
-                }
-                content["trained_agents"] = training.trained_agents
-            content["engine"] = serving.engine.model_dump(mode="json")
-            if training is not None:
-                content["learner"] = training.learner.model_dump(mode="json")
-                content["checkpoint"] = training.checkpoint.model_dump(mode="json")
+        content = {"name": self.name} | self._resolved_model()
         if self.reward_models:
             content["reward_models"] = [
                 {"name": one.model.name} | one.model.config.model_dump(mode="json", exclude_unset=True)
@@ -212,6 +199,58 @@ class ResolvedSettings:
             "store": self.store.model_dump(mode="json") if isinstance(self.store, StoreConfig) else IN_CODE,
             "resources": sorted(self.resources),
             "versions": package_versions(),
+        }
+
+    def _resolved_model(self) -> dict[str, Any]:
+        """Return the part of the resolved configuration that is about the served model."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedSettings(RolloutSettings):
+    """Settings of a run that serves a model."""
+
+    serving: ServingSettings
+
+    def _resolved_model(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "model": self.serving.model_path,
+            "engine": self.serving.engine.model_dump(mode="json"),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedSettings(ServedSettings):
+    """Settings of a run that trains the model that it serves."""
+
+    training: TrainingSettings
+
+    @property
+    def scoring_models(self) -> tuple[ServingSettings, ...]:
+        """The teacher and the reward models."""
+        teacher = self.training.teacher
+        return (*(() if teacher is None else (teacher.serving,)), *super().scoring_models)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if learners and engines are on the same GPUs."""
+        return 0 < self.training.learner.num_gpus < 1 and self.serving.engine.num_gpus > 0
+
+    def _resolved_model(self) -> dict[str, Any]:
+        training = self.training
+        return {
+            "seed": self.seed,
+            "total_steps": training.total_steps,
+            "algorithm": {
+                "name": type(training.algorithm).__name__,
+                **PolicyAlgorithm.arguments(training.algorithm),  # VERL's own are its configuration
+                "model": self.serving.model_path,
+            },
+            "trained_agents": training.trained_agents,
+            "engine": self.serving.engine.model_dump(mode="json"),
+            "learner": training.learner.model_dump(mode="json"),
+            "checkpoint": training.checkpoint.model_dump(mode="json"),
         }
 
 

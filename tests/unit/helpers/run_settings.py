@@ -1,4 +1,4 @@
-"""Resolved settings of runs, for tests."""
+"""Settings of runs, and facts of a cluster, for tests."""
 
 from __future__ import annotations
 
@@ -8,27 +8,50 @@ from raylight.agent.decorators import rollout
 from raylight.algorithms.policy import GRPO
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.runner.actor import RunnerPayload
-from raylight.trainer.spec.settings import ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
+from raylight.trainer.cluster_fit.hardware import Hardware
+from raylight.trainer.spec.settings import (
+    RolloutSettings,
+    ServedSettings,
+    ServingSettings,
+    TrainedSettings,
+    TrainingSettings,
+)
 
 
-def make_settings(**settings: Any) -> ResolvedSettings:
-    """Return the settings of a run that serves nothing."""
+class KnownFacts(ClusterFacts):
+    """Facts of a cluster with so many GPUs, which is not asked."""
+
+    def __init__(self, gpus: float = 0.0) -> None:
+        self.resources, self.hardware = {"CPU": 2.0, "GPU": gpus}, Hardware(gpus)
+
+    def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
+        return engine
+
+
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
     defaults = {
         "name": "run-1",
         "folder": "out",
         "seed": 0,
-        "payload": RunnerPayload(rollout(lambda task: 1.0), secret="s3cr3t"),
+        "agents": RunnerPayload(rollout(lambda task: 1.0), secret="s3cr3t"),
+        "secret": "s3cr3t",
         "runner": RunnerConfig(),
         "store": StoreConfig(),
         "store_path": "store.db",
         "resources": {},
     }
-    return ResolvedSettings(**defaults | settings)
+    return defaults | settings
 
 
-def served_settings(model_path: str, engine: EngineConfig | None = None, **settings: Any) -> ResolvedSettings:
+def make_settings(**settings: Any) -> RolloutSettings:
+    """Return the settings of a run that serves nothing."""
+    return RolloutSettings(serving=None, **_common(settings))
+
+
+def served_settings(model_path: str, engine: EngineConfig | None = None, **settings: Any) -> ServedSettings:
     """Return the settings of a run that serves a fixed model."""
-    return make_settings(serving=ServingSettings(model_path, engine or EngineConfig()), **settings)
+    return ServedSettings(serving=ServingSettings(model_path, engine or EngineConfig()), **_common(settings))
 
 
 def policy_settings(
@@ -38,7 +61,7 @@ def policy_settings(
     algorithm: Any = None,
     training: dict[str, Any] | None = None,
     **settings: Any,
-) -> ResolvedSettings:
+) -> TrainedSettings:
     """Return the settings of a run that trains."""
     parts = {
         "algorithm": algorithm or GRPO(model="m"),
@@ -47,5 +70,6 @@ def policy_settings(
         "state_url": "state",
         "total_steps": 1,
     }
+    serving = ServingSettings(model_path, engine or EngineConfig())
     part = TrainingSettings(**parts | (training or {}))
-    return served_settings(model_path, engine, training=part, **settings)
+    return TrainedSettings(serving=serving, training=part, **_common(settings))

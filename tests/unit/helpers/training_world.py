@@ -35,16 +35,20 @@ from raylight.engines.protocol import EngineLoad
 from raylight.errors import LearnerLostError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
+from raylight.runner.actor import RunnerPayload
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.tasks.shuffled import ShuffledTasks
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learners import Learners
+from raylight.trainer.components.outside_agents import OutsideAgents
 from raylight.trainer.components.parity import Parity
-from raylight.trainer.components.run import Run
-from raylight.trainer.loops.policy_loop import Training
-from raylight.trainer.loops.policy_rollouts import cancel_undecided
+from raylight.trainer.components.run_components import PolicyComponents
+from raylight.trainer.components.store import cancel_undecided
+from raylight.trainer.loops.policy_loop import PolicyLoop
+from raylight.trainer.loops.session_groups import SessionGroups
+from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import (
     find_resume_point,
@@ -53,7 +57,7 @@ from raylight.trainer.spec.resume import (
     prepare_states,
 )
 from raylight.trainer.spec.served_adapter import PinnedAdapter
-from raylight.trainer.spec.settings import MODEL_NAME, ResolvedSettings, ServingSettings, TrainingSettings
+from raylight.trainer.spec.settings import MODEL_NAME, ServingSettings, TrainedSettings, TrainingSettings
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
 
 STEPS, TASKS, GROUP = 9, 4, 2
@@ -278,10 +282,10 @@ class Serving:
         return {"serving/outages": float(self.outages)}
 
 
-class FakeRun(Run):
+class FakeRun(PolicyComponents):
     """Learners, engines and a runner in this process."""
 
-    def __init__(self, settings: ResolvedSettings, start: Any, world: World, die_after: int | None) -> None:
+    def __init__(self, settings: TrainedSettings, start: Any, world: World, die_after: int | None) -> None:
         super().__init__(settings, lambda text: None, True, start)
         self.world, self.die_after = world, die_after
 
@@ -290,7 +294,9 @@ class FakeRun(Run):
         self._stack.push_async_callback(self.service.close)
         self.store = StoreClient(self.service)
         if self.start.same_run:
-            await cancel_undecided(self.store, self.start, keeps=self.settings.sessions is not None)
+            await cancel_undecided(
+                self.store, self.start, keeps=isinstance(self.settings.agents, SessionConfig)
+            )
         model = LLM(endpoint="http://engine", model=MODEL_NAME, traced=True)
         await self.store.add_resources({"engine": self.world.lives, "llm": model})
         serving: Any = self.settings.serving
@@ -303,6 +309,8 @@ class FakeRun(Run):
             await self.learners.group.load_state(self.start.state_url, self.start.step, self.learners.version)
         self.serving: Any = Serving(self.world, self.store)
         self.runners: Any = SimpleNamespace(metrics=dict, most_rollouts=lambda: self.world.slots)
+        if self.world.sessions is not None:
+            self.runners = OutsideAgents(self.world.sessions)
         self._components: list[Any] = [self, self.serving]
 
     def watches(self) -> list[Any]:
@@ -404,11 +412,12 @@ async def live(
         str(folder / "state"),
         world.steps,
     )
-    chosen = ResolvedSettings(
+    chosen = TrainedSettings(
         name=f"life-{world.lives}",
         folder=str(folder),
         seed=0,
-        payload=None,  # type: ignore[arg-type]
+        agents=world.sessions or RunnerPayload(rl.rollout(lambda task: 0.0)),
+        secret="s3cr3t",
         runner=RunnerConfig(),
         store=StoreConfig(),
         store_path=str(folder / "store.db"),
@@ -416,7 +425,6 @@ async def live(
         rollout=algorithm.rollout,
         serving=ServingSettings(str(STARTER_MODEL), EngineConfig()),
         training=training,
-        sessions=world.sessions,
         group_reward=group_reward,
     )
     config = chosen.resolved() | {"tasks": tasks.fingerprint()}
@@ -428,7 +436,8 @@ async def live(
     async with within(world.deadline_s), world.run(chosen, start, world, die_after) as run:
         run._stack.callback(report.close)
         val_tasks = list(range(100, 100 + world.val_tasks))
-        work = Training(run, tasks, val_tasks, report, config).run()
+        groups = TrainingGroups if world.sessions is None else SessionGroups
+        work = PolicyLoop(run, tasks, val_tasks, report, config, groups=groups).run()
         with contextlib.suppress(StoreError) if die_after is not None else contextlib.nullcontext():
             async with run.watched():
                 await work

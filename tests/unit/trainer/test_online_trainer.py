@@ -25,7 +25,7 @@ def trainer(folder: Path, settings: dict[str, Any] | None = None, **arguments: A
 def test_the_run_of_a_server(tmp_path: Path) -> None:
     online = trainer(tmp_path, {"rollout": {"max_turns": 4}, "lr": 1e-4}, sessions={"max_open": 5})
     settings = online.plan_sessions().settings
-    assert (settings.payload.secret, settings.sessions.max_open) == (KEY, 5)
+    assert (settings.secret, settings.agents.max_open) == (KEY, 5)
     assert (settings.serving.route, settings.serving.session_rules.group_size) == ("/", 1)
     algorithm = settings.training.algorithm
     assert isinstance(algorithm, rl.algorithms.ReinforcePlusPlus)

@@ -24,7 +24,6 @@ from raylight.tasks.dev_loader import DevTaskLoader
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.runs.run_plan import Fit
 from raylight.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("planned_runs")
@@ -375,7 +374,7 @@ def test_epochs_are_checked(algorithm: Any) -> None:
 # what is given to fit
 
 
-def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Fit]) -> None:
+def test_fit_takes_agent_and_datasets_from_both_places(planned_runs: list[Any]) -> None:
     @rollout
     def other(task: int) -> float:
         return 2.0
@@ -420,7 +419,7 @@ decorated = rollout(plain)
         {"type": "unit.trainer.test_trainer:NotMade", "trained_agents": "x"},
     ],
 )
-def test_an_agent_may_be_described(spec: Any, planned_runs: list[Fit]) -> None:
+def test_an_agent_may_be_described(spec: Any, planned_runs: list[Any]) -> None:
     reaches_ray(Trainer(algorithm=Baseline()), spec, [1])
     reaches_ray(Trainer(algorithm=Baseline(), agent=spec), [1])
     reaches_ray(Trainer(algorithm=Baseline(), agent=plain, train_dataset=[1]), spec)
@@ -472,7 +471,7 @@ async def test_train_checks_as_fit_does() -> None:
         await Trainer(algorithm=Fast()).train(plain, [1])
 
 
-def test_a_loader_brings_tasks_and_resources(planned_runs: list[Fit]) -> None:
+def test_a_loader_brings_tasks_and_resources(planned_runs: list[Any]) -> None:
     loader = DevTaskLoader(
         tasks=[1, 2], resources={"main_llm": LLM(endpoint="http://h/v1", model="m"), "a": 1}
     )
@@ -484,13 +483,13 @@ def test_a_loader_brings_tasks_and_resources(planned_runs: list[Fit]) -> None:
         DevTaskLoader(tasks=[], resources={})
 
 
-def test_a_generator_of_tasks_reaches_the_algorithm(planned_runs: list[Fit]) -> None:
+def test_a_generator_of_tasks_reaches_the_algorithm(planned_runs: list[Any]) -> None:
     reaches_ray(Trainer(algorithm=Fast()), plain, (n for n in range(3)), iter([4]))
     (run,) = planned_runs
     assert (run.train, run.val) == ([0, 1, 2], [4])
 
 
-def test_datasets_of_an_algorithm_are_optional_but_tasks(planned_runs: list[Fit]) -> None:
+def test_datasets_of_an_algorithm_are_optional_but_tasks(planned_runs: list[Any]) -> None:
     reaches_ray(Trainer(algorithm=Fast()), plain)
     for wrong in ([], "tasks.json", {"a": 1}, 3):
         with pytest.raises(DatasetError, match="train_dataset"):
@@ -500,7 +499,7 @@ def test_datasets_of_an_algorithm_are_optional_but_tasks(planned_runs: list[Fit]
 # dev
 
 
-def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_runs: list[Fit]) -> None:
+def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_runs: list[Any]) -> None:
     for trainer in (Trainer(), Trainer(algorithm=Fast())):
         with pytest.raises(ReachedRay):
             trainer.dev(plain, [1])
@@ -512,7 +511,7 @@ def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_run
     ]
 
 
-async def test_train_does_what_dev_does_too(planned_runs: list[Fit]) -> None:
+async def test_train_does_what_dev_does_too(planned_runs: list[Any]) -> None:
     with pytest.raises(ReachedRay):
         await Trainer(dev=True).train(plain, [1])
     with pytest.raises(TypeError, match="FastAlgorithm"):

@@ -19,7 +19,6 @@ from raylight.rewards.terms import RelativeLength, agent_reward
 from raylight.tasks.stream import Stream
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.runs.run_plan import Fit
 from raylight.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("planned_runs")
@@ -61,7 +60,7 @@ def test_an_algorithm_with_its_own_loop_reads_no_settings_of_a_policy(
         Trainer(algorithm=Fast(), **unread).fit(plain, [1])
 
 
-def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Fit]) -> None:
+def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Any]) -> None:
     trainer = Trainer(
         algorithm=GRPO(model=hollow_model), engine={"replicas": 2}, n_learners=2, port=9000, seed=3
     )
@@ -76,7 +75,7 @@ def test_a_policy_reads_them(hollow_model: str, planned_runs: list[Fit]) -> None
     assert Trainer(algorithm=GRPO(model=hollow_model)).seed == 0
 
 
-def test_a_policy_reads_a_group_reward(hollow_model: str, planned_runs: list[Fit]) -> None:
+def test_a_policy_reads_a_group_reward(hollow_model: str, planned_runs: list[Any]) -> None:
     trainer = Trainer(
         algorithm=GRPO(model=hollow_model), group_reward="raylight.rewards.terms:RelativeLength"
     )
@@ -92,7 +91,7 @@ def test_a_policy_reads_a_group_reward(hollow_model: str, planned_runs: list[Fit
             Trainer(algorithm=GRPO(model=hollow_model), group_reward=wrong)
 
 
-def test_a_dataset_without_an_end_needs_a_number_of_steps(hollow_model: str, planned_runs: list[Fit]) -> None:
+def test_a_dataset_without_an_end_needs_a_number_of_steps(hollow_model: str, planned_runs: list[Any]) -> None:
     agent, stream = rollout(lambda task, llm: 1.0), Stream([1, 2, 3])
     with pytest.raises(ConfigError, match=r"length of Stream, the train_dataset, is not known.*set n_steps"):
         Trainer(algorithm=GRPO(model=hollow_model)).fit(agent, stream)

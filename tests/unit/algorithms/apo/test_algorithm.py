@@ -312,7 +312,7 @@ def test_what_a_trainer_sees_of_it(planned_runs: list[Any], tmp_path: Path) -> N
         trainer.fit(agent, [1], [2])
     (run,) = planned_runs
     assert run.total_steps == 5
-    assert trainer._config(run)["algorithm"]["beam_width"] == 4
+    assert run.config(trainer._given)["algorithm"]["beam_width"] == 4
     assert run.resume_file is None
     (tmp_path / "apo.json").write_text("{}")
     with pytest.raises(ReachedRay):

@@ -8,23 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from run_settings import policy_settings, served_settings
+from run_settings import KnownFacts, policy_settings, served_settings
 from safetensors.torch import save_file
 
 import raylight as rl
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit import hardware
+from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
+from raylight.trainer.cluster_fit.cluster_settings import fit_hardware, fit_served
 from raylight.trainer.cluster_fit.cluster_shape import NodeShape
 from raylight.trainer.cluster_fit.hardware import (
     Hardware,
     Workload,
     choose,
+    connected_hardware,
+    fit_engine,
     longest_sequence,
-    settings_for_hardware,
     workload,
 )
-from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings
+from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings, TeacherSettings
 
 CONTEXT = 32_768
 ENGINE_ON_GPU = {"dtype": "bfloat16", "max_model_len": 16_384}
@@ -310,31 +314,29 @@ def test_the_plan_of_a_run_follows_the_nodes(
     monkeypatch.setattr(hardware.ray, "nodes", lambda: known)
     monkeypatch.setattr(hardware, "ask_nodes", ask)
     settings = served_settings(str(tmp_path), EngineConfig(kind="transformers"))
-    found, notes = settings_for_hardware(settings, EngineConfig())
-    assert found.serving.engine.num_gpus == gpus  # type: ignore[union-attr]
-    assert bool(notes) == bool(gpus)
+    found = fit_engine(connected_hardware(), settings.serving, EngineConfig())
+    assert found.engine.num_gpus == gpus
+    assert bool(found.notes) == bool(gpus)
     if not gpus:
-        assert found == settings
+        assert found.engine == settings.serving.engine
     assert all(list(addresses) == [str(len(nodes) - 1)] for addresses in asked)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(3.0, (1, 1)), (2.0, (0.6, 0.4))])
 def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float, expected: tuple[float, float]
+    tmp_path: Path, gpus: float, expected: tuple[float, float]
 ) -> None:
-    monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(gpus))
     teacher = ServingSettings("t", EngineConfig(kind="transformers", num_gpus=1), "teacher")
     engine = EngineConfig(kind="transformers")
-    settings = policy_settings(str(tmp_path), engine, training={"teacher": teacher})
-    found, _ = settings_for_hardware(settings, engine)
-    assert found.training is not None
-    assert found.serving is not None
+    settings = policy_settings(
+        str(tmp_path), engine, training={"teacher": TeacherSettings(TeacherConfig(model="t"), teacher)}
+    )
+    found, _ = fit_hardware(settings, engine, KnownFacts(gpus))
     assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected
     model = RewardModelSettings(rl.rewards.reward_model("t"), teacher)
-    with_reward, _ = settings_for_hardware(
-        policy_settings(str(tmp_path), engine, reward_models=(model,)), engine
+    with_reward, _ = fit_hardware(
+        policy_settings(str(tmp_path), engine, reward_models=(model,)), engine, KnownFacts(gpus)
     )
-    assert with_reward.training is not None
     assert with_reward.training.learner == found.training.learner
 
 
@@ -350,14 +352,12 @@ def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
 )
 def test_the_rollouts_of_a_step_are_in_flight_at_once(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     kind: str,
     tasks: int,
     given: dict,
     engine: int,
     runner: int,
 ) -> None:
-    monkeypatch.setattr(hardware, "_cluster_hardware", lambda: Hardware(3))
     config = EngineConfig(kind=kind, replicas=2, **given)
     settings = policy_settings(
         str(tmp_path),
@@ -365,12 +365,11 @@ def test_the_rollouts_of_a_step_are_in_flight_at_once(
         runner=RunnerConfig(n=2, **given),
         training={"algorithm": rl.GRPO(model="m", tasks_per_step=tasks, group_size=8)},
     )
-    found, _ = settings_for_hardware(settings, config)
-    assert found.serving is not None
+    found, _ = fit_hardware(settings, config, KnownFacts(3))
     assert (found.serving.engine.max_concurrent, found.runner.max_concurrent) == (engine, runner)
 
 
 def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:
     engine = EngineConfig(kind="upstream", url="http://other/v1")
     settings = served_settings(str(tmp_path), engine)
-    assert settings_for_hardware(settings, engine) == (settings, ())
+    assert fit_served(settings, engine, ClusterFacts()) == (settings, ())

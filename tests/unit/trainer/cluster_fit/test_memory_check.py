@@ -11,15 +11,19 @@ from run_settings import policy_settings
 
 import raylight as rl
 from raylight.algorithms.policy import GRPO, RunSettings
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.doctor import report
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit import memory_check
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
-from raylight.trainer.cluster_fit.memory_plan import PlannedTeacher
-from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
-from raylight.trainer.spec.settings import ResolvedSettings, RewardModelSettings, ServingSettings
+from raylight.trainer.spec.settings import (
+    RewardModelSettings,
+    ServingSettings,
+    TeacherSettings,
+    TrainedSettings,
+)
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
-def trained(model_path: str, **learner: Any) -> ResolvedSettings:
+def trained(model_path: str, **learner: Any) -> TrainedSettings:
     return policy_settings(model_path, EngineConfig(kind="transformers"), LearnerConfig(**learner))
 
 
@@ -79,12 +83,13 @@ def planned_runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = planned_runs(monkeypatch)
-    teacher = ServingSettings(model, EngineConfig(kind="transformers", replicas=2), "teacher")
+    engine = EngineConfig(kind="transformers", replicas=2)
+    teacher = TeacherSettings(TeacherConfig(model=model), ServingSettings(model, engine, "teacher"))
     memory_check.check_memory(policy_settings(str(STARTER_MODEL), training={"teacher": teacher}))
     assert planned == []  # its kind is not known
-    engine = EngineConfig(kind="transformers")
-    memory_check.check_memory(policy_settings(str(STARTER_MODEL), engine, training={"teacher": teacher}))
-    assert [run.teacher for run in planned] == [PlannedTeacher(model, teacher.engine)]
+    policy = EngineConfig(kind="transformers")
+    memory_check.check_memory(policy_settings(str(STARTER_MODEL), policy, training={"teacher": teacher}))
+    assert [run.teacher for run in planned] == [teacher.serving]
 
 
 def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +100,7 @@ def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPat
     )
     policy = policy_settings(str(STARTER_MODEL), EngineConfig(kind="transformers"), reward_models=(scored,))
     memory_check.check_memory(policy)
-    assert [run.reward_models for run in planned] == [(PlannedRewardModel(model, engine),)]
+    assert [run.reward_models for run in planned] == [(scored.serving,)]
 
 
 def test_a_model_that_fits_starts(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

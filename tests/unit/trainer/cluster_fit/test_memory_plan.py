@@ -9,7 +9,7 @@ from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfi
 from raylight.errors import ConfigError
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
-from raylight.trainer.cluster_fit.memory_plan import PlannedRun, PlannedTeacher, _changes, make_plan
+from raylight.trainer.cluster_fit.memory_plan import PlannedRun, _changes, make_plan
 from raylight.trainer.cluster_fit.model_shape import (
     adapter_parameters,
     measure_activations,
@@ -17,7 +17,7 @@ from raylight.trainer.cluster_fit.model_shape import (
     read_config,
     read_shape,
 )
-from raylight.trainer.cluster_fit.reward_model_memory import PlannedRewardModel
+from raylight.trainer.spec.settings import ServingSettings
 
 H100S = ClusterShape((NodeShape(1000 * GIB, 8, 80 * GIB),))
 
@@ -139,13 +139,13 @@ def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
 
 def test_a_teacher_needs_memory_and_gpus(dense):
     engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 2})
-    plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, engine)), H100S)
+    plan = make_plan(replace(planned(dense), teacher=ServingSettings(dense, engine)), H100S)
     teacher = plan.roles[2]
     assert (teacher.role, teacher.processes, teacher.gpus) == ("teacher", 2, 1)
     assert {item.name: item.size for item in teacher.items}["weights"] == 7_615_616_512
     assert [shortage.what for shortage in plan.shortages] == ["GPUs"]  # 4 + 4 + 2 of 8
     on_cpu = EngineConfig(kind="transformers", max_concurrent=1, max_model_len=1024)
-    plan = make_plan(replace(planned(dense), teacher=PlannedTeacher(dense, on_cpu)), H100S)
+    plan = make_plan(replace(planned(dense), teacher=ServingSettings(dense, on_cpu)), H100S)
     items = {item.name: item.size for item in plan.roles[2].items}
     assert items["logits of a row"] == 3 * 4 * 1024 * 152064
     assert not plan.shortages
@@ -153,7 +153,7 @@ def test_a_teacher_needs_memory_and_gpus(dense):
 
 def test_a_reward_model_needs_memory_and_gpus(dense):
     engine = EngineConfig(num_gpus=0.5, replicas=2, dtype="bfloat16", args={"max_batch_tokens": 4096})
-    reward_models = (PlannedRewardModel(dense, engine),)
+    reward_models = (ServingSettings(dense, engine),)
     plan = make_plan(replace(planned(dense), reward_models=reward_models), H100S)
     role = plan.roles[2]
     assert (role.role, role.processes, role.gpus) == ("reward model", 2, 0.5)

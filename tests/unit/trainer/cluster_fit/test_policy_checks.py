@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_settings import policy_settings
 from unit_helpers import ReachedRay
 
 from raylight.agent.decorators import rollout
@@ -15,13 +15,13 @@ from raylight.algorithms.policy import GRPO
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import AgentSignatureError, ConfigError
 from raylight.traces.triplets import TracerTraceToTriplet
-from raylight.trainer.cluster_fit.cluster_settings import finalize_settings
+from raylight.trainer.cluster_fit.cluster_settings import finish_trained
 from raylight.trainer.cluster_fit.hardware import Hardware, Workload, choose
 from raylight.trainer.cluster_fit.policy_checks import (
+    engine_with_transport,
     idle_hardware,
     mismatch_limit,
     trained_agents_pattern,
-    with_transport,
 )
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.trainer.trainer import Trainer
@@ -32,8 +32,12 @@ def planned(fit: Any, gpus: float) -> str:
     settings = fit.settings
     engine = settings.serving.engine.model_copy(update={"kind": "vllm"})
     choice = choose(Hardware(gpus), engine, settings.training.learner, Workload(4096))
-    settings = settings.with_engine(choice.engine).with_training(learner=choice.learner)
-    return str(finalize_settings(settings).serving.engine.weight_transfer)
+    settings = replace(
+        settings,
+        serving=replace(settings.serving, engine=choice.engine),
+        training=replace(settings.training, learner=choice.learner),
+    )
+    return str(finish_trained(settings).serving.engine.weight_transfer)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +98,11 @@ def test_a_warning_above_the_default_limit_is_refused_unless_the_run_corrects(
 
 
 def test_engines_that_sleep_during_updates_cannot_sample_beside_them() -> None:
-    engine, algorithm = EngineConfig(kind="vllm", sleep_while_learning=True), GRPO(model="m", max_staleness=1)
+    engine = EngineConfig(kind="vllm", sleep_while_learning=True)
     with pytest.raises(ConfigError, match=r"max_staleness above 0 .*sleep_while_learning"):
-        with_transport(policy_settings("m", engine, algorithm=algorithm))
+        engine_with_transport(engine, LearnerConfig(), overlaps=True)
     awake = engine.model_copy(update={"sleep_while_learning": False})
-    assert with_transport(policy_settings("m", awake, algorithm=algorithm)).serving is not None
+    assert engine_with_transport(awake, LearnerConfig(), overlaps=True).weight_transfer == "gloo"
 
 
 def trained(of_agent: str | None, adapter: Any) -> str | None:

@@ -25,7 +25,7 @@ from raylight.errors import (
     ServingLostError,
 )
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster_fit.cluster_settings import with_scoring_models
+from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
 from raylight.trainer.cluster_fit.reward_model_settings import ENGINE, check_reward_model, plan_reward_models
 from raylight.trainer.components.reward_models import RewardModels
 from raylight.trainer.loops.group_grader import GroupGrader
@@ -216,7 +216,7 @@ def test_a_run_and_an_evaluation_have_the_models_of_their_group_reward(folder: P
         algorithm=algorithm, output_dir=tmp_path, group_reward=rl.rewards.RewardSum({"t": model})
     )
     fit = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
-    (found,) = with_scoring_models(fit.settings).reward_models
+    (found,) = fit_scoring_models(fit.settings).reward_models
     engine = found.serving.engine
     assert (engine.kind, engine.replicas, engine.num_cpus, engine.max_model_len) == (ENGINE, 3, 0.25, 64)
     assert engine.args == {"max_batch_tokens": 99}
@@ -232,6 +232,6 @@ def test_the_gpus_of_a_reward_model_are_its_own(folder: Path) -> None:
     settings = policy_settings(
         STARTER_MODEL, EngineConfig(kind="transformers"), reward_models=(on_gpu(folder, replicas=2),)
     )
-    (found,) = with_scoring_models(settings).reward_models
+    (found,) = fit_scoring_models(settings).reward_models
     assert (found.serving.engine.dtype, found.serving.engine.max_model_len) == ("bfloat16", 2048)
     assert [model.name for model in settings.scoring_models] == ["reward-model"]

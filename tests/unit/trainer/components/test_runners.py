@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from run_settings import make_settings, served_settings
 
 from raylight.config import EngineConfig
 from raylight.trainer.components import runners
+from raylight.trainer.spec.settings import ServingSettings
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ def test_hosts_of_the_gateway(
 ) -> None:
     monkeypatch.setattr(runners, "head_node", lambda: {"NodeManagerAddress": head})
     monkeypatch.setattr(runners.ray.util, "get_node_ip_address", lambda: here)
-    settings = make_settings() if engine is None else served_settings("model", engine)
-    assert runners.gateway_hosts(settings) == hosts
+    serving = None if engine is None else ServingSettings("model", engine)
+    assert runners.gateway_hosts(serving) == hosts

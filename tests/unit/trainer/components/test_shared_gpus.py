@@ -16,7 +16,7 @@ from raylight.learner import actor as actors
 from raylight.learner.actor import LearnerActor
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.components.learners import Learners
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.spec.resume import fresh_start
 from raylight.weight_sync.client import CoordinatorClient
 from raylight.weight_sync.coordinator import ReplicaCoordinator
@@ -38,30 +38,29 @@ class Events:
         return call
 
 
-def make_run(seen: list[str], learner: float, engine: float) -> Run:
+def make_run(seen: list[str], learner: float, engine: float) -> PolicyComponents:
     """Return a run whose learners and engine record their events."""
     settings = policy_settings(
         str(STARTER_MODEL),
         EngineConfig(num_gpus=engine, sleep_while_learning=True),
         LearnerConfig(num_gpus=learner),
     )
-    run = Run(settings, lambda text: None, owns_cluster=True)
+    run = PolicyComponents(settings, lambda text: None, True)
     run.serving, run.learners = cast(Any, Events("engines", seen)), cast(Any, Events("learners", seen))
+    run.runners = cast(Any, Events("runners", seen))
     return run
 
 
 @pytest.mark.parametrize(("learner", "engine"), [(1, 1), (0, 0), (0, 0.4), (0.6, 0.4)])
 async def test_all_start_at_once(learner: float, engine: float) -> None:
     seen: list[str] = []
-    await make_run(seen, learner, engine)._start(cast(Any, Events("runners", seen)))
+    await make_run(seen, learner, engine)._start()
     assert seen.index("engines.start") < seen.index("learners.start done")
     assert seen[-4:] == ["learners.join", "learners.join done", "engines.offer", "engines.offer done"]
 
 
 def make_learners(learner: float, engine: float) -> Learners:
     settings = make_run([], learner, engine).settings
-    assert settings.training is not None
-    assert settings.serving is not None
     learners = Learners(settings, settings.training, settings.serving, fresh_start(), lambda text: None)
     learners.publications = cast(Any, SimpleNamespace(learners_busy=asyncio.Lock()))
     return learners

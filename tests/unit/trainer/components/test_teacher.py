@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, RayTaskError
-from run_settings import policy_settings
 from training_world import FakeRun, World, live
 from unit_helpers import make_finished, make_generation, make_key
 
 import raylight as rl
 from raylight import semconv
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig
 from raylight.errors import (
     ConfigError,
@@ -35,10 +35,10 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
-from raylight.trainer.cluster_fit.teacher_settings import plan_teacher, with_teacher
-from raylight.trainer.components.run import Run
+from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
+from raylight.trainer.cluster_fit.teacher_settings import fit_teacher, plan_teacher
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, split_rows
-from raylight.trainer.spec.settings import ServingSettings
+from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
 from raylight.types import FinishedRollout, Span, Trajectory
 
 
@@ -86,7 +86,8 @@ def make_teacher(
     notes: list[str] = []
     engine = EngineConfig(replicas=replicas, max_model_len=longest)
     model = ServingSettings(STARTER_MODEL, engine, "teacher")
-    teacher = Teacher("run-1", model, timeout_s, None, notes.append, True, prompt)
+    config = TeacherConfig(model=STARTER_MODEL, timeout_s=timeout_s, prompt=prompt)
+    teacher = Teacher("run-1", TeacherSettings(config, model), None, notes.append, True)
     teacher._service._router = handle
     return teacher, notes
 
@@ -257,39 +258,37 @@ def test_a_model_that_the_run_itself_writes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is in the run directory, .* copy it to another folder"):
         rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")._plan(algorithm, agent, [1], None)
     found = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "next")._plan(algorithm, agent, [1], None)
-    assert found.settings.training.teacher.model_path == str(tmp_path / "run" / "best")
+    assert found.settings.training.teacher.serving.model_path == str(tmp_path / "run" / "best")
 
 
-def settings_with(teacher: dict[str, Any], **engine: Any) -> Any:
+def fitted(teacher: dict[str, Any], **policy: Any) -> EngineConfig:
+    """Return the teacher's engine for a policy with such an engine."""
     algorithm = rl.OPD(model=STARTER_MODEL, teacher={"model": STARTER_MODEL} | teacher)
-    return policy_settings(
-        STARTER_MODEL,
-        EngineConfig(kind="transformers", **engine),
-        algorithm=algorithm,
-        training={"teacher": plan_teacher(algorithm, STARTER_MODEL)},
-    )
+    planned = plan_teacher(algorithm, STARTER_MODEL)
+    assert planned is not None
+    return fit_teacher(planned, STARTER_MODEL, EngineConfig(kind="transformers", **policy)).serving.engine
 
 
 def test_a_teacher_takes_rows_as_long_as_the_policys() -> None:
-    found = with_teacher(settings_with({"replicas": 3}, max_model_len=48)).training.teacher
-    assert (found.engine.max_model_len, found.engine.max_concurrent, found.engine.replicas) == (48, 1, 3)
-    assert (found.name, found.engine.kind, found.engine.dtype) == ("teacher", "transformers", "float32")
-    on_gpu = with_teacher(settings_with({"num_gpus": 1, "kind": "transformers"})).training.teacher
-    assert on_gpu.engine.dtype == "bfloat16"
+    found = fitted({"replicas": 3}, max_model_len=48)
+    assert (found.max_model_len, found.max_concurrent, found.replicas) == (48, 1, 3)
+    assert (found.kind, found.dtype) == ("transformers", "float32")
+    on_gpu = fitted({"num_gpus": 1, "kind": "transformers"})
+    assert on_gpu.dtype == "bfloat16"
 
 
 def test_a_teacher_with_a_prompt_takes_longer_rows(tmp_path: Path) -> None:
     prompt = {"prompt": with_hint}
-    assert with_teacher(settings_with(prompt)).training.teacher.engine.max_model_len == 2048  # the model's
-    assert with_teacher(settings_with(prompt, max_model_len=64)).training.teacher.engine.max_model_len == 1088
+    assert fitted(prompt).max_model_len == 2048  # the model's
+    assert fitted(prompt, max_model_len=64).max_model_len == 1088
     own = {"max_model_len": 100}
-    assert with_teacher(settings_with(own, max_model_len=64)).training.teacher.engine.max_model_len == 100
+    assert fitted(own, max_model_len=64).max_model_len == 100
     with pytest.raises(ConfigError, match=r"max_model_len is 100, and rows .* up to 128 .* set it to 128"):
-        with_teacher(settings_with(own, max_model_len=128))
+        fitted(own, max_model_len=128)
     with pytest.raises(
         ConfigError, match=r"takes 2048 tokens, and its max_model_len is 4096; set it to 2048"
     ):
-        with_teacher(settings_with({"max_model_len": 4096}))
+        fitted({"max_model_len": 4096})
 
 
 def test_a_teacher_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
@@ -297,9 +296,8 @@ def test_a_teacher_with_a_shorter_context_is_refused(tmp_path: Path) -> None:
     shutil.copytree(STARTER_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
-    settings = settings_with({"model": str(folder)}, max_model_len=48)
     with pytest.raises(ConfigError, match=r"takes 32 tokens, and rows .* up to 48 .*'max_model_len': 32"):
-        with_teacher(settings)
+        fitted({"model": str(folder)}, max_model_len=48)
 
 
 def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +305,13 @@ def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     algorithm = rl.OPD(model=STARTER_MODEL, teacher={"model": "teacher", "timeout_s": 5}, n_steps=1)
     trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")
-    fit = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
-    settings = with_teacher(fit.settings)
+    run = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
+    settings = fit_scoring_models(run.settings)
     assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
-    teacher = Run(settings, print, True)._make_teacher()
-    assert isinstance(teacher, Teacher)
+    teacher = Teacher(settings.name, settings.training.teacher, None, print, True)
     service = teacher._service
     assert (service._name, service._timeout_s) == (f"{settings.name}-teacher", 5)
-    assert trainer._config(fit)["algorithm"]["teacher"] == {
+    assert run.config(trainer._given)["algorithm"]["teacher"] == {
         "model": str(tmp_path / "teacher"),
         "timeout_s": 5,
     }

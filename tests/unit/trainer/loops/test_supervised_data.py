@@ -154,7 +154,7 @@ def test_a_run_file_needs_no_agent_and_a_run_writes_one(tmp_path):
     assert fit.total_steps == 6
     assert fit.state_config["tasks"]["number"] == 5
     written = tmp_path / "config.yaml"
-    written.write_text(yaml.safe_dump(trainer._config(fit)))
+    written.write_text(yaml.safe_dump(fit.config(trainer._given)))
     again = load_run_file(written)
     assert again.output_dir == str(tmp_path / "out")
     assert rl.Trainer(**again.trainer_arguments()).algorithm == trainer.algorithm
@@ -164,6 +164,6 @@ def test_a_run_file_needs_no_agent_and_a_run_writes_one(tmp_path):
 def test_examples_given_in_code_are_not_written(tmp_path):
     trainer = rl.Trainer(algorithm=rl.SFT(model=STARTER_MODEL, data=[GOOD]), output_dir=tmp_path)
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(trainer._config(trainer._plan(trainer.algorithm, None, None, None))))
+    file.write_text(yaml.safe_dump(trainer._plan(trainer.algorithm, None, None, None).config(trainer._given)))
     with pytest.raises(ConfigError, match=r"algorithm\.data was given in code"):
         load_run_file(file)

@@ -79,7 +79,7 @@ def make_loop(folder: Any, ranks: FakeRanks, start: Any = None, data: Any = DATA
     )
     training = SupervisedTraining(algorithm, LearnerConfig(), CheckpointConfig(every=2), "", 6, "m")
     run = SimpleNamespace(
-        settings=SimpleNamespace(supervised=training, seed=3), ranks=ranks, start=start or fresh_start()
+        settings=SimpleNamespace(training=training, seed=3), ranks=ranks, start=start or fresh_start()
     )
     report = Report(folder, RecordingDisplay(), {}, last_logged_step=None if start is None else start.step)
     return SupervisedLoop(run, data, report, CONFIG)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.trainer.components.run import Run
 from raylight.trainer.components.serving import fill_resources, read_adapter
 from raylight.trainer.output.displays.tables import print_scores
 from raylight.trainer.output.scores import measure
@@ -22,7 +21,6 @@ from raylight.trainer.runs.eval_run import (
     EvalSettings,
     describe_evaluation,
     eval_line,
-    evaluation_config,
     find_adapter,
     ignored_sampling,
     rewards_by_name,
@@ -45,11 +43,9 @@ def plain(task: int, llm: LLM) -> float:
 def test_an_evaluation_has_no_learners(hollow_model: str, planned_runs: list[Any], tmp_path: Path) -> None:
     with pytest.raises(ReachedRay):
         Trainer(output_dir=tmp_path / "out").evaluate(plain, [1], model=hollow_model)
-    (settings,) = planned_runs
-    run = Run(settings, print, owns_cluster=True)
-    assert settings.training is None
-    assert run._make_learners() is None
-    assert not hasattr(run, "learners")
+    (run,) = planned_runs
+    assert not hasattr(run.settings, "training")
+    assert not hasattr(run.components(print, True), "learners")
 
 
 # what it is given
@@ -67,7 +63,8 @@ def test_a_plan_has_what_was_given(hollow_model: str, planned_runs: list[Any], t
         trainer.evaluate(
             plain, [1, 2], samples=4, sampling={"temperature": 0.5}, rollout={"timeout_seconds": 7}
         )
-    settings = planned_runs[0]
+    (run,) = planned_runs
+    settings = run.settings
     serving = settings.serving
     assert (serving.model_path, serving.engine.replicas, serving.engine.kind) == (
         hollow_model,
@@ -76,8 +73,7 @@ def test_a_plan_has_what_was_given(hollow_model: str, planned_runs: list[Any], t
     )
     assert (settings.runner.n, settings.seed, settings.rollout.timeout_seconds) == (3, 5, 7)
     assert serving.sampling_overrides == {"temperature": 0.5}
-    chosen = EvalSettings(model=hollow_model, samples=4, sampling={"temperature": 0.5})
-    config = json.loads(json.dumps(evaluation_config(settings, chosen, 2)))
+    config = json.loads(json.dumps(run.resolved()))
     assert (config["sampling"], config["samples"], config["tasks"]) == ({"temperature": 0.5}, 4, 2)
     assert (config["seed"], config["model"]) == (5, hollow_model)
     assert settings.store_path == str(tmp_path / "out" / "eval.db")
@@ -141,9 +137,9 @@ def test_an_upstream_model_is_scored_too_but_takes_neither_adapter_nor_budget(
     trainer = Trainer(engine={"url": "http://127.0.0.1:1/v1"}, output_dir=tmp_path)
     with pytest.raises(ReachedRay):
         trainer.evaluate(plain, [1], model="gpt-9")
-    serving = planned_runs[0].serving
+    serving = planned_runs[0].settings.serving
     assert (serving.model_path, serving.engine.upstream_model) == ("", "gpt-9")
-    assert evaluation_config(planned_runs[0], EvalSettings(model="gpt-9"), 1)["model"] == "gpt-9"
+    assert planned_runs[0].resolved()["model"] == "gpt-9"
     with pytest.raises(ConfigError, match="no adapter"):
         trainer.evaluate(plain, [1], model="gpt-9", lora_adapter=str(tmp_path))
     with pytest.raises(ConfigError, match="do not limit the calls of an upstream model"):
@@ -162,7 +158,7 @@ def test_every_served_model_gets_the_sampling_that_was_asked_for(
         Trainer(output_dir=tmp_path / "out", resources=slots).evaluate(
             agent, [1], model=hollow_model, sampling={"temperature": 0.0}
         )
-    settings, llm = planned_runs[0], LLM(endpoint="http://here", model="policy", traced=True)
+    settings, llm = planned_runs[0].settings, LLM(endpoint="http://here", model="policy", traced=True)
     offered = fill_resources(settings.resources, llm, settings.serving.sampling_overrides)
     assert offered["solver"].sampling_parameters == {"top_p": 0.9, "temperature": 0.0}
     assert (offered["solver"].endpoint, offered["judge"].sampling_parameters) == ("http://here", {})
@@ -305,9 +301,8 @@ def test_the_table_names_rewards_errors_and_pass_at_k(
     with pytest.raises(ReachedRay):
         Trainer(output_dir=tmp_path / "out").evaluate(plain, [1, 2], model=hollow_model, samples=2)
     finished = [said("4", reward) for reward in (1.0, 0.0, 1.0, 1.0)] + [make_finished(failure=BROKEN)]
-    chosen = EvalSettings(model=hollow_model, samples=2)
     scores = measure(finished, 2, None, 1.0)
-    figures = describe_evaluation(planned_runs[0], chosen, scores, finished, 2.0, None)
+    figures = describe_evaluation(planned_runs[0], scores, finished, 2.0, None)
     assert json.loads(json.dumps(figures)) == figures
     (tmp_path / "eval.jsonl").touch()
     print_scores(figures, str(tmp_path))

@@ -14,7 +14,7 @@ from run_settings import make_settings
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.store.journal import Journal
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import (
     ResumePoint,
@@ -203,7 +203,7 @@ async def test_the_engines_of_a_resumed_run_have_a_seed_of_their_own() -> None:
         async def statistics() -> dict[str, int]:
             return {"total_attempts": attempts}
 
-        run = Run(make_settings(seed=7), print, True, ResumePoint("a", **start))
+        run = RolloutComponents(make_settings(seed=7), print, True, ResumePoint("a", **start))
         run.store = cast(Any, SimpleNamespace(statistics=statistics))
         return await run._sampling_seed()
 

@@ -116,9 +116,9 @@ def test_a_file_without_settings_is_an_error(content: str, write: Any) -> None:
 def config_of(trainer: rl.Trainer, agent: Any, train: Any, val: Any, folder: Path) -> dict[str, Any]:
     """Return the content of the config.yaml that a run would write."""
     assert trainer.algorithm is not None
-    fit = trainer._plan(trainer.algorithm, agent, train, val)
-    fit.settings = replace(fit.settings, name="run-1", folder=str(folder))
-    return yaml.safe_load(yaml.safe_dump(trainer._config(fit)))
+    run = trainer._plan(trainer.algorithm, agent, train, val)
+    run.settings = replace(run.settings, name="run-1", folder=str(folder))
+    return yaml.safe_load(yaml.safe_dump(run.config(trainer._given)))
 
 
 def test_the_config_of_a_run_is_a_run_file_of_the_same_run(tmp_path: Path, write: Any) -> None:

@@ -16,6 +16,7 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError, EngineStartError, WeightSyncError
 from raylight.learner.adapter import adapted_layers
 from raylight.quickstart import STARTER_MODEL
+from raylight.trainer.cluster_fit.cluster_settings import finish_trained
 from raylight.trainer.spec import served_adapter
 from raylight.trainer.spec.settings import MODEL_NAME
 
@@ -40,12 +41,12 @@ def with_adapter(engine: dict[str, Any], lora: dict[str, Any] | None, staleness:
     learner = LearnerConfig(lora=None if lora is None else LoraConfig(**lora))
     algorithm = GRPO(model="m", max_staleness=staleness)
     settings = policy_settings(str(STARTER_MODEL), EngineConfig(**engine), learner, algorithm)
-    return served_adapter.with_adapter(settings).serving.engine  # type: ignore[union-attr]
+    return finish_trained(settings).serving.engine
 
 
 def test_an_engine_gets_room_for_the_adapter_and_vllm_its_layers():
     for engine, lora in [({"kind": "vllm"}, None), ({"kind": "vllm"}, {"serve": "merged"})]:
-        assert with_adapter(engine, lora) == EngineConfig(**engine)
+        assert with_adapter(engine, lora) == EngineConfig(**engine, weight_transfer="gloo")
     changed = with_adapter({"kind": "transformers"}, {})
     assert (changed.max_adapters, changed.args) == (1, {})
     changed = with_adapter({"kind": "vllm", "max_adapters": 3}, {"rank": 4})

@@ -1,4 +1,4 @@
-"""The work of runs: calls of an algorithm with its own loop, and the way of an update to the learners."""
+"""Runs of an algorithm with its own loop, and the way of an update to the learners."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from run_settings import KnownFacts
 from training_world import FakeRun, Ranks, World
 from unit_helpers import ReachedRay, within
 
@@ -21,10 +22,8 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.trainer import launch
-from raylight.trainer.cluster_fit.cluster_settings import finalize_settings
 from raylight.trainer.ray_session.connection import Connection
-from raylight.trainer.runs import work
-from raylight.trainer.runs.work import call_algorithm
+from raylight.trainer.runs.policy_run import PolicyRun
 
 
 @rl.rollout
@@ -66,7 +65,7 @@ async def carry_out(algorithm: Any, planned_runs: list[Any], folder: Path, *data
     run: Any = SimpleNamespace(store=StoreClient(StoreService()), serving=SimpleNamespace(resources={}))
     report: Any = SimpleNamespace(folder=folder)
     async with within():
-        await call_algorithm(planned_runs[-1], run, report)
+        await planned_runs[-1].loop(run, report).run()
 
 
 @pytest.mark.parametrize(("kind", "on_the_loop"), [(Awaited, True), (Blocking, False), (HandedOn, True)])
@@ -101,8 +100,8 @@ async def test_tasks_that_can_be_read_only_once_become_a_list(
 class LocalRun(FakeRun):
     """A run whose learners and engines are in this process."""
 
-    def __init__(self, settings: Any, show_stage: Any, owns_cluster: bool, start: Any, prepare: Any) -> None:
-        super().__init__(settings, start, World(Path(settings.folder)), None)
+    def __init__(self, run: PolicyRun) -> None:
+        super().__init__(run.settings, run.start, World(run.folder), None)
 
     async def counts(self) -> dict[str, int]:
         return {}
@@ -131,8 +130,8 @@ def test_few_functions_are_between_the_users_call_and_the_learners(
         return await original(self, batch)
 
     monkeypatch.setattr(launch, "ray_session", session)
-    monkeypatch.setattr(launch, "settings_for_cluster", lambda s, _: (finalize_settings(s), ()))
-    monkeypatch.setattr(work, "Run", LocalRun)
+    monkeypatch.setattr(launch, "ClusterFacts", KnownFacts)
+    monkeypatch.setattr(PolicyRun, "components", lambda run, *_: LocalRun(run))
     monkeypatch.setattr(Ranks, "update", update)
     algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1, tasks_per_step=2, group_size=2)
     trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path, progress=False)

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.trainer.loops.taken_groups import TakenGroups
+from raylight.trainer.loops.training_groups import TakenGroups
 from raylight.types import StepGroups
 
 

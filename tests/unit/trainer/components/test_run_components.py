@@ -12,7 +12,7 @@ from run_settings import make_settings
 from unit_helpers import within
 
 from raylight.errors import RunnerLostError, ServingLostError
-from raylight.trainer.components.run import Run
+from raylight.trainer.components.run_components import RunComponents
 from raylight.trainer.ray_session import cluster_monitor
 
 LOST = RunnerLostError("runner-0 died")
@@ -39,7 +39,7 @@ class Watched:
         return {f"errors_{self.error}": 1}
 
 
-class FakeRun(Run):
+class FakeRun(RunComponents):
     """A run of the given components."""
 
     def __init__(self, *components: Any, fails: bool = False) -> None:
@@ -142,6 +142,6 @@ async def test_what_was_started_is_stopped_if_another_component_does_not_start()
 
 async def test_nothing_is_stopped_on_a_lost_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeRun() as run:
-        monkeypatch.setattr("raylight.trainer.components.run.is_cluster_lost", lambda: True)
+        monkeypatch.setattr("raylight.trainer.components.run_components.is_cluster_lost", lambda: True)
     assert run.stopped == []
     assert not cluster_monitor.is_cluster_lost()

@@ -1,0 +1,111 @@
+"""Runs that train a model on given examples, without rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from raylight._utils.broken_packages import check_packages
+from raylight.algorithms.policy import RunSettings
+from raylight.algorithms.supervised import SupervisedAlgorithm
+from raylight.errors import ConfigError
+from raylight.experience.supervised_batches import SupervisedData
+from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
+from raylight.trainer.cluster_fit.cluster_settings import fit_supervised
+from raylight.trainer.cluster_fit.policy_checks import resolve_state_url
+from raylight.trainer.components.run_components import SupervisedComponents
+from raylight.trainer.loops.supervised_data import batch_schedule, load_supervised_data
+from raylight.trainer.loops.supervised_loop import SupervisedLoop
+from raylight.trainer.output.report import Report
+from raylight.trainer.runs.run_spec import TrainingRun, check_has_run
+from raylight.trainer.spec.arguments import GivenSettings
+from raylight.trainer.spec.inputs import resolve_model
+from raylight.trainer.spec.resume import Resume
+from raylight.trainer.spec.run_file import describe_algorithm, describe_component
+from raylight.trainer.spec.settings import SupervisedRunSettings, SupervisedTraining
+
+
+@dataclass(kw_only=True)
+class SupervisedRun(TrainingRun[SupervisedRunSettings, SupervisedComponents]):
+    """A run that trains a model on given examples."""
+
+    data: SupervisedData
+
+    @classmethod
+    def plan(
+        cls,
+        name: str,
+        folder: Path,
+        seed: int,
+        algorithm: SupervisedAlgorithm,
+        requested: RunSettings,
+        resume: Resume = False,
+    ) -> Self:
+        """Return the run that a call of `Trainer.fit` asks for.
+
+        Args:
+            name: name of the run.
+            folder: the run directory.
+            seed: seed of the order of the examples.
+            requested: settings of the Trainer.
+
+        Raises:
+            ConfigError, DatasetError, ModelNotFoundError, RowTooLongError: the run could not work.
+        """
+        learner, checkpoint = requested.learner, requested.checkpoint
+        if learner.kind != "ranks":
+            raise ConfigError(
+                f"learner.kind={learner.kind!r} needs an engine, and {type(algorithm).__name__} has none; "
+                "leave kind out"
+            )
+        check_has_run(resume, requested)
+        check_packages()
+        model_path = resolve_model(algorithm.model)
+        data = load_supervised_data(algorithm, model_path, learner)
+        steps = batch_schedule(algorithm, data, seed).steps
+        url = resolve_state_url(checkpoint.path or str(folder / "state"))
+        training = SupervisedTraining(algorithm, learner, checkpoint, url, steps, model_path)
+        return cls(
+            settings=SupervisedRunSettings(name=name, folder=str(folder), seed=seed, training=training),
+            requested=requested,
+            total_steps=steps,
+            resume=resume,
+            data=data,
+        )
+
+    @property
+    def training(self) -> SupervisedTraining:
+        return self.settings.training
+
+    @property
+    def state_config(self) -> dict[str, Any]:
+        return self.settings.resolved() | {"tasks": self.data.fingerprint()}
+
+    def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
+        self.settings = fit_supervised(self.settings, facts)
+        return ()
+
+    def config(self, given: GivenSettings) -> dict[str, Any]:
+        facts, training = self.settings.resolved(), self.training
+        content = {
+            "algorithm": describe_algorithm(training.algorithm) | {"model": training.model_path},
+            "output_dir": self.settings.folder,
+            "seed": facts.pop("seed"),
+            "learner": facts.pop("learner"),
+            "checkpoint": facts.pop("checkpoint"),
+            "loggers": describe_component(given.components["loggers"]),
+            **given.process,
+            "run": {name: value for name, value in facts.items() if name != "algorithm"},
+        }
+        return {name: value for name, value in content.items() if value is not None}
+
+    def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> SupervisedComponents:
+        return SupervisedComponents(self.settings, show_stage, owns_cluster, self.start)
+
+    def loop(self, components: SupervisedComponents, report: Report) -> SupervisedLoop:
+        return SupervisedLoop(components, self.data, report, self.state_config)
+
+    def summary(self, loop: SupervisedLoop, report: Report, counts: dict[str, int]) -> dict[str, Any]:
+        return report.finish_supervised(counts)
