@@ -14,8 +14,7 @@ from raylight.components import build_component, import_dotted_name
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
 from raylight.store.payloads import encode_payload
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.shuffled import ShuffledTasks
-from raylight.tasks.task_set import TaskSet
+from raylight.tasks.task_set import ShuffledTasks, TaskSet
 
 MAX_CHECKED = 10_000
 """Number of tasks, the first ones, whose types are checked before the run. Enqueueing checks the others."""

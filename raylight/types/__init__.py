@@ -8,28 +8,40 @@ token sequence to train on.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raylight.types.collections import Dataset, PaginatedResult
 from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
+    ATTEMPT_FINISHED,
+    ATTEMPT_TRANSITIONS,
     DRAW,
+    FINISHED,
     GREEDY,
+    LIVE,
+    RETRIED,
+    ROLLOUT_TRANSITIONS,
     SOURCE,
     TRAINABLE_AGENTS,
     TRUNCATED,
+    WAITING,
     Attempt,
     AttemptedRollout,
+    AttemptStatus,
     Budget,
+    Dataset,
     EnqueueRolloutRequest,
     Failure,
     FailureKind,
+    PaginatedResult,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
+    RolloutMode,
     RolloutState,
+    RolloutStatus,
     RolloutTokens,
     StepGroups,
     TokenTotals,
     Worker,
+    WorkerStatus,
 )
 from raylight.types.spans import (
     MAX_REWARD_SPANS,
@@ -45,19 +57,6 @@ from raylight.types.spans import (
     TraceStatus,
     Triplet,
     span_json,
-)
-from raylight.types.states import (
-    ATTEMPT_FINISHED,
-    ATTEMPT_TRANSITIONS,
-    FINISHED,
-    LIVE,
-    RETRIED,
-    ROLLOUT_TRANSITIONS,
-    WAITING,
-    AttemptStatus,
-    RolloutMode,
-    RolloutStatus,
-    WorkerStatus,
 )
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.message import END_THINK, THINK, MessageParser, MessagePiece, think_first
 from raylight.engines.transformers.prompt import render
 from raylight.engines.transformers.reply import (
@@ -20,7 +19,7 @@ from raylight.engines.transformers.reply import (
     usage_field,
 )
 from raylight.engines.transformers.requests import ChatRequest, NamedTool
-from raylight.engines.transformers.sequence import Sequence
+from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import Vocabulary
 from raylight.http.errors import RequestError
 from raylight.types.request_fields import log_dropped

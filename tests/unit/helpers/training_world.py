@@ -38,8 +38,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.tasks.shuffled import ShuffledTasks
-from raylight.tasks.task_set import TaskSet
+from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.loop import Training
 from raylight.trainer.parity import Parity
