@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 
-from raylight.engines.white_space import MAX_WHITE_SPACE, limit_white_space
 from raylight.http.errors import RequestError
 
 MISSING = (
@@ -51,6 +50,8 @@ MAX_REPETITIONS = 100_000
 
 _COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _COUNTS = ("minProperties", "maxProperties")
+MAX_WHITE_SPACE = 16
+"""Most characters of white space in a row."""
 
 
 class UselessSchema(Exception):
@@ -284,3 +285,21 @@ def find_pattern_problem(pattern: str) -> str | None:
     if product > MAX_REPETITIONS:
         return f"its counts multiply to {product}; at most {MAX_REPETITIONS} are allowed"
     return None
+
+
+def limit_white_space(structure: Any) -> Any:
+    """Return a structural tag of xgrammar whose JSON parts have limited white space.
+
+    A grammar of JSON allows any amount between its parts. A small model may then write nothing else, up to
+    its limit of tokens, and its answers never parse.
+
+    A limit that a part has already is kept.
+    """
+    if isinstance(structure, list):
+        return [limit_white_space(part) for part in structure]
+    if not isinstance(structure, dict):
+        return structure
+    if structure.get("type") == "json_schema":  # the schema itself is no structure
+        given = structure.get("max_whitespace_cnt")
+        return structure | {"max_whitespace_cnt": MAX_WHITE_SPACE if given is None else given}
+    return {key: limit_white_space(part) for key, part in structure.items()}

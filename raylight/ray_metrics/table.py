@@ -28,7 +28,6 @@ class MetricSpec:
     Attributes:
         name: without Ray's prefix.
         help: sentence for readers of Prometheus and of the reference.
-        unit: Grafana's name of the unit.
         labels: names of the labels beside `run`; those of a process are `replica`, `runner` and `rank`.
         rows: metrics of `metrics.jsonl` whose last values it has, with the labels of each.
     """
@@ -36,7 +35,6 @@ class MetricSpec:
     name: str
     kind: Kind
     help: str
-    unit: str
     source: Source
     labels: tuple[str, ...] = ()
     rows: Mapping[str, Labels] = field(default_factory=dict)
@@ -48,34 +46,34 @@ class MetricSpec:
         return tuple(f"{RAY_PREFIX}{self.name}{suffix}" for suffix in suffixes)
 
 
-def _kind(name: str) -> Kind:
-    return "counter" if name.endswith("_total") else "gauge"
-
-
-def _driver(name: str, text: str, unit: str, *labels: str, **rows: Labels) -> MetricSpec:
-    """Return a metric of the driver.
+def _metric(source: Source, name: str, text: str, *labels: str, **rows: Labels) -> MetricSpec:
+    """Return a counter if its name ends with `_total`, else a gauge.
 
     Args:
         rows: metrics of `metrics.jsonl`, with "__" for "/".
     """
+    kind: Kind = "counter" if name.endswith("_total") else "gauge"
     sources = {row.replace("__", "/"): of for row, of in rows.items()}
-    return MetricSpec(PREFIX + name, _kind(name), text, unit, "driver", labels, sources)
+    return MetricSpec(PREFIX + name, kind, text, source, labels, sources)
 
 
-def _gateway(name: str, text: str, unit: str, *labels: str) -> MetricSpec:
-    return MetricSpec(PREFIX + name, _kind(name), text, unit, "gateway", ("replica", *labels))
+def _driver(name: str, text: str, *labels: str, **rows: Labels) -> MetricSpec:
+    return _metric("driver", name, text, *labels, **rows)
+
+
+def _gateway(name: str, text: str, *labels: str) -> MetricSpec:
+    return _metric("gateway", name, text, "replica", *labels)
 
 
 def _histogram(name: str, text: str) -> MetricSpec:
-    return MetricSpec(PREFIX + name, "histogram", text, "s", "gateway", ("replica", "route"))
+    return MetricSpec(PREFIX + name, "histogram", text, "gateway", ("replica", "route"))
 
 
 _DRIVER = (
-    _driver("step", "Last training step", "none", step={}),
+    _driver("step", "Last training step", step={}),
     _driver(
         "reward",
         "Mean reward of the last step's rollouts (train) or of the last evaluation (val)",
-        "none",
         "mode",
         train__reward={"mode": "train"},
         val__reward={"mode": "val"},
@@ -83,28 +81,23 @@ _DRIVER = (
     _driver(
         "reward_stddev",
         "Standard deviation of these rewards",
-        "none",
         "mode",
         train__reward_std={"mode": "train"},
         val__reward_std={"mode": "val"},
     ),
-    _driver("loss", "Loss of the policy in the last update", "none", learner__pg_loss={}),
+    _driver("loss", "Loss of the policy in the last update", learner__pg_loss={}),
     _driver(
         "kl",
         "Divergence of the policy from the one before the update (update) or from the reference (reference)",
-        "none",
         "of",
         learner__ppo_kl={"of": "update"},
         learner__kl={"of": "reference"},
     ),
-    _driver("entropy", "Mean entropy of the policy per token, in nats", "none", learner__entropy={}),
-    _driver(
-        "gradient_norm", "Norm of the gradient before clipping, last update", "none", learner__grad_norm={}
-    ),
+    _driver("entropy", "Mean entropy of the policy per token, in nats", learner__entropy={}),
+    _driver("gradient_norm", "Norm of the gradient before clipping, last update", learner__grad_norm={}),
     _driver(
         "mismatch",
         "Absolute difference of the log-probs of engine and learner for the same weights",
-        "none",
         "statistic",
         mismatch__logprob_abs_mean={"statistic": "mean"},
         mismatch__logprob_abs_max={"statistic": "max"},
@@ -112,7 +105,6 @@ _DRIVER = (
     _driver(
         "staleness_versions",
         "Age of the last batch's tokens in versions of the weights, of an asynchronous run",
-        "none",
         "statistic",
         async__staleness_mean={"statistic": "mean"},
         async__staleness_max={"statistic": "max"},
@@ -120,7 +112,6 @@ _DRIVER = (
     _driver(
         "phase_seconds",
         "Seconds of the last step by phase; waiting is that of the learners in an asynchronous run",
-        "s",
         "phase",
         time__rollout_s={"phase": "rollouts"},
         time__update_s={"phase": "update"},
@@ -131,7 +122,6 @@ _DRIVER = (
     _driver(
         "ledger_tokens",
         "Sampled tokens since the start by what became of them",
-        "short",
         "fate",
         **{
             f"ledger__{fate}": {"fate": fate}
@@ -150,13 +140,11 @@ _DRIVER = (
     _driver(
         "groups_without_signal",
         "Groups of the last step whose rewards did not differ",
-        "none",
         train__groups_without_signal={},
     ),
     _driver(
         "response_tokens",
         "Mean tokens of an answer",
-        "short",
         "mode",
         train__response_tokens={"mode": "train"},
         val__response_tokens={"mode": "val"},
@@ -164,112 +152,84 @@ _DRIVER = (
     _driver(
         "failed_rollouts",
         "Failed rollouts of the last step by kind of failure",
-        "none",
         "kind",
         **{f"failures__{kind}": {"kind": kind} for kind in get_args(FailureKind)},
     ),
-    _driver("weight_version", "Version of the weights after the last update", "none", weights__version={}),
-    _driver("learner_restarts_total", "Restarts of the learners after a loss", "none", learner__restarts={}),
+    _driver("weight_version", "Version of the weights after the last update", weights__version={}),
+    _driver("learner_restarts_total", "Restarts of the learners after a loss", learner__restarts={}),
     _driver(
         "rollouts",
         "Rollouts in the store by status; queuing and requeuing ones wait, preparing and running ones are "
         "leased to a runner",
-        "none",
         "status",
     ),
-    _driver("runners", "Runners that are up", "none"),
-    _driver("replicas", "Replicas of the engine that are up", "none"),
-    _driver("serving_away_seconds_total", "Seconds in which no replica answered", "s"),
+    _driver("runners", "Runners that are up"),
+    _driver("replicas", "Replicas of the engine that are up"),
+    _driver("serving_away_seconds_total", "Seconds in which no replica answered"),
 )
 _GATEWAY = (
-    _gateway("requests_total", "Requests by route and status", "short", "route", "status"),
-    _gateway("requests_in_flight", "Requests that are not yet answered", "none"),
+    _gateway("requests_total", "Requests by route and status", "route", "status"),
+    _gateway("requests_in_flight", "Requests that are not yet answered"),
     _histogram("request_seconds", "Seconds from a request to the end of its answer"),
     _histogram("first_byte_seconds", "Seconds from a request to the first byte of its answer"),
-    _gateway("prompt_tokens_total", "Prompt tokens of recorded calls", "short"),
-    _gateway("output_tokens_total", "Tokens sampled in recorded calls", "short"),
-    _gateway("aborted_calls_total", "Recorded calls that ended before their answer was complete", "none"),
-    _gateway("replays_total", "Retries answered with the answer already sampled", "none"),
+    _gateway("prompt_tokens_total", "Prompt tokens of recorded calls"),
+    _gateway("output_tokens_total", "Tokens sampled in recorded calls"),
+    _gateway("aborted_calls_total", "Recorded calls that ended before their answer was complete"),
+    _gateway("replays_total", "Retries answered with the answer already sampled"),
     _gateway(
-        "ignored_fields_total",
-        "Requests from which a field of engine.ignore_fields was dropped",
-        "none",
-        "field",
+        "ignored_fields_total", "Requests from which a field of engine.ignore_fields was dropped", "field"
     ),
-    _gateway("dropped_tools_total", "Tools of requests that no model here can use", "none", "tool"),
-    _gateway("overridden_requests_total", "Training requests whose sampling was replaced", "none"),
-    _gateway("auxiliary_requests_total", "Requests of attempts for another model name", "none"),
-    _gateway("rejected_keys_total", "Requests without a valid API key", "none"),
-    _gateway("engine_idle_seconds_total", "Seconds in which the engine had no request", "s"),
-    _gateway("engine_kv_use_ratio", "Share of the key-value cache in use", "percentunit"),
-    _gateway("engine_kv_capacity_tokens", "Tokens that the key-value cache holds", "short"),
-    _gateway("engine_running_requests", "Requests that are being sampled", "none"),
-    _gateway("engine_waiting_requests", "Requests that wait for the engine", "none"),
-    _gateway("engine_preemptions_total", "Times that a request lost its place in the cache", "none"),
-    _gateway("replica_weight_version", "Version of the weights or the adapter of a replica", "none"),
-    _gateway("recorder_open_calls", "Announced calls that have not ended", "none"),
-    _gateway("recorder_unsent_records", "Announcements and records that the store does not have yet", "none"),
-    _gateway("recorder_lost_records_total", "Announcements and records that never reached the store", "none"),
+    _gateway("dropped_tools_total", "Tools of requests that no model here can use", "tool"),
+    _gateway("overridden_requests_total", "Training requests whose sampling was replaced"),
+    _gateway("auxiliary_requests_total", "Requests of attempts for another model name"),
+    _gateway("rejected_keys_total", "Requests without a valid API key"),
+    _gateway("engine_idle_seconds_total", "Seconds in which the engine had no request"),
+    _gateway("engine_kv_use_ratio", "Share of the key-value cache in use"),
+    _gateway("engine_kv_capacity_tokens", "Tokens that the key-value cache holds"),
+    _gateway("engine_running_requests", "Requests that are being sampled"),
+    _gateway("engine_waiting_requests", "Requests that wait for the engine"),
+    _gateway("engine_preemptions_total", "Times that a request lost its place in the cache"),
+    _gateway("replica_weight_version", "Version of the weights or the adapter of a replica"),
+    _gateway("recorder_open_calls", "Announced calls that have not ended"),
+    _gateway("recorder_unsent_records", "Announcements and records that the store does not have yet"),
+    _gateway("recorder_lost_records_total", "Announcements and records that never reached the store"),
     _gateway(
         "recorder_overloaded_calls_total",
         "Calls rejected because the recorder was full or the store unreachable",
-        "none",
     ),
-    _gateway("recorder_rejected_calls_total", "Calls rejected because their attempt had finished", "none"),
+    _gateway("recorder_rejected_calls_total", "Calls rejected because their attempt had finished"),
     _gateway(
         "prompts_total",
         "Prompts of attempts by source: spliced from the conversation's tokens, partly spliced, rendered "
         "from messages, or refused because the chat template cannot be continued in tokens",
-        "none",
         "source",
     ),
 )
 _OTHERS = (
-    MetricSpec(
-        "raylight_runner_rollouts", "gauge", "Rollouts that a runner executes", "none", "runner", ("runner",)
+    _metric("runner", "runner_rollouts", "Rollouts that a runner executes", "runner"),
+    _metric(
+        "runner", "runner_capacity", "Rollouts that a runner executes at most (max_concurrent)", "runner"
     ),
-    MetricSpec(
-        "raylight_runner_capacity",
-        "gauge",
-        "Rollouts that a runner executes at most (max_concurrent)",
-        "none",
-        "runner",
-        ("runner",),
-    ),
-    MetricSpec(
-        "raylight_learner_update_seconds",
-        "gauge",
-        "Seconds of a rank's last update",
-        "s",
+    _metric("learner", "learner_update_seconds", "Seconds of a rank's last update", "rank"),
+    _metric(
         "learner",
-        ("rank",),
-    ),
-    MetricSpec(
-        "raylight_learner_memory_peak_bytes",
-        "gauge",
+        "learner_memory_peak_bytes",
         "Most memory that a rank has used, of its process (host) and of its GPU (device)",
-        "bytes",
-        "learner",
-        ("rank", "memory"),
+        "rank",
+        "memory",
     ),
-    MetricSpec(
-        "raylight_subscribed_replicas",
-        "gauge",
+    _metric(
+        "coordinator",
+        "subscribed_replicas",
         "Replicas that have executed all orders (ready), and others (joining)",
-        "none",
-        "coordinator",
-        ("state",),
+        "state",
     ),
-    MetricSpec(
-        "raylight_publication_seconds",
-        "gauge",
+    _metric(
+        "coordinator",
+        "publication_seconds",
         "Seconds in which the last version of the weights or the adapter reached all replicas",
-        "s",
-        "coordinator",
     ),
-    MetricSpec(
-        "raylight_evicted_replicas_total", "counter", "Replicas that were too late", "none", "coordinator"
-    ),
+    _metric("coordinator", "evicted_replicas_total", "Replicas that were too late"),
 )
 METRICS = {spec.name: spec for spec in (*_DRIVER, *_GATEWAY, *_OTHERS)}
 """All metrics by name."""

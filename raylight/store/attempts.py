@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.attempt_state import HOLD, SELECT_STATE, AttemptState
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ATTEMPT, N_STATE, Row, config_from_json, failure_from_json, failure_json
 from raylight.store.run_clock import RunClock
 from raylight.store.transitions import (
+    HOLD,
+    SELECT_STATE,
+    AttemptState,
     InfrastructureLosses,
     backoff_seconds,
     check_attempt_transition,

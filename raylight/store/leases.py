@@ -15,13 +15,13 @@ Laws:
 from __future__ import annotations
 
 from raylight.errors import WorkerGoneError
-from raylight.store.attempt_state import IS_LIVE, AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.outages import Outages
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import Row, new_id
 from raylight.store.run_clock import RunClock
+from raylight.store.transitions import IS_LIVE, AttemptState
 from raylight.store.workers import Workers
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, AttemptStatus, Failure
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylight.semconv import GRADE_SPAN_ID
-from raylight.store.attempt_state import HOLD, AttemptState
 from raylight.store.attempts import Attempts
 from raylight.store.journal import Journal
 from raylight.store.rollouts import Rollouts
 from raylight.store.rows import BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
+from raylight.store.transitions import HOLD, AttemptState
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, MAX_REWARD_SPANS, MAX_SPANS, REPEATED, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]

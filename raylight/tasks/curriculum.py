@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.shuffled import ShuffledTasks, shuffled_indices
-from raylight.tasks.task_set import Draw, SetSampler, TaskSet
+from raylight.tasks.task_set import Draw, SetSampler, ShuffledTasks, TaskSet, shuffled_indices
 
 Pool = Literal["untested", "learnable", "unsolved", "solved"]
 POOLS: tuple[Pool, ...] = get_args(Pool)

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from raylight.errors import DatasetError
-from raylight.tasks.shuffled import ShuffledTasks
 from raylight.tasks.stream import Stream
-from raylight.tasks.task_set import TaskSet
+from raylight.tasks.task_set import ShuffledTasks, TaskSet
 
 MAX_ROWS = 10_000_000
 """Maximum number of tasks of a dataset. The driver holds all of them."""

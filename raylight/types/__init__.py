@@ -8,28 +8,40 @@ token sequence to train on.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raylight.types.collections import Dataset, PaginatedResult
 from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
+    ATTEMPT_FINISHED,
+    ATTEMPT_TRANSITIONS,
     DRAW,
+    FINISHED,
     GREEDY,
+    LIVE,
+    RETRIED,
+    ROLLOUT_TRANSITIONS,
     SOURCE,
     TRAINABLE_AGENTS,
     TRUNCATED,
+    WAITING,
     Attempt,
     AttemptedRollout,
+    AttemptStatus,
     Budget,
+    Dataset,
     EnqueueRolloutRequest,
     Failure,
     FailureKind,
+    PaginatedResult,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
+    RolloutMode,
     RolloutState,
+    RolloutStatus,
     RolloutTokens,
     StepGroups,
     TokenTotals,
     Worker,
+    WorkerStatus,
 )
 from raylight.types.spans import (
     MAX_REWARD_SPANS,
@@ -45,19 +57,6 @@ from raylight.types.spans import (
     TraceStatus,
     Triplet,
     span_json,
-)
-from raylight.types.states import (
-    ATTEMPT_FINISHED,
-    ATTEMPT_TRANSITIONS,
-    FINISHED,
-    LIVE,
-    RETRIED,
-    ROLLOUT_TRANSITIONS,
-    WAITING,
-    AttemptStatus,
-    RolloutMode,
-    RolloutStatus,
-    WorkerStatus,
 )
 
 if TYPE_CHECKING:
@@ -77,76 +76,9 @@ if TYPE_CHECKING:
         VersionArray,
     )
 
-__all__ = [
-    "ATTEMPT_FINISHED",
-    "ATTEMPT_TRANSITIONS",
-    "AUXILIARY",
-    "CONTINUED",
-    "DRAW",
-    "DRIFTS",
-    "FINISHED",
-    "GREEDY",
-    "GREEDY_BELOW",
-    "LIVE",
-    "MAX_REWARD_SPANS",
-    "MAX_SEQUENCE_ID",
-    "MAX_SPANS",
-    "NEVER_SAMPLED_BELOW",
-    "REPEATED",
-    "RETRIED",
-    "ROLLOUT_TRANSITIONS",
-    "SOURCE",
-    "TRAINABLE_AGENTS",
-    "TRUNCATED",
-    "WAITING",
-    "Attempt",
-    "AttemptStatus",
-    "AttemptedRollout",
-    "Attributes",
-    "Budget",
-    "CallKey",
-    "ContinuedKind",
-    "Dataset",
-    "DriftKind",
-    "EnqueueRolloutRequest",
-    "Event",
-    "Failure",
-    "FailureKind",
-    "FinishReason",
-    "FinishedRollout",
-    "Generation",
-    "HistoryKind",
-    "HistoryNote",
-    "IntArray",
-    "Link",
-    "LogprobArray",
-    "MaskArray",
-    "OtelResource",
-    "PaginatedResult",
-    "ResourcesUpdate",
-    "Rollout",
-    "RolloutConfig",
-    "RolloutMode",
-    "RolloutState",
-    "RolloutStatus",
-    "RolloutTokens",
-    "Span",
-    "SpanContext",
-    "SpanCoreFields",
-    "StepGroups",
-    "TokenTotals",
-    "TraceStatus",
-    "Trajectory",
-    "Triplet",
-    "VersionArray",
-    "Worker",
-    "WorkerStatus",
-    "span_json",
-]
-
 
 def __getattr__(name: str) -> Any:
     """Load the types of tokens on their first use: they need numpy, which an agent's process does not."""
-    if name not in __all__:
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("raylight.types.tokens"), name)

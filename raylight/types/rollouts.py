@@ -1,15 +1,16 @@
-"""Rollouts, attempts, workers and resources: the records that the store keeps."""
+"""Rollouts, attempts, workers and resources: the records that the store keeps, and the tables of the allowed
+transitions of their states."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol, Self, SupportsIndex, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SECONDS
 from raylight.base_config import Config
-from raylight.types.states import AttemptStatus, RolloutMode, RolloutStatus, WorkerStatus
 
 FailureKind = Literal[
     "agent", "reward", "hook", "truncated", "timeout", "unresponsive", "cancelled", "infrastructure"
@@ -26,6 +27,50 @@ DRAW = "draw"
 """Metadata key of a rollout: what the sampler of tasks needs to draw its task again."""
 GREEDY = "greedy"
 """Metadata key of a rollout that is sampled greedily, as the baseline of others (ReMax)."""
+RolloutMode = Literal["train", "val", "test"]
+RolloutStatus = Literal["queuing", "preparing", "running", "succeeded", "failed", "requeuing", "cancelled"]
+AttemptStatus = Literal["preparing", "running", "succeeded", "failed", "unresponsive", "timeout"]
+WorkerStatus = Literal["idle", "busy", "unknown"]
+
+ROLLOUT_TRANSITIONS: dict[RolloutStatus, frozenset[RolloutStatus]] = {
+    "queuing": frozenset({"preparing", "cancelled"}),
+    "preparing": frozenset({"running", "succeeded", "failed", "requeuing", "cancelled"}),
+    "running": frozenset({"succeeded", "failed", "requeuing", "cancelled"}),
+    "requeuing": frozenset({"preparing", "running", "succeeded", "failed", "cancelled"}),
+    "succeeded": frozenset(),
+    "failed": frozenset({"running", "succeeded"}),
+    "cancelled": frozenset(),
+}
+"""Allowed changes of a rollout's status.
+
+A requeued or failed rollout returns to running, or succeeds, when its latest attempt, which was taken for
+unresponsive, responds again.
+"""
+
+ATTEMPT_TRANSITIONS: dict[AttemptStatus, frozenset[AttemptStatus]] = {
+    "preparing": frozenset({"running", "succeeded", "failed", "unresponsive", "timeout"}),
+    "running": frozenset({"succeeded", "failed", "unresponsive", "timeout"}),
+    "unresponsive": frozenset({"running", "succeeded", "failed", "timeout"}),
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+    "timeout": frozenset(),
+}
+"""Allowed changes of an attempt's status."""
+
+WAITING: frozenset[RolloutStatus] = frozenset({"queuing", "requeuing"})
+"""Statuses of rollouts in the queue."""
+FINISHED: frozenset[RolloutStatus] = frozenset({"succeeded", "failed", "cancelled"})
+"""Final statuses of rollouts."""
+LIVE: frozenset[AttemptStatus] = frozenset({"preparing", "running"})
+"""Statuses of attempts that a worker is executing."""
+ATTEMPT_FINISHED: frozenset[AttemptStatus] = frozenset(
+    status for status, following in ATTEMPT_TRANSITIONS.items() if not following
+)
+"""Final statuses of attempts."""
+RETRIED: frozenset[AttemptStatus] = frozenset({"failed", "unresponsive", "timeout"})
+"""Statuses that a `retry_condition` may name."""
+Task = TypeVar("Task", covariant=True)
+Item = TypeVar("Item")
 
 
 class StrictModel(BaseModel):
@@ -262,3 +307,36 @@ class StepGroups(NamedTuple):
     def all(self) -> tuple[int, ...]:
         """Trained and dropped groups."""
         return self.trained + self.dropped
+
+
+class Dataset(Protocol[Task]):
+    """Protocol of datasets: a list, a `torch.utils.data.Dataset`, or any sequence of tasks. No class needs to
+    inherit from it."""
+
+    def __getitem__(self, index: SupportsIndex, /) -> Task: ...
+
+    def __len__(self) -> int: ...
+
+
+class PaginatedResult(list[Item]):
+    """List of the results of a query, with the page that they are.
+
+    Args:
+        items: the results on the page.
+        limit: maximum number of results that the query asked for; -1 for all.
+        offset: number of results before the page.
+        total: number of results on all pages. None: the page holds all of them.
+    """
+
+    def __init__(
+        self, items: Iterable[Item] = (), *, limit: int = -1, offset: int = 0, total: int | None = None
+    ) -> None:
+        super().__init__(items)
+        self.limit = limit
+        self.offset = offset
+        self.total = len(self) if total is None else total
+
+    def __repr__(self) -> str:
+        end = "" if self.limit == -1 else self.offset + self.limit
+        first = "empty" if not self else f"[{self[0]!r}, ...]" if len(self) > 1 else f"[{self[0]!r}]"
+        return f"<PaginatedResult ({self.offset}:{end} of {self.total}) {first}>"

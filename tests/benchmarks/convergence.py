@@ -27,7 +27,7 @@ from raylight.experience.batch import build_batch
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
-from raylight.tasks.shuffled import TaskSampler
+from raylight.tasks.task_set import TaskSampler
 from raylight.trainer.loops.training_groups import choose_groups
 from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
 

@@ -44,7 +44,7 @@ from raylight.config import LearnerConfig
 from raylight.experience.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
-from raylight.tasks.shuffled import TaskSampler
+from raylight.tasks.task_set import TaskSampler
 
 STALENESS = (0, 1, 2, 4, 8)
 REJECTION: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1"}

@@ -19,8 +19,7 @@ import raylight as rl
 from raylight.agent.resources import LLM
 from raylight.engines.protocol import Engine
 from raylight.engines.upstream import UpstreamEngine
-from raylight.http.context_length import ContextLengthError
-from raylight.http.errors import error_response
+from raylight.http.errors import ContextLengthError, error_response
 from raylight.runner.execute import execute
 from raylight.types import FinishedRollout, Span
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from vllm_helpers import HI, TOLERANCE, change, difference, expected_logprobs, until
 from weight_loading import load_weights
 
-from raylight.engines.white_space import MAX_WHITE_SPACE
+from raylight.engines.grammar import MAX_WHITE_SPACE
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 SCHEMA = {

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.harmony import HarmonyParser
 from raylight.engines.transformers.message import PARSERS, MessageParser, think_first
 from raylight.engines.transformers.prompt import render
@@ -21,7 +20,7 @@ from raylight.engines.transformers.reply import (
     usage_field,
 )
 from raylight.engines.transformers.requests import ChatRequest, NamedTool
-from raylight.engines.transformers.sequence import Sequence
+from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import Vocabulary
 from raylight.engines.transformers.tools import MessagePiece
 from raylight.http.errors import RequestError

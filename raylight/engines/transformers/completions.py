@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.prompt import encode
 from raylight.engines.transformers.reply import (
     ChoiceReader,
@@ -18,6 +17,7 @@ from raylight.engines.transformers.reply import (
     usage_field,
 )
 from raylight.engines.transformers.requests import CompletionRequest
+from raylight.engines.transformers.sequence import Choices
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine

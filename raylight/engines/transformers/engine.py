@@ -22,17 +22,15 @@ from raylight.engines.capture_context import CURRENT, Sample
 from raylight.engines.grammar import Grammars, matcher_for
 from raylight.engines.protocol import EngineLoad, EngineSettings, LoraAdapter, UpdateMode
 from raylight.engines.transformers.app import build_app
-from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.decoder import Decoder
 from raylight.engines.transformers.message import PARSERS, MessageStyle, find_style
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.engines.transformers.sequence import Sequence
+from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.bounds import check_answer_size
-from raylight.http.context_length import ContextLengthError
-from raylight.http.errors import RequestError
+from raylight.http.errors import ContextLengthError, RequestError
 from raylight.weight_transfer.transports import make_receiver
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raylight.engines.capture_context import CURRENT
-from raylight.engines.transformers.choices import Choices
 from raylight.engines.transformers.requests import SamplingBody
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.engines.transformers.sequence import Sequence
+from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.sse import sse_bytes

@@ -16,7 +16,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
-from raylight.engines.white_space import limit_white_space
+from raylight.engines.grammar import limit_white_space
 from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW
 
 TOLERANCE = 1e-5

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from raylight.store.attempt_state import HOLD
+from raylight.store.transitions import HOLD
 from raylight.types import CallKey
 
 HOLD_S = 0.01

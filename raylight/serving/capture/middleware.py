@@ -36,7 +36,7 @@ from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import REPEATED_KEY
 from raylight.serving.capture.sampling_override import OVERRIDDEN_KEY
 from raylight.serving.conversations.conversations import Conversations, SentConversation
-from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
+from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
 from raylight.types import DRIFTS, REPEATED, HistoryNote
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from raylight.engines.capture_context import SCOPE
 from raylight.experience.off_policy import NEUTRAL, off_policy_parameters
 from raylight.http.request import JsonRequest, json_request
-from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
+from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect
 
 OVERRIDDEN_KEY = "raylight.overridden"
 """Key in the ASGI scope: the parameters that a request asked for and that were replaced."""

@@ -8,6 +8,8 @@ takes to send its headers. A killed parent leaves HAProxy behind, which keeps it
 `install` writes a shell script as that binary. The script runs this file, which edits the configuration and
 executes the real HAProxy in the same process, because Serve waits for this process ID. The file imports
 nothing but the standard library: it runs without site-packages, so that it starts in some 30 ms.
+
+Each function names the test that fails without it, in tests/unit/serving/deploy/test_haproxy_launcher.py.
 """
 
 from __future__ import annotations
@@ -81,6 +83,9 @@ def harden(config: str, folder: str, connections: int) -> str:
     """
     if config.startswith(MARK):
         return config
+    # test_nothing_but_the_ingress_listens_on_the_network, test_half_sent_headers_lock_nobody_out,
+    # test_a_half_sent_body_reaches_no_replica,
+    # test_a_source_gets_half_of_the_connections_unless_it_is_this_machine
     edits = {
         "the mode of the admin socket": (r"^(    stats socket \S+ mode) 666( level admin\b.*)$", r"\1 600\2"),
         "the limit of connections": (r"^    maxconn \d+$", f"    maxconn {connections}"),
@@ -123,6 +128,7 @@ def identify_servers(config: str) -> str:
     Consistent hashing places a server by its id, which would otherwise be its position in the configuration:
     each change of the servers, or of their order, would then move most rollouts to other replicas.
     """
+    # test_rollouts_stay_with_their_replicas_when_others_leave_and_join
     used: set[int] = set()
 
     def identify(line: re.Match[str]) -> str:
@@ -138,6 +144,7 @@ def identify_servers(config: str) -> str:
 
 def connection_limit() -> int:
     """Return the most connections of clients that the limit on open files allows: each takes two files."""
+    # test_as_many_connections_as_the_open_files_allow
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -155,6 +162,7 @@ def end_with_parent(parent: int) -> None:
     """
     if sys.platform != "linux":
         return
+    # test_haproxy_ends_with_its_manager
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -174,6 +182,7 @@ def kill_predecessors(binary: str, config: str, parent: int) -> None:
         config: path of the configuration file; it names the node.
         parent: process ID of the manager that starts this HAProxy.
     """
+    # test_a_new_manager_takes_the_ports_of_a_frozen_one
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if _is_predecessor(process, binary, config, parent):

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.http.context_length import anthropic_message
-from raylight.http.errors import CONTEXT_LENGTH, RequestError
+from raylight.http.errors import CONTEXT_LENGTH, RequestError, anthropic_message
 from raylight.semconv import MESSAGES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
 from raylight.serving.dialects.messages_request import (

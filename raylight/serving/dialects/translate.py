@@ -22,8 +22,7 @@ from raylight.serving.dialects.answers import DONE, decode_json
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.dialect import Dialect, Event, Translation
 from raylight.serving.dialects.keep_alive import COMMENT, KEEP_ALIVE_S, KeepAliveSend
-from raylight.serving.dialects.native import ChatDialect, CompletionsDialect
-from raylight.serving.dialects.registry import dialect_of
+from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect, dialect_of
 from raylight.serving.dialects.tool_checks import check_large_schemas, check_response_format
 from raylight.types.request_fields import log_dropped
 

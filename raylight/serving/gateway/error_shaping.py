@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.sse import sse_bytes
 from raylight.serving.dialects.dialect import Dialect
-from raylight.serving.dialects.native import ChatDialect
+from raylight.serving.dialects.registry import ChatDialect
 
 logger = logging.getLogger(__name__)
 

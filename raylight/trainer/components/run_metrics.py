@@ -11,7 +11,7 @@ from raylight._utils.aio import pause
 from raylight.ray_metrics.reporter import REPORT_S, Measurement, MetricReporter
 from raylight.ray_metrics.table import ROWS
 from raylight.store.client import StoreClient
-from raylight.types.states import RolloutStatus
+from raylight.types.rollouts import RolloutStatus
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.verl import VERL
 from raylight.errors import ConfigError
 from raylight.serving.gateway.sessions import SessionRules
-from raylight.tasks.shuffled import ShuffledTasks
-from raylight.tasks.task_set import TaskSet
+from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
 from raylight.trainer.cluster_fit.cluster_settings import fit_trained
 from raylight.trainer.cluster_fit.policy_checks import (

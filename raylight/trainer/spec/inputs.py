@@ -17,8 +17,7 @@ from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError, DatasetError, ModelNotFoundError, StoreError
 from raylight.store.payloads import encode_payload
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.shuffled import ShuffledTasks
-from raylight.tasks.task_set import TaskSet
+from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.spec.settings import ServingSettings
 
 MAX_CHECKED = 10_000

@@ -9,8 +9,7 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from raylight.engines.grammar import Grammars
-from raylight.engines.white_space import MAX_WHITE_SPACE
+from raylight.engines.grammar import MAX_WHITE_SPACE, Grammars
 from raylight.http.errors import RequestError
 from raylight.quickstart import STARTER_MODEL
 

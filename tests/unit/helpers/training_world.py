@@ -39,8 +39,7 @@ from raylight.runner.actor import RunnerPayload
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.tasks.shuffled import ShuffledTasks
-from raylight.tasks.task_set import TaskSet
+from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.outside_agents import OutsideAgents
 from raylight.trainer.components.parity import Parity

@@ -16,9 +16,9 @@ from unit_helpers import make_generation, within
 from raylight.errors import StoreError, UnknownIdError
 from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPONSE_TOKEN_IDS, WEIGHT_VERSIONS
 from raylight.store import service
-from raylight.store.attempt_state import HOLD
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.store.transitions import HOLD
 from raylight.types import REPEATED, CallKey, Generation, HistoryNote, Rollout
 
 

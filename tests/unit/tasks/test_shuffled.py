@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.tasks.shuffled import TaskSampler
+from raylight.tasks.task_set import TaskSampler
 
 
 @given(st.integers(1, 9), st.integers(0, 3))

@@ -13,10 +13,9 @@ from rich.console import Console
 from unit_helpers import within
 
 import raylight as rl
-from raylight.algorithms.apo.algorithm import APO, fingerprint, round_metrics
+from raylight.algorithms.apo.algorithm import APO, fingerprint, print_result, prompt_table, round_metrics
 from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.history import History, Rejection
-from raylight.algorithms.apo.report import print_result, prompt_table
 from raylight.errors import CheckpointError, ConfigError, DatasetError, PromptError, RolloutsFailedError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService

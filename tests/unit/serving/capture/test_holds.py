@@ -16,9 +16,9 @@ from raylight.serving.capture import holds as holds_module
 from raylight.serving.capture import recorder as module
 from raylight.serving.capture.holds import Holds
 from raylight.serving.capture.recorder import AttemptFinishedError, ClosedCall, OpenedCall, Recorder
-from raylight.store.attempt_state import HOLD
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.store.transitions import HOLD
 from raylight.types import REPEATED, AttemptedRollout, CallKey
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,8 +15,7 @@ from dialect_helpers import Say, listening
 from gateway_helpers import KEY, MINE, Replica
 from sdk_clients import CLIENTS, chat, client_params, litellm_of, messages, responses
 
-from raylight.http.context_length import ContextLengthError
-from raylight.http.errors import RequestError, UnknownModelError, error_body
+from raylight.http.errors import ContextLengthError, RequestError, UnknownModelError, error_body
 from raylight.serving.capture.call_budgets import RolloutTruncatedError
 from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError
 

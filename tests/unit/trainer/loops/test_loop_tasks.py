@@ -14,7 +14,7 @@ import raylight as rl
 from raylight.experience.checkpoints import TrainingStates
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.tasks.shuffled import ShuffledTasks, TaskSampler
+from raylight.tasks.task_set import ShuffledTasks, TaskSampler
 from raylight.types import Rollout
 
 
