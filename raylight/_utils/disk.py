@@ -20,7 +20,10 @@ DISK_TEXT = re.compile(
     r"no space left on device|disk quota exceeded|read-only file system|local disk is full", re.IGNORECASE
 )
 """Texts of libraries that do not raise OSError: safetensors, and Ray's object store."""
-RESUME = "What was recorded before is kept: make room, then continue the run with fit(resume='auto')"
+RESUME = (
+    "What was recorded before is kept: make room, or mount a read-only disk for writing, then continue the "
+    "run with fit(resume='auto')"
+)
 
 
 @contextlib.contextmanager

@@ -11,9 +11,14 @@ from raylight.environments.environment_class import check_positive
 from raylight.environments.live_environment import LiveEnvironment
 from raylight.environments.tool_loop import next_message
 from raylight.errors import DatasetError
+from raylight.types import Rollout, RolloutConfig
 
 MOVE_S = 300.0
 """Time for a move of a game."""
+
+
+class UnfinishedGameError(Exception):
+    """A game has no reward, because it has not ended."""
 
 
 class TextGame(Protocol):
@@ -28,7 +33,11 @@ class TextGame(Protocol):
         ...
 
     def get_reward(self) -> float:
-        """Return the reward of the episode so far."""
+        """Return the reward of the episode so far.
+
+        Raises:
+            UnfinishedGameError: it has none before its end.
+        """
         ...
 
     def close(self) -> None:
@@ -55,8 +64,17 @@ class GameRollouts:
         self._max_turns = max_turns
         self._sampling = check_sampling(dict(sampling or {}))
 
-    async def __call__(self, task: Any, llm: LLM) -> dict[str, float]:
-        """Play one episode; return its reward by name."""
+    async def __call__(
+        self, task: Any, llm: LLM, rollout: Rollout | None = None
+    ) -> dict[str, float] | float | None:
+        """Play one episode; return its reward by name.
+
+        A game that has a reward at its end only, and did not get there, is treated as a rollout that a budget
+        truncates: by `RolloutConfig.truncated` it has `truncated_reward`, is left out, or fails.
+
+        Raises:
+            UnfinishedGameError: it did not end, and `truncated` is "fail".
+        """
         if not isinstance(task, Mapping):
             raise DatasetError(f"{self.__name__} got the task {task!r:.80}; its tasks are dicts")
         live = LiveEnvironment([], MOVE_S)
@@ -69,6 +87,11 @@ class GameRollouts:
 
             await play_moves(llm, messages, step, max_turns=self._max_turns, sampling=self._sampling)
             return await live.read_reward(None, messages)
+        except UnfinishedGameError:
+            config = RolloutConfig() if rollout is None else rollout.config
+            if config.truncated == "fail":
+                raise
+            return config.truncated_reward if config.truncated == "score" else None
         finally:
             await live.close()
 

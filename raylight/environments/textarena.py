@@ -10,7 +10,7 @@ from typing import Any
 
 from raylight.agent.decorators import FunctionalLitAgent
 from raylight.environments.live_environment import error_text
-from raylight.environments.text_game import game_agent, task_seed
+from raylight.environments.text_game import UnfinishedGameError, game_agent, task_seed
 from raylight.errors import ConfigError
 
 _SEEDING = threading.Lock()
@@ -28,8 +28,9 @@ def textarena_agent(
     """Make an agent that plays a game of TextArena for one player.
 
     A task has a `seed`, as `seeds` makes them. The model reads the game's messages and answers with a
-    move; brackets around it are added if it has none. The reward is the game's, and 0 for a game that has not
-    ended after `max_turns` answers.
+    move; brackets around it are added if it has none. The reward is the game's. One that has not
+    ended after `max_turns` answers has none: `RolloutConfig.truncated` decides, by default for
+    `truncated_reward`.
 
     Args:
         id: id of the game, such as `GuessTheNumber-v0`.
@@ -102,9 +103,15 @@ class TextArenaGame:
         return "\n".join(str(text) for sender, text, *_ in messages if sender != player)
 
     def get_reward(self) -> float:
-        """Return the reward of a game that has ended; 0 for another."""
+        """Return the reward of a game that has ended.
+
+        Raises:
+            UnfinishedGameError: it has not.
+        """
         rewards = self._env.state.rewards
-        return float(rewards[0]) if rewards else 0.0
+        if not rewards:
+            raise UnfinishedGameError("the game had not ended after the last answer; raise max_turns")
+        return float(rewards[0])
 
     def close(self) -> None:
         """End the game."""

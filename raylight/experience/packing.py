@@ -1,4 +1,4 @@
-"""Models whose rows can be packed without a mask between them."""
+"""Models whose rows can be packed: without a mask between them, with one, or not at all."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ PACKED_MODELS = frozenset({
 """Types of language models in transformers whose layers need no mask between rows, as the tests of
 docs/models.md show. The state of others goes on into the next row, or their layers make masks of their
 own."""
+STATE_LAYERS = {
+    "compressed_sparse_attention",
+    "conv",
+    "heavily_compressed_attention",
+    "hybrid",
+    "linear_attention",
+    "mamba",
+    "mamba2",
+    "recurrent",
+}
+"""Kinds of layers with a state that goes on from token to token, which no mask ends at the bound of a row."""
+STATE_MODELS = {"bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2_moe", "mamba", "mamba2", "rwkv", "xlstm"}
+"""Types of models with such layers whose configuration may not list its layers."""
+LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+"""Settings that list the kinds of a model's layers."""
 SEPARABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers of these models that need none."""
 UNSUPPORTED = ("attn_logit_softcapping", "attention_dropout", "attention_chunk_size")
@@ -45,6 +60,16 @@ def can_pack(config: Mapping[str, Any]) -> bool:
         and not (windows and kind in WINDOWS_IN_MASK)
         and _largest_head(config) <= MAX_HEAD
     )
+
+
+def keeps_state(config: Mapping[str, Any]) -> bool:
+    """Return True if a layer of a model keeps a state, so that each packed row would continue the one before.
+
+    Args:
+        config: configuration of a language model in the format of Hugging Face.
+    """
+    layers = {layer for name in LAYER_LISTS for layer in config.get(name) or ()}
+    return bool(layers & STATE_LAYERS) or (not layers and config.get("model_type") in STATE_MODELS)
 
 
 def _largest_head(config: Mapping[str, Any]) -> int:

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from engine_ranks import LORA, MOVED, SETTINGS, VARIANTS, all_updates
 from rank_processes import run_ranks
 from ranks import ANSWERS, PROBE, make_batch, plain_logprobs, plain_probe
+from tiny_models import build_model
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings import PolicySettings
+from raylight.learner import engines
 from raylight.learner.weight_source import gather
 from raylight.quickstart import STARTER_MODEL
 
@@ -235,6 +237,28 @@ def test_packing_and_memory_settings_do_not_change_the_update(config, batch):
     plain, other = make_policy(), make_policy(config)
     assert other.update(batch) == pytest.approx(plain.update(batch), rel=1e-4, abs=1e-5)
     assert other.logprobs(PROBE) == pytest.approx(plain.logprobs(PROBE), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
+def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkeypatch):
+    """By the model's layers; without that rule, by the log-probs of a row behind another one."""
+    layers = {"lfm2": {"layer_types": ["conv", "full_attention"]}, "qwen3_next": {}}
+    path = build_model(model_type, tmp_path, **layers[model_type])
+    config = LearnerConfig(packed=True, dtype=dtype)
+    with pytest.raises(ConfigError, match=rf"\({model_type}\) keep a state"):
+        engines.build_reference(path, config)
+    monkeypatch.setattr(engines, "keeps_state", lambda config: False)
+    with pytest.raises(ConfigError, match="model mixes packed rows"):
+        engines.build_reference(path, config)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma2"])
+def test_rounding_is_not_taken_for_mixed_rows(model_type, dtype, tmp_path):
+    """By masks, with windows and with experts, whose shapes depend on all rows."""
+    path = build_model(model_type, tmp_path)
+    assert engines.build_reference(path, LearnerConfig(packed=True, dtype=dtype, attention="eager"))
 
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])

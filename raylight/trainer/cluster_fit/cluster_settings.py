@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from raylight.algorithms.policy import RunSettings
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.vllm.args import asked_gpus
 from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
-from raylight.trainer.cluster_fit.hardware import Hardware, at_once, fit_engine, learner_alone
+from raylight.trainer.cluster_fit.hardware import Hardware, at_once, fit_engine, learner_alone, workload
 from raylight.trainer.cluster_fit.memory_check import check_memory
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_on_device,
@@ -29,7 +30,8 @@ def fit_supervised(settings: SupervisedRunSettings, facts: ClusterFacts) -> Supe
         ConfigError: a node with GPUs cannot load raylight.
     """
     training = settings.training
-    learner = learner_alone(facts.hardware, training.learner, training.model_path)
+    work = workload(Path(training.model_path), None, None)
+    learner = learner_alone(facts.hardware, training.learner, work)
     return replace(settings, training=replace(training, learner=learner))
 
 

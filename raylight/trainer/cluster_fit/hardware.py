@@ -16,7 +16,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
-from raylight.experience.packing import can_pack
+from raylight.experience.packing import can_pack, keeps_state
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes
@@ -68,7 +68,9 @@ class Workload:
     overlaps: bool = False
     """True if engines sample while the learners update."""
     packs: bool = False
-    """True if rows of the model can be packed."""
+    """True if rows of the model can be packed without a mask."""
+    keeps_state: bool = False
+    """True if rows of the model cannot be packed at all."""
 
 
 @dataclass(frozen=True)
@@ -129,27 +131,27 @@ def choose(
     """
     engine, learner, notes = _assign_gpus(hardware, engine, learner, work)
     if learner is not None:
-        learner = _learner_on_gpu(hardware, learner, work.packs)
+        learner = _learner_on_gpu(hardware, learner, work)
     if engine.num_gpus:
         engine = engine_on_gpu(engine, learner, work.context)
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
-def learner_alone(hardware: Hardware, learner: LearnerConfig, model_path: str) -> LearnerConfig:
+def learner_alone(hardware: Hardware, learner: LearnerConfig, work: Workload) -> LearnerConfig:
     """Return the settings of learners in a run without engines: each has a GPU if there are enough."""
-    packs = can_pack(_language_config(Path(model_path)))
     if hardware.gpus >= learner.n:
         learner = _with_defaults(learner, num_gpus=1)
-    return _learner_on_gpu(hardware, learner, packs)
+    return _learner_on_gpu(hardware, learner, work)
 
 
-def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, packs: bool) -> LearnerConfig:
+def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, work: Workload) -> LearnerConfig:
     if not learner.num_gpus:
         return learner
     # states are loaded, cast and copied on the host; the other half is for engines and runners
     threads = max(int(learner.num_cpus), min(hardware.cpus // 2, MAX_THREADS), 1)
     learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True, num_threads=threads)
-    kernel = (learner.attention == "auto" and packs) or learner.attention == "flash_attention_2"
+    flash = learner.attention == "flash_attention_2" and not work.keeps_state
+    kernel = (learner.attention == "auto" and work.packs) or flash
     return _with_defaults(learner, packed=learner.dtype == "bf16" and kernel)
 
 
@@ -298,8 +300,8 @@ def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig
         models = 1 if policy.critic is None else 2
         reference = frozen if policy.needs_reference and not adapted else 0
         kept = (models * (frozen if adapted else KEPT_BYTES) + reference) * parameters
-    overlaps, packs = policy is not None and policy.max_staleness > 0, can_pack(_language_config(folder))
-    return Workload(longest_sequence(folder), kept, overlaps, packs)
+    overlaps, config = policy is not None and policy.max_staleness > 0, _language_config(folder)
+    return Workload(longest_sequence(folder), kept, overlaps, can_pack(config), keeps_state(config))
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from raylight.environments.gymnasium_text import parse_action
 from scripted_client import ScriptedClient, bad_request
 
 import raylight as rl
 from raylight.environments.gymnasium import parse_action
-from raylight.environments.text_game import game_agent, task_seed
+from raylight.environments.text_game import UnfinishedGameError, game_agent, task_seed
 from raylight.errors import ConfigError, DatasetError
 
 LLM = rl.LLM(endpoint="http://model/v1", model="m")
@@ -75,6 +76,33 @@ async def test_an_episode_ends_with_its_turns_or_with_the_context(monkeypatch: p
     assert rewards == {"primary": 0.875}
     with pytest.raises(type(overflow)):
         await play(monkeypatch, overflow)
+
+
+class Endless(Guess):
+    def get_reward(self) -> float:
+        raise UnfinishedGameError
+
+
+@pytest.mark.parametrize(
+    ("config", "reward"),
+    [
+        ({}, 0.0),
+        ({"truncated_reward": -1.0}, -1.0),
+        ({"truncated": "mask"}, None),
+        ({"truncated": "fail"}, ...),
+    ],
+)
+async def test_an_unfinished_game_is_a_truncated_rollout(
+    config: dict[str, Any], reward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rl.LLM, "client", lambda llm: ScriptedClient({"content": "1"}))
+    endless = game_agent("endless", Endless, max_turns=1, sampling=None, trained_agents=None)
+    playing = endless({"seed": 3}, LLM, SimpleNamespace(config=rl.RolloutConfig(**config)))
+    if reward is not ...:
+        assert await playing == reward
+        return
+    with pytest.raises(UnfinishedGameError):
+        await playing
 
 
 @pytest.mark.parametrize("task", [3, {}, {"seed": "1"}, {"seed": -1}, {"seed": True}])

@@ -46,9 +46,10 @@ def choice(
     engine: dict[str, Any] | None = None,
     context: int | None = CONTEXT,
     packs: bool = False,
+    keeps_state: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
     given = EngineConfig(**{"kind": "vllm"} | (engine or {})), LearnerConfig(**learner or {})
-    found = choose(Hardware(gpus, cpus=24), *given, Workload(context, packs=packs))
+    found = choose(Hardware(gpus, cpus=24), *given, Workload(context, packs=packs, keeps_state=keeps_state))
     return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
 
 
@@ -163,6 +164,11 @@ def test_the_defaults_of_a_cluster(
 def test_rows_are_packed_where_a_kernel_keeps_them_apart(learner: dict, packs: bool, packed: bool) -> None:
     found, _, _ = choice(8, learner, packs=packs)
     assert found.get("packed", False) == packed
+
+
+def test_rows_that_a_state_joins_are_not_packed_by_default() -> None:
+    found, _, _ = choice(8, {"attention": "flash_attention_2"}, keeps_state=True)
+    assert not found.get("packed", False)
 
 
 @pytest.mark.parametrize(
