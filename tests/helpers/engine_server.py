@@ -33,7 +33,7 @@ KEEP_ALIVE_S = 1.0
 """Seconds of silence in a stream until a sign of life."""
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
+    'Call one as <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n{% endif %}'
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
     '<tool_call>\n{"name": {{ c.function.name | tojson }}, '
     '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
