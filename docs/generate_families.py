@@ -1,6 +1,7 @@
 """Writes the table of families in docs/models.md: `python docs/generate_families.py`.
 
-It renders conversations with the real chat templates of the package `trl`, and continues them as the gateway does.
+It renders conversations with the real chat templates of the package `trl`, and continues them as the gateway
+does.
 """
 
 from __future__ import annotations
@@ -117,9 +118,8 @@ def rows(tokenizer: Any, name: str) -> str:
     tools = [ADD] if "tools" in name or "calls" in name else None
     if tools and "tools" not in tokenizer.chat_template:
         return "no tools"
-    placed = SystemMessages(tokenizer).place(
-        [{"role": "system", "content": "S1"}, USER, *CONVERSATIONS[name]]
-    )
+    messages = [{"role": "system", "content": "S1"}, USER, *CONVERSATIONS[name]]
+    placed = SystemMessages(tokenizer).place(messages)
     if name != "system later":
         placed = placed[1:]  # some templates take no system message
     at = next(index for index, message in enumerate(placed) if message["role"] == "assistant")
@@ -130,7 +130,7 @@ def rows(tokenizer: Any, name: str) -> str:
         render(placed, tools=tools, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is the model authors' program and may raise anything
         return f"refused: {str(error).rstrip('!.')}"
-    if len(placed) < 2 + len(CONVERSATIONS[name]) and name == "system later":
+    if len(placed) < len(messages) and name == "system later":
         return "2, folded"
     sampled = answered[len(prompt) :].rstrip() if answered.startswith(prompt) else ""
     tokens = tokenizer.encode(prompt + sampled, add_special_tokens=False)
@@ -143,7 +143,7 @@ def rows(tokenizer: Any, name: str) -> str:
 
 def lines() -> list[str]:
     """Return the table, a line each."""
-    head = ["family", "tool calls", "vLLM's parsers", "reasoning", *COLUMNS]
+    head = ["family", "tool calls", "vLLM's parsers", "reasoning", *CONVERSATIONS]
     table = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, title in TEMPLATES.items():
         tokenizer = make_tokenizer(read_template(name))
@@ -151,7 +151,7 @@ def lines() -> list[str]:
         known = f"`{style.notation}`" if style.notation in PARSERS else "text" if style.takes_tools else ""
         parsers = " ".join(f"`{parser}`" for parser in (style.vllm_tools, style.vllm_reasoning) if parser)
         reasoning = f"`{style.reasoning.open.strip()}`" if style.reasoning else ""
-        cells = [rows(tokenizer, column) for column in COLUMNS]
+        cells = [rows(tokenizer, name) for name in CONVERSATIONS]
         cells[5:] = [cell if style.reasoning else "" for cell in cells[5:]]
         table.append(f"| {' | '.join([title, known, parsers, reasoning, *cells])} |")
     return table
