@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from raylight.errors import DatasetError
+from raylight.types.chat_messages import is_reasoning, reasoning_fields, reasoning_of
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -269,8 +270,11 @@ def _message(value: Any, source: str) -> dict[str, Any]:
     message = {key: item for key, item in value.items() if item is not None}
     if message["role"] == "developer":
         message["role"] = "system"  # templates know only the older name
+    reasoning = reasoning_of(message) if message["role"] == "assistant" else ""
     message["content"] = _text(message.get("content", ""), source)
     calls = message.pop("tool_calls", None)
+    if reasoning:
+        message |= reasoning_fields(reasoning, bool(calls and message["content"]))
     if calls:
         if message["role"] != "assistant" or not isinstance(calls, list | tuple):
             raise DatasetError(f"{source}: tool_calls is {calls!r:.80}; an answer has a list of calls")
@@ -284,6 +288,7 @@ def _text(content: Any, source: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list | tuple) else [content]
+    parts = [part for part in parts if not is_reasoning(part)]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DatasetError(f"{source}: the content is {content!r:.80}; give a text, or a list of text parts")

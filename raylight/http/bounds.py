@@ -233,7 +233,7 @@ BOUNDS: Mapping[str, Bound] = {
         }
     ),
     "temperature": Number(0, 10),
-    "thinking": Fields({"budget_tokens": count(1)}, required=False),
+    "thinking": Fields({"budget_tokens": count()}, required=False),
     "thinking_token_budget": count(-1),
     "tokens": TOKENS,
     "tools": Entries(1_000),

@@ -17,6 +17,7 @@ from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload
 from raylight.store.rows import SPAN, SharedTexts, failure_from_json, step_groups_from_json
 from raylight.types import FINISHED, Failure, StepGroups
+from raylight.types.chat_messages import reasoning_of
 
 _COLUMNS = (
     "r.position, r.rollout_id, r.status, r.mode, r.group_id, r.start_time, a.attempt_id, a.start_time, "
@@ -182,7 +183,7 @@ def message_text(message: Any) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    texts.insert(0, message.get("reasoning_content"))
+    texts.insert(0, reasoning_of(message))
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         texts.append(f"{function.get('name')}({function.get('arguments')})")

@@ -14,7 +14,7 @@ CHAT = (
 )
 TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
-    "Call one as <tool_call>{...}</tool_call><|im_end|>\n{% endif %}"
+    'Call one as <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\n{% endif %}'
 )
 """Beginning of a chat template that shows its tools."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import json
 from typing import TYPE_CHECKING, Any
 
 from raylight.engines.transformers.requests import ChatMessage, MessagesBody
 from raylight.http.errors import RequestError
+from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine
@@ -70,21 +70,9 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     if isinstance(message.content, list):
         converted["content"] = "\n".join(part.text for part in message.content)
     converted.setdefault("content", "")
-    if reasoning := message.reasoning_content or message.reasoning:
-        converted["reasoning_content"] = reasoning
-    for call in converted.get("tool_calls", ()):
-        call["function"]["arguments"] = _mapping(call["function"].get("arguments"))
+    calls = converted.get("tool_calls", ())
+    if reasoning := reasoning_of(converted):
+        converted |= reasoning_fields(reasoning, bool(calls and converted["content"]))
+    for call in calls:
+        call["function"]["arguments"] = arguments_for_template(call["function"].get("arguments"))
     return converted
-
-
-def _mapping(arguments: Any) -> dict[str, Any]:
-    if isinstance(arguments, str) and arguments.strip():
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the arguments of a tool call are not JSON: {error}") from None
-    if not arguments:
-        return {}
-    if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call are not a JSON object")
-    return arguments

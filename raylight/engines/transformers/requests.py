@@ -12,6 +12,7 @@ from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.body import invalid_body, without_labels
 from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError
+from raylight.types.chat_messages import is_reasoning, reasoning_of
 from raylight.types.request_fields import log_dropped
 
 NO_BUDGETS = "this engine cannot enforce (or thinking.budget_tokens)"
@@ -154,7 +155,7 @@ class TextPart(Body):
 
 class CalledFunction(BaseModel):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = None
 
 
 class HistoryCall(BaseModel):
@@ -188,6 +189,16 @@ class ChatMessage(BaseModel):
                 what = {"image_url": "images", "input_audio": "audio"}.get(str(kind), f"{kind!r:.50}")
                 raise ValueError(f"this model accepts text only, not {what}")
         return content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_reasoning(cls, message: Any) -> Any:
+        """Move blocks of thinking from the content of an answer to its reasoning."""
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, list) or not any(map(is_reasoning, content)):
+            return message
+        parts = [part for part in content if not is_reasoning(part)]
+        return {**message, "content": parts, "reasoning_content": reasoning_of(message) or None}
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hin
 from raylight.http.bounds import check_answer_size
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
+from raylight.types.chat_messages import INVALID_JSON, arguments_for_template
 from raylight.types.request_fields import LABELS, log_dropped
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class RejectUnknownFields:
         except RequestError as error:
             await error_response(error)(scope, receive, send)
         else:
-            request = request.with_receive(receive)
+            request = _show_calls(request, receive)
             if self._unparsed_reasoning and any(constraining_schemas(request.fields)):
                 self._unparsed_reasoning = False  # logged once
                 logger.warning(NO_THOUGHTS)
@@ -119,6 +121,30 @@ class RejectUnknownFields:
         """Return the most tokens of a choice."""
         limits = [n for name in LIMITS if type(n := body.get(name)) is int]
         return min([*limits, self._max_model_len])
+
+
+def _show_calls(request: JsonRequest, receive: Receive) -> JsonRequest:
+    """Return a request whose earlier calls have arguments in JSON objects; vLLM would leave out others."""
+    messages = request.fields.get("messages")
+    shown = [_show_message_calls(message) for message in messages] if isinstance(messages, list) else messages
+    if shown == messages:
+        return request.with_receive(receive)
+    return JsonRequest(request.fields | {"messages": shown}, receive)
+
+
+def _show_message_calls(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        return message
+    shown = []
+    for call in calls:
+        arguments = arguments_for_template(call["function"].get("arguments"))
+        if INVALID_JSON in arguments:
+            call = {**call, "function": call["function"] | {"arguments": json.dumps(arguments)}}
+        shown.append(call)
+    return {**message, "tool_calls": shown}
 
 
 def _invalid_labels(body: Mapping[str, Any]) -> list[str]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from raylight.types.chat_messages import is_reasoning
+
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 UNSUPPORTED_KEYS = ("audio", "function_call", "refusal")
 """Keys of an assistant message that hold content other than text and tool calls."""
 
@@ -159,7 +160,7 @@ def _text_of_part(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):
         raise UnsupportedMessage("a content part without a type")
-    if kind in REASONING_PARTS:
+    if is_reasoning(part):
         return None
     if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
         raise UnsupportedMessage(f"a content part of type {kind!r}")

@@ -15,7 +15,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from raylight.serving.conversations.message_forms import arguments_of, text_of
+from raylight.serving.conversations.message_forms import text_of
+from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,8 @@ class _TurnEndRule:
     """Token that ends a turn with tool calls."""
     skipped: int = 0
     """Number of such tokens between the arguments of the last call and the end of the turn."""
+    last_end: str = ""
+    """Token that ends only the last answer of a conversation, as gpt-oss's `<|return|>`; "" if none does."""
 
 
 class Renderer:
@@ -135,8 +138,11 @@ class Renderer:
         Raises:
             UnsupportedTemplate: the template does not allow it.
         """
-        text = self.text_after_answer(messages, answer_index, tools, template_kwargs)
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        conversation = self._read(messages, answer_index, tools, template_kwargs)
+        rule = self._rule(conversation)
+        if rule.last_end and self._encode(rule.last_end) == list(tokens[-1:]):
+            raise UnsupportedTemplate(f"it ends earlier answers with another token than {rule.last_end}")
+        ids = self._encode(self._new_text(rule, conversation, FIRST))
         if not ids or ids[0] not in self._added_ids:
             raise UnsupportedTemplate("it ends the assistant's turn without a special token")
         end = list(tokens[-MAX_TURN_END:])
@@ -156,17 +162,32 @@ class Renderer:
             UnsupportedTemplate: the template raises, the text cannot be found, it depends on the answer, or
                 it omits a message.
         """
+        conversation = self._read(messages, answer_index, tools, template_kwargs)
+        return self._new_text(self._rule(conversation), conversation, FIRST)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        answer_index: int,
+        tools: Any,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> _TemplateInput:
         kwargs = dict(template_kwargs or {})
         if kwargs.keys() & RESERVED:
             raise UnsupportedTemplate("chat_template_kwargs has names that are not template variables")
         converted = [self._for_template(message) for message in messages]
-        conversation = _TemplateInput(
+        return _TemplateInput(
             converted[:answer_index],
             converted[answer_index],
             converted[answer_index + 1 :],
             tools or None,
             kwargs,
         )
+
+    def _rule(self, conversation: _TemplateInput) -> _TurnEndRule:
         shape = conversation.shape
         rule = self._rules.get(shape)
         if rule is None:
@@ -174,7 +195,7 @@ class Renderer:
             if len(self._rules) >= MAX_SHAPES:
                 self._rules.clear()
             self._rules[shape] = rule
-        return self._new_text(rule, conversation, FIRST)
+        return rule
 
     def _find_rule(self, conversation: _TemplateInput) -> _TurnEndRule:
         """Find a rule that works: with the answer's tool calls if possible, else without them."""
@@ -185,9 +206,22 @@ class Renderer:
                 return rule
             except UnsupportedTemplate as error:
                 logger.debug("an answer is rendered without its tool calls: %s", error)
-        rule = _TurnEndRule(with_calls=False)
+        rule = _TurnEndRule(with_calls=False, last_end=self._last_end(conversation))
         self._verify(rule, conversation)
         return rule
+
+    def _last_end(self, conversation: _TemplateInput) -> str:
+        """Return the token that ends an answer only if it is the last message; "" if there is none."""
+        answer = {"role": "assistant", "content": self._content("assistant", FIRST.content)}
+        try:
+            text = self._text_after_placeholder(answer, conversation, FIRST).lstrip()
+            alone = self._text_after_placeholder(
+                answer, replace(conversation, new=[]), FIRST, add_generation_prompt=False
+            ).lstrip()
+        except UnsupportedTemplate:
+            return ""
+        end = next((token for token in self._special_tokens if alone.startswith(token)), "")
+        return "" if text.startswith(end) else end
 
     def _rule_with_calls(self, conversation: _TemplateInput) -> _TurnEndRule:
         """Take the special token that ends the text without new turns as the token that ends a turn."""
@@ -207,15 +241,8 @@ class Renderer:
         text = self._new_text(rule, conversation, FIRST)
         if text != self._new_text(rule, conversation, SECOND):
             raise UnsupportedTemplate("the text after an answer depends on the answer")
-        renamed = [{**m, "role": "system"} if m["role"] == "developer" else m for m in conversation.new]
-        if (
-            renamed != conversation.new
-            and self._new_text(rule, replace(conversation, new=renamed), FIRST) != text
-        ):
-            raise UnsupportedTemplate(
-                "it renders a developer message differently from a system message, and engines differ in the "
-                "role that they pass to it"
-            )
+        if "tool_calls" in conversation.answer and not self._is_shown(text, conversation):
+            raise UnsupportedTemplate("it shows new messages after a call otherwise than after a text")
         placeholders = [(m, _Placeholder()) for m in conversation.new]
         probe = replace(
             conversation, new=[{**m, "content": self._content(m["role"], p.content)} for m, p in placeholders]
@@ -223,6 +250,20 @@ class Renderer:
         text = self._new_text(rule, probe, FIRST)
         if any(placeholder.word not in text for _, placeholder in placeholders):
             raise UnsupportedTemplate("it omits a new message, or shows it within the previous answer")
+
+    def _is_shown(self, text: str, conversation: _TemplateInput) -> bool:
+        """Return True if the conversation with its real calls ends with a text, or cannot be rendered.
+
+        The answer's text is left out, because some templates put it last.
+        """
+        answer = {**conversation.answer, "content": self._content("assistant", "")}
+        try:
+            whole = self._render(
+                [*conversation.before, answer, *conversation.new], conversation.tools, conversation.kwargs
+            )
+        except UnsupportedTemplate:
+            return True
+        return whole.endswith(text)
 
     def _new_text(self, rule: _TurnEndRule, conversation: _TemplateInput, placeholder: _Placeholder) -> str:
         """Render, and return the text from the end of the answer's turn on.
@@ -275,16 +316,16 @@ class Renderer:
     def _for_template(self, message: Mapping[str, Any]) -> Message:
         """Convert a message as engines do: content as the template reads it, arguments decoded."""
         converted = {**message, "content": self._content(message["role"], text_of(message.get("content")))}
-        if reasoning := message.get("reasoning") or message.get("reasoning_content"):
-            converted |= {"reasoning": reasoning, "reasoning_content": reasoning}
         calls = converted.pop("tool_calls", None)
+        if reasoning := reasoning_of(message):
+            converted |= reasoning_fields(reasoning, bool(calls and converted["content"]))
         if calls and message["role"] == "assistant":
             converted["tool_calls"] = [
                 {
                     **call,
                     "function": {
                         **call["function"],
-                        "arguments": arguments_of(call["function"].get("arguments")),
+                        "arguments": arguments_for_template(call["function"].get("arguments")),
                     },
                 }
                 for call in calls
@@ -294,7 +335,7 @@ class Renderer:
     def _content(self, role: str, text: str) -> Any:
         """Return content as text, or as parts for a template that reads parts.
 
-        Tool results are always text.
+        Tool results and empty content are always text.
         """
         if self._takes_parts is None:
             probe = [{"role": "user", "content": [{"type": "text", "text": FIRST.content}]}]
@@ -305,7 +346,7 @@ class Renderer:
             self._takes_parts = (
                 FIRST.word in rendered and "'type'" not in rendered and '"type"' not in rendered
             )
-        return [{"type": "text", "text": text}] if self._takes_parts and role != "tool" else text
+        return [{"type": "text", "text": text}] if self._takes_parts and text and role != "tool" else text
 
     def _render(
         self,

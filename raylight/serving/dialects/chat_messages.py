@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-NORMALIZED = frozenset({"role", "content", "tool_calls", "reasoning", "reasoning_content"})
+from raylight.types.chat_messages import reasoning_of
+
+NORMALIZED = frozenset({"role", "content", "tool_calls", "reasoning", "reasoning_content", "thinking"})
 """Fields of a message that `normalize_message` rewrites."""
 
 
@@ -18,7 +20,7 @@ def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
         "role": message.get("role") or "assistant",
         "content": message.get("content") or (None if calls else ""),
     }
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+    if reasoning := reasoning_of(message):
         normal["reasoning_content"] = reasoning
     if calls:
         normal["tool_calls"] = calls

@@ -11,6 +11,7 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylight.http.errors import RequestError
+from raylight.serving.dialects.system_messages import SystemMessages
 from raylight.serving.dialects.tool_checks import check_response_format, check_tools
 from raylight.types.request_fields import log_dropped
 
@@ -34,6 +35,7 @@ class ChatNormalizer:
     - `cache_control` is dropped: a hint that moves from message to message would change earlier turns.
     - A `tool_choice` of type `allowed_tools` leaves only those tools in the request.
     - An empty list of tools, and a `tool_choice` without tools that requires none, are dropped.
+    - Messages of developers become messages of the system, in places where the template takes them.
     - `reasoning_effort` (also as `reasoning.effort`), `verbosity`, `thinking` and `enable_thinking` reach the
       chat template under the name that it reads. A setting that it does not read is dropped, which is
       logged once. `thinking.budget_tokens` becomes `thinking_token_budget`, which engines read.
@@ -41,10 +43,12 @@ class ChatNormalizer:
     Args:
         template: the model's chat template. None: the model runs elsewhere, and gets these settings as the
             agent sent them.
+        tokenizer: tokenizer with this template; None leaves messages as they are.
     """
 
-    def __init__(self, template: str | None) -> None:
+    def __init__(self, template: str | None, tokenizer: Any = None) -> None:
         self._template = template
+        self._system = None if tokenizer is None else SystemMessages(tokenizer)
         self._read = _variables(template or "")
 
     def normalize(self, body: dict[str, Any], client_name: Callable[[str], str] = str) -> dict[str, Any]:
@@ -60,6 +64,9 @@ class ChatNormalizer:
         check_tools(body.get("tools"))
         check_response_format(body.get("response_format"))
         body = _without_empty_tools(_resolve_allowed_tools(body))
+        if self._system is not None:
+            messages = self._system.place(body.get("messages"))
+            body = body if messages is body.get("messages") else body | {"messages": messages}
         return body if self._template is None else self._resolve_hints(body, client_name)
 
     def _resolve_hints(self, body: dict[str, Any], client_name: Callable[[str], str]) -> dict[str, Any]:
@@ -98,14 +105,6 @@ class ChatNormalizer:
         return name is not None
 
 
-def template_of(tokenizer: Any) -> str | None:
-    """Return the text of a tokenizer's chat templates; None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    templates = getattr(tokenizer, "chat_template", None)
-    return "\n".join(templates.values()) if isinstance(templates, dict) else templates or ""
-
-
 def _variables(template: str) -> frozenset[str]:
     """Return the names of `VARIABLES` that a template reads; none if it is no valid template."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
@@ -140,12 +139,12 @@ def _is_enabled(thinking: Any) -> bool | None:
 
 
 def _thinking_budget(body: Mapping[str, Any]) -> int | None:
-    """Return the tokens of thinking that a `thinking` setting allows; None if it states no number."""
+    """Return the tokens of thinking that a `thinking` setting allows; None if it states none, or 0."""
     thinking = body.get("thinking")
     if not isinstance(thinking, dict) or thinking.get("type") == "disabled":
         return None
     budget = thinking.get("budget_tokens")
-    return budget if type(budget) is int else None
+    return budget if type(budget) is int and budget > 0 else None
 
 
 def _without_cache_hints(value: Any, places: Places) -> Any:

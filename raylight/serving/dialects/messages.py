@@ -11,12 +11,12 @@ from raylight.http.errors import CONTEXT_LENGTH, RequestError, anthropic_message
 from raylight.semconv import MESSAGES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
 from raylight.serving.dialects.messages_request import (
-    INVALID_JSON,
     CountTokensRequest,
     MessagesRequest,
     sign,
 )
 from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
+from raylight.types.chat_messages import INVALID_JSON
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
 ERROR_TYPES = {

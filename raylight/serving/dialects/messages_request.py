@@ -27,6 +27,7 @@ from raylight.serving.dialects.chat_messages import (
     tool_call,
 )
 from raylight.serving.dialects.field_names import FieldNames, MessageSource
+from raylight.types.chat_messages import INVALID_JSON
 
 CHAT_FIELDS = {
     "max_completion_tokens": "max_tokens",
@@ -43,8 +44,6 @@ CHAT_FIELDS = {
 """Fields of a messages request by those of its chat request."""
 SIGNATURE = "raylight_"
 """Start of the signatures of thinking."""
-INVALID_JSON = "INVALID_JSON"
-"""Key of a call's input for arguments that are no JSON object; Anthropic's own."""
 
 
 class CacheableBlock(RequestModel):
@@ -152,6 +151,35 @@ class ImageBlock(CacheableBlock):
     source: Annotated[UrlSource | Base64Source, Field(discriminator="type")]
 
 
+class TextSource(RequestModel):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class ContentSource(RequestModel):
+    type: Literal["content"]
+    content: Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
+
+
+class DocumentBlock(CacheableBlock):
+    """A document of text. Files and PDFs are an error, because no model here can read them."""
+
+    type: Literal["document"]
+    source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+    """Answers cite nothing."""
+
+    @property
+    def text(self) -> str:
+        """The document with its title and context."""
+        source = self.source
+        texts = [source.data] if isinstance(source, TextSource) else [block.text for block in source.content]
+        return "\n".join(filter(None, [self.title, self.context, *texts]))
+
+
 def sign(thinking: str) -> str:
     """Return the signature of an answer's thinking, by which a changed one is recognised.
 
@@ -178,6 +206,13 @@ class ThinkingBlock(CacheableBlock):
         return self
 
 
+class RedactedThinkingBlock(CacheableBlock):
+    """Thinking of another provider's answer, which only that provider can read; the model does not get it."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
+
+
 class DirectCaller(RequestModel):
     type: Literal["direct"]
 
@@ -197,19 +232,25 @@ class ToolReferenceBlock(CacheableBlock):
     tool_name: str
 
 
+ResultBlocks = list[
+    Annotated[TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock, Field(discriminator="type")]
+]
+
+
 class ToolResultBlock(CacheableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[
-        list[Annotated[TextBlock | ImageBlock | ToolReferenceBlock, Field(discriminator="type")]],
-        BeforeValidator(_as_blocks),
-    ] = Field(default=[])
+    content: Annotated[ResultBlocks, BeforeValidator(_as_blocks)] = Field(default=[])
     is_error: bool = False
 
 
 Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks)]
-UserBlocks = list[Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]]
-AssistantBlocks = list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
+UserBlocks = list[
+    Annotated[TextBlock | ImageBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
+]
+AssistantBlocks = list[
+    Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+]
 
 
 class UserMessage(RequestModel):
@@ -249,8 +290,10 @@ class EnabledThinking(RequestModel):
     """Thinking is always answered in full."""
 
 
-class UnbudgetedThinking(RequestModel):
+class OtherThinking(RequestModel):
     type: Literal["adaptive", "between_tools", "disabled"]
+    budget_tokens: int = Field(default=0, ge=0)
+    """Claude Code sends 0 with adaptive thinking, which sets no budget."""
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -277,7 +320,7 @@ class CountTokensRequest(RequestModel):
     tool_choice: (
         Annotated[AnyToolChoice | NamedToolChoice | NoToolChoice, Field(discriminator="type")] | None
     ) = None
-    thinking: Annotated[EnabledThinking | UnbudgetedThinking, Field(discriminator="type")] | None = None
+    thinking: Annotated[EnabledThinking | OtherThinking, Field(discriminator="type")] | None = None
     cache_control: Any = None
     context_management: Any = None
 
@@ -370,7 +413,7 @@ class MessagesRequest(CountTokensRequest):
             "reasoning_effort": self.output_config.effort,
         }
         chat |= {name: value for name, value in settings.items() if value is not None}
-        if isinstance(self.thinking, EnabledThinking):
+        if self.thinking and self.thinking.type != "disabled" and self.thinking.budget_tokens:
             chat["thinking_token_budget"] = self.thinking.budget_tokens
         if json_format := self.output_config.format or self.output_format:
             schema = {"name": "output", "schema": json_format.schema_}
@@ -408,7 +451,7 @@ def _system_message(texts: list[TextBlock]) -> dict[str, Any]:
 
 
 def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any], MessageSource]]:
-    """Translate a user's message. Each tool result becomes a message of its own.
+    """Translate a user's message. Each tool result becomes a message, before all other blocks.
 
     The images of tool results move into the user's message, because chat allows only text in those of tools.
     """
@@ -418,10 +461,6 @@ def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any],
     for index, block in enumerate(message.content):
         place = f"{path}.content[{index}]"
         if isinstance(block, ToolResultBlock):
-            if others:
-                raise RequestError(
-                    f"{place}: a tool_result block follows another block; put the tool_result blocks first"
-                )
             parts = [(_part(part), f"{place}.content[{i}]") for i, part in enumerate(block.content)]
             images += [pair for pair in parts if pair[0]["type"] != "text"]
             text = join_parts([part for part, _ in parts if part["type"] == "text"])
@@ -439,8 +478,8 @@ def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any],
     return [*results, (user, {"": path} | places)]
 
 
-def _part(block: TextBlock | ImageBlock | ToolReferenceBlock) -> dict[str, Any]:
-    if isinstance(block, TextBlock):
+def _part(block: TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock) -> dict[str, Any]:
+    if isinstance(block, TextBlock | DocumentBlock):
         return text_part(block.text)
     if isinstance(block, ToolReferenceBlock):
         return text_part(block.tool_name)

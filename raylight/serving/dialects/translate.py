@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.engines.capture_context import SCOPE
+from raylight.engines.families import template_of
 from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
@@ -44,7 +45,7 @@ class TranslationMiddleware:
     disconnect reaches the application.
 
     Args:
-        template: the model's chat template; None if the model runs elsewhere.
+        tokenizer: the model's tokenizer, with its chat template; None if the model runs elsewhere.
         count_dropped: called with the type of each tool that a request has and the model does not get.
         keep_alive_s: seconds of silence in a stream after which a sign of life is sent.
     """
@@ -52,15 +53,15 @@ class TranslationMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        template: str | None = None,
+        tokenizer: Any = None,
         count_dropped: Callable[[str], None] = lambda kind: None,
         keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._app = app
         self._keep_alive_s = keep_alive_s
         self._count_dropped = count_dropped
-        self._is_remote = template is None
-        self._normalizer = ChatNormalizer(template)
+        self._is_remote = tokenizer is None
+        self._normalizer = ChatNormalizer(None if tokenizer is None else template_of(tokenizer), tokenizer)
         self._dialects: dict[type[Dialect], Dialect] = {}
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:

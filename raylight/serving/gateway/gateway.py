@@ -27,7 +27,6 @@ from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.capture.sampling_override import SamplingOverride
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.chat_normalizer import template_of
 from raylight.serving.dialects.ignored_fields import IgnoredFields
 from raylight.serving.dialects.keep_alive import KEEP_ALIVE_S
 from raylight.serving.dialects.registry import dialect_of
@@ -309,7 +308,7 @@ def build_gateway(
             count_override = functools.partial(metrics.count, "overridden_requests_total")
             app = SamplingOverride(app, training_temperature, count_override)
     count_dropped = functools.partial(metrics.count, "dropped_tools_total")
-    app = TranslationMiddleware(app, template_of(engine.tokenizer), count_dropped, keep_alive_s)
+    app = TranslationMiddleware(app, engine.tokenizer, count_dropped, keep_alive_s)
     if recorder is not None:
         app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
         app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from raylight.environments.gymnasium_text import parse_action
 from scripted_client import ScriptedClient, bad_request
 
 import raylight as rl

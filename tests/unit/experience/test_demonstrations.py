@@ -67,6 +67,19 @@ def test_a_template_that_drops_reasoning_makes_two_rows() -> None:
     assert "first" not in tokenizer.decode(rows[1].tokens)
 
 
+@pytest.mark.parametrize(
+    "reasoned",
+    [
+        {"reasoning": "second"},
+        {"reasoning_content": "second"},
+        {"content": [{"type": "thinking", "thinking": "second"}, {"type": "text", "text": "b"}]},
+    ],
+)
+def test_reasoning_is_learned_under_every_name(reasoned: dict[str, Any]) -> None:
+    tokenizer, rows = rows_of("thinking", [user("two"), {**says("b"), **reasoned}])
+    assert answers(tokenizer, rows[-1]) == ["<think>\nsecond\n</think>\n\nb<|im_end|>"]
+
+
 def test_an_answer_with_weight_0_is_context() -> None:
     tokenizer, (row,) = rows_of("chatml", [user("one"), {**says("a"), "weight": 0}, user("two"), says("b")])
     assert answers(tokenizer, row) == ["b<|im_end|>"]

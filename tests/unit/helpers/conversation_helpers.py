@@ -30,7 +30,8 @@ TOKENIZERS = {
         "open_turns",
     )
 }
-ENDS = {"headers": "<|eot_id|>", "strict": "</s>", "channels": "<|return|>", "open_turns": "<|user|>"}
+ENDS = {"headers": "<|eot_id|>", "strict": "</s>", "channels": "<|end|>", "open_turns": "<|user|>"}
+"""Tokens with which answers end. An answer in channels that ends with <|return|> is not continued."""
 STARTS = {"channels": "<|message|>"}
 CALL_ENDS = {"channels": "<|call|>", "open_turns": "<|observation|>"}
 TOOL_TEMPLATES = {"tools", "thinking", "headers", "strict", "channels", "open_turns"}

@@ -39,11 +39,12 @@ function callCard(run, rollout, call) {
 
 function messageCard(message, isAnswer) {
   const role = isAnswer ? "answer" : String(message.role ?? "?");
+  const reasoning = message.reasoning_content || message.reasoning || message.thinking;
   const parts = Array.isArray(message.content) ? message.content : message.content === null || message.content === undefined ? [] : [message.content];
   return h("div", { class: `message ${isAnswer ? "answered" : ROLES.includes(role) ? role : ""}` },
     h("div", { class: "role" }, recorded(role), message.name ? [" ", recorded(message.name)] : null, message.tool_call_id ? h("span", { class: "aside" }, " for ", recorded(message.tool_call_id)) : null),
-    message.reasoning_content ? h("details", { class: "thought" }, h("summary", {}, "thinking"), body(String(message.reasoning_content))) : null,
-    parts.map((part) => (typeof part === "string" ? thoughts(part) : part?.type === "text" || part?.text ? thoughts(String(part.text)) : h("pre", {}, recorded(text(part))))),
+    reasoning ? h("details", { class: "thought" }, h("summary", {}, "thinking"), body(String(reasoning))) : null,
+    parts.map((part) => (typeof part === "string" ? thoughts(part) : part?.type === "text" || part?.text ? thoughts(String(part.text)) : part?.thinking ? thoughts(`<think>${part.thinking}</think>`) : h("pre", {}, recorded(text(part))))),
     (message.tool_calls ?? []).map((call) => h("div", { class: "tool-call" }, h("b", {}, recorded(call.function?.name ?? "?")), " ", h("span", { class: "aside" }, recorded(call.id ?? "")), h("pre", {}, recorded(pretty(call.function?.arguments))))));
 }
 

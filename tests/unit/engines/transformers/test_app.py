@@ -192,7 +192,13 @@ async def test_messages_reach_the_template_as_it_expects_them(make_engine: MakeE
             "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "content": "2", "tool_call_id": "c"},
-        {"role": "assistant", "content": "so", "reasoning_content": "hm"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "reasoning": "hm",
+            "thinking": "hm",
+        },
     ]
 
 
@@ -243,14 +249,6 @@ NAMED = {"type": "function", "function": {"name": "nowhere"}}
         ({"continue_final_message": True}, "add_generation"),
         ({"chat_template_kwargs": {"tokenize": False}}, "tokenize"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
-                ]
-            },
-            "not JSON",
-        ),
         ({"messages": [{"role": "user", "content": "a" * 2000}]}, "2019 tokens"),
         ({"seed": 2**63}, "seed"),
         ({"top_k": 2**63}, "top_k: it must be a whole number from -1 to 2147483647"),
@@ -493,3 +491,25 @@ async def test_tools_count_when_a_chat_is_tokenized(make_engine: MakeEngine) -> 
     restyle(engine, HERMES)
     with_tools = (await post(engine, "/tokenize", {"messages": HI, "tools": [TOOL]})).json()
     assert '"add"' in engine.tokenizer.decode(with_tools["tokens"])
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "3", [1], 3, '{"INVALID_JSON": "{"}'])
+async def test_a_malformed_earlier_call_is_shown_as_text(make_engine: MakeEngine, arguments: Any) -> None:
+    engine = make_engine()
+    restyle(engine, HERMES)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "tool_call_id": "c", "content": "no"}]
+    context = open_context()
+    await ask(engine, messages=[*HI, *turns], max_tokens=1)
+    shown = engine.tokenizer.decode(context.samples[0].prompt_ids.tolist())
+    assert '"arguments": {"INVALID_JSON": ' in shown
+
+
+async def test_thinking_blocks_of_an_answer_are_its_reasoning(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    restyle(engine, "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}")
+    blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "four"}]
+    context = open_context()
+    await ask(engine, messages=[*HI, {"role": "assistant", "content": blocks}, *HI], max_tokens=1)
+    assert "hm|four;" in engine.tokenizer.decode(context.samples[0].prompt_ids.tolist())

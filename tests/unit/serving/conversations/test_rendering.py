@@ -87,6 +87,16 @@ def test_what_follows_an_answer(name: str, messages: list[dict[str, Any]], text:
     assert after(template(name), messages) == text
 
 
+def test_a_token_that_ends_only_the_last_answer_is_not_kept_in_history() -> None:
+    """gpt-oss's rule: <|return|> never precedes another message."""
+    with pytest.raises(UnsupportedTemplate, match=r"with another token than <\|return\|>"):
+        extended(template("channels"), "<|start|>assistant<|message|>A1<|return|>", ASKED)
+    cut = "<|start|>assistant<|message|>A1"
+    assert extended(template("channels"), cut, ASKED).startswith(f"{cut}<|end|><|start|>user")
+    called = "<|start|>assistant to=functions.add<|message|>{}<|call|>"
+    assert extended(template("channels"), called, CALLED).startswith(f"{called}<|start|>functions.add")
+
+
 def test_a_tool_that_answers_within_the_turn_after_a_token_of_its_own() -> None:
     """Text before the calls is rendered after their results."""
     within = (
@@ -233,15 +243,3 @@ def test_messages_and_tokenizer_are_left_as_they_are() -> None:
     tokenizer.chat_template = "{{ raise_exception('changed') }}"
     assert "3" in renderer.text_after_answer(messages, 1)
     assert repr(messages) == before
-
-
-def test_a_developers_message_is_taken_where_it_is_a_systems_in_all_but_name() -> None:
-    """Engines differ in renaming the role, and the new turns must equal the engine's own rendering."""
-    told = [user("U1"), says("A1"), {"role": "developer", "content": "D2"}]
-    with pytest.raises(UnsupportedTemplate, match="developer message differently"):
-        after(TURNS, told)
-    alike = TURNS.replace("m.role +", "('system' if m.role == 'developer' else m.role) +")
-    assert after(alike, told) == after(TURNS, [*told[:2], {"role": "system", "content": "D2"}])
-    assert after(TURNS, [{"role": "developer", "content": "D0"}, *ASKED], 2) == after(TURNS, ASKED), (
-        "a past one is in tokens"
-    )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.chat_normalizer import ChatNormalizer, template_of
+from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.types.request_fields import log_dropped
 
 PLAIN = "{% for message in messages %}{{ message.content }} about verbosity and thinking{% endfor %}"
@@ -182,16 +182,3 @@ def test_choices_without_tools_are_dropped_unless_they_require_one(
     given: dict[str, Any], left: dict[str, Any]
 ) -> None:
     assert ChatNormalizer(PLAIN).normalize(chat(**given)) == chat(**left)
-
-
-def test_the_template_of_a_tokenizer() -> None:
-    class Tokenizer:
-        chat_template: Any = PLAIN
-
-    tokenizer = Tokenizer()
-    assert template_of(tokenizer) == PLAIN
-    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
-    assert template_of(tokenizer) == "a\nb"
-    tokenizer.chat_template = None
-    assert template_of(tokenizer) == ""
-    assert template_of(None) is None

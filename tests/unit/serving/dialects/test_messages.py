@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -30,6 +31,7 @@ ONE_AT_A_TIME = {"parallel_tool_calls": False}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
 TEXT = {"type": "text", "text": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "t"}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 
 
@@ -266,7 +268,7 @@ async def test_changed_thinking_is_refused() -> None:
 
 async def test_a_stream_starts_with_the_size_of_its_prompt() -> None:
     fake = FakeChat(Say("ab"))
-    client = anthropic_client(TranslationMiddleware(fake, template=""))
+    client = anthropic_client(TranslationMiddleware(fake, tokenizer=SimpleNamespace(chat_template="")))
     async with client.messages.stream(**ASK) as stream:
         events = [event async for event in stream]
         final = await stream.get_final_message()
@@ -327,9 +329,10 @@ async def test_counting_tokens() -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "'role' 'robot' is not supported"),
-        ({"messages": [user([{"type": "document", "source": {}}])]}, "'type' 'document' is not supported"),
+        ({"messages": [user([{"type": "document", "source": {}}])]}, "messages[0].content[0].source: "),
         ({"messages": [user("hi"), says("I")]}, "the last message is the assistant's"),
-        ({"messages": [user([TEXT, RESULT])]}, "put the tool_result blocks first"),
+        ({"messages": [user([{"type": "document", "source": PDF}])]}, "messages[0].content[0]"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": -1}}, "thinking.budget_tokens"),
     ],
 )
 async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -393,3 +396,52 @@ def test_the_synchronous_sdk_over_a_socket() -> None:
             assert (
                 json.loads("".join(pieces)) == stream.get_final_message().content[0].input == {"city": "Bern"}
             )
+
+
+@pytest.mark.parametrize(
+    ("thinking", "enabled", "budget"),
+    [
+        ({"type": "adaptive"}, True, None),
+        ({"type": "adaptive", "budget_tokens": 0}, True, None),
+        ({"type": "adaptive", "budget_tokens": 4000}, True, 4000),
+        ({"type": "disabled", "budget_tokens": 4000}, False, None),
+        ({"type": "enabled", "budget_tokens": 4000}, True, 4000),
+    ],
+)
+async def test_forms_of_thinking(thinking: dict[str, Any], enabled: bool, budget: int | None) -> None:
+    asked, _ = await ask(Say("ok"), extra_body={"thinking": thinking})
+    assert asked[0]["chat_template_kwargs"] == {"enable_thinking": enabled}
+    assert asked[0].get("thinking_token_budget") == budget
+
+
+async def test_documents_of_text_redacted_thinking_and_text_before_results() -> None:
+    report = {
+        "type": "document",
+        "title": "Report",
+        "source": {"type": "text", "media_type": "text/plain", "data": "R"},
+    }
+    notes = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "N"}]}}
+    messages = await said(
+        {"role": "user", "content": [report, {"type": "text", "text": "Q"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "redacted_thinking", "data": "x=="},
+                {"type": "tool_use", "id": "t", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "now"},
+                {"type": "tool_result", "tool_use_id": "t", "content": [notes]},
+            ],
+        },
+        tools=[TOOL],
+    )
+    assert messages == [
+        {"role": "user", "content": "Report\nR\nQ"},
+        {"role": "assistant", "content": None, "tool_calls": [call("t", "{}")]},
+        {"role": "tool", "tool_call_id": "t", "content": "N"},
+        {"role": "user", "content": "now"},
+    ]
