@@ -16,6 +16,7 @@ import httpx
 import httpx2
 import openai
 import uvicorn
+from asgi_helpers import response_body, start, stream_start
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raylight.serving.dialects.translate import TranslationMiddleware
@@ -111,6 +112,23 @@ def _chunk(
     return _head(number, "chat.completion.chunk") | {"choices": [choice]}
 
 
+SAYS = {
+    "text": Say("hello"),
+    "reasoning and text": Say("hello", reasoning="hm"),
+    "deepseek's word for reasoning": Say("hello", reasoning="hm", named="reasoning_content"),
+    "parallel calls": Say(
+        "let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
+    ),
+    "a call without arguments": Say(calls=[call("t1", "")]),
+    "nothing": Say(""),
+}
+"""Answers that every dialect streams as the same answer in one piece."""
+BREAKS = [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")]
+"""Answers that break off in a stream."""
+VLLM_ERROR = {"error": {"message": "too long", "type": "BadRequestError", "code": 400}}
+OLD_VLLM_ERROR = {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404}
+
+
 class FakeChat:
     """Scripted chat application: it sends the answers of `says` in turn, and records requests and scopes."""
 
@@ -120,9 +138,8 @@ class FakeChat:
         self.scopes: list[Scope] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = (await receive())["body"]
         self.scopes.append(scope)
-        self.asked.append(json.loads(body))
+        self.asked.append(json.loads((await receive())["body"]))
         if scope["path"] == "/tokenize":
             await _send_json(send, 200, {"count": 5, "max_model_len": 64, "tokens": [1, 2, 3, 4, 5]})
             return
@@ -132,30 +149,17 @@ class FakeChat:
         elif not self.asked[-1].get("stream"):
             await _send_json(send, 200, say.answer(number))
         else:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [(b"content-type", b"text/event-stream")],
-                }
-            )
+            await send(stream_start())
             for chunk in say.chunks(number, self.asked[-1].get("stream_options") or {}):
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": b"data: %s\n\n" % json.dumps(chunk).encode(),
-                        "more_body": True,
-                    }
-                )
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                await send(response_body(b"data: %s\n\n" % json.dumps(chunk).encode(), more=True))
+            await send(response_body(b"data: [DONE]\n\n"))
 
 
 async def _send_json(send: Send, status: int, answer: Any, **more: str) -> None:
-    body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-    kind = b"text/plain" if isinstance(answer, str) else b"application/json"
-    headers = [(b"content-type", kind), *((name.encode(), value.encode()) for name, value in more.items())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+    kind = "text/plain" if isinstance(answer, str) else "application/json"
+    await send(start(status, content_type=kind, **more))
+    await send(response_body(content))
 
 
 def anthropic_client(app: ASGIApp) -> anthropic.AsyncAnthropic:

@@ -84,7 +84,7 @@ def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def says(text: str | None, *calls: dict[str, Any]) -> dict[str, Any]:
+def says(text: Any, *calls: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
 
 

@@ -9,6 +9,7 @@ import pytest
 from dialect_helpers import Say, call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template_helpers import says
 
 from raylight.http.errors import RequestError, error_body, error_response, read_error
 from raylight.http.sse import ServerSentEvent, SseReader, sse_bytes
@@ -142,18 +143,13 @@ def test_parallel_calls_whose_pieces_are_mixed() -> None:
 
 
 def test_completions_whole_and_streamed() -> None:
-    whole = {
-        "id": "cmpl-1",
-        "choices": [
-            {"index": 0, "text": "ab", "finish_reason": "stop"},
-            {"index": 1, "text": "c", "finish_reason": "length"},
-        ],
-    }
+    def answer(*choices: tuple[int, str, str | None]) -> dict[str, Any]:
+        fields = ("index", "text", "finish_reason")
+        return {"id": "cmpl-1", "choices": [dict(zip(fields, choice, strict=True)) for choice in choices]}
+
+    whole = answer((0, "ab", "stop"), (1, "c", "length"))
     pieces = [(0, "a", None), (1, "c", "length"), (0, "b", "stop")]
-    stream = [
-        sse_bytes({"id": "cmpl-1", "choices": [{"index": i, "text": t, "finish_reason": f}]})
-        for i, t, f in pieces
-    ]
+    stream = [sse_bytes(answer(piece)) for piece in pieces]
     assert read("application/json", json.dumps(whole).encode()) == read("text/event-stream", *stream)
     assert read("text/event-stream", *stream).choices[0] == Choice(0, None, "ab", "stop")
 
@@ -192,14 +188,9 @@ def chunk_of(**delta: Any) -> dict[str, Any]:
 def test_what_is_said_between_the_pieces_of_a_call_comes_after_it() -> None:
     reader = BlockReader()
     named = {"index": 0, "id": "t", "function": {"name": "f", "arguments": "{"}}
-    steps = (
-        reader.feed(chunk_of(tool_calls=[named]))
-        + reader.feed(chunk_of(content="a"))
-        + reader.feed(chunk_of(content="b"))
-    )
-    steps += (
-        reader.feed(chunk_of(tool_calls=[{"index": 0, "function": {"arguments": "}"}}])) + reader.finish()
-    )
+    rest = {"index": 0, "function": {"arguments": "}"}}
+    chunks = [{"tool_calls": [named]}, {"content": "a"}, {"content": "b"}, {"tool_calls": [rest]}]
+    steps = [step for chunk in chunks for step in reader.feed(chunk_of(**chunk))] + reader.finish()
     assert [(step.kind, step.block.index, step.text) for step in steps] == [
         ("start", 0, ""),
         ("delta", 0, "{"),
@@ -210,11 +201,7 @@ def test_what_is_said_between_the_pieces_of_a_call_comes_after_it() -> None:
         ("delta", 1, "b"),
         ("stop", 1, ""),
     ]
-    assert reader.turn.message() == {
-        "role": "assistant",
-        "content": "ab",
-        "tool_calls": [call("t", "{}", "f")],
-    }
+    assert reader.turn.message() == says("ab", call("t", "{}", "f"))
 
 
 def test_going_back_to_a_call_that_is_over_is_an_error() -> None:

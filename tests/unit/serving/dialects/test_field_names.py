@@ -7,7 +7,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from dialect_helpers import Say, anthropic_client, openai_client, translated
+from dialect_helpers import FakeChat, Say, anthropic_client, openai_client, translated
+from starlette.types import ASGIApp
+from template_helpers import user
 
 from raylight.http.errors import RequestError
 from raylight.serving.dialects.field_names import FieldNames
@@ -55,10 +57,17 @@ def test_only_names_of_fields_are_renamed_in_a_message() -> None:
 
 
 WRONG = {"type": "strng"}
+WRONG_FORMAT = {"type": "json_schema", "schema": WRONG}
 TOOL = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "strng"}}}}
 PIXEL = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "a"}, PIXEL]}
-HI = {"role": "user", "content": "hi"}
+HI = user("hi")
+
+
+def rejecting(message: str | None) -> tuple[FakeChat, ASGIApp]:
+    """Return an engine that answers with an error, and the dialects in front of it."""
+    error = {"message": message, "type": "invalid_request_error"}
+    return translated(Say(status=400, error={"error": error}))
 
 
 @pytest.mark.parametrize(
@@ -66,20 +75,12 @@ HI = {"role": "user", "content": "hi"}
     [
         ({"tools": [TOOL]}, None, "tools[0].input_schema: the schema of tool 'f' is no valid JSON schema"),
         ({"tools": [TOOL | {"name": "a b"}]}, None, "tools[0].name: 'a b' is no name"),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strng"}}}},
-            None,
-            "output_config.format.schema: ",
-        ),
-        (
-            {"extra_body": {"output_format": {"type": "json_schema", "schema": {"type": "strng"}}}},
-            None,
-            "output_format.schema: ",
-        ),
+        ({"output_config": {"format": WRONG_FORMAT}}, None, "output_config.format.schema: "),
+        ({"extra_body": {"output_format": WRONG_FORMAT}}, None, "output_format.schema: "),
         ({"thinking": {"type": "enabled"}}, None, "thinking.budget_tokens: Field required"),
         ({"output_config": {"effort": "some"}}, None, "output_config.effort: "),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}]},
+            {"messages": [user([{"type": "text", "text": "x", "cache": 1}])]},
             None,
             "messages[0].content[0].cache: this field is not supported; to drop unknown fields, set "
             "engine={'ignore_fields': ['messages.content.cache']}",
@@ -88,7 +89,7 @@ HI = {"role": "user", "content": "hi"}
         ({}, "reasoning_effort: the model has no 'low'", "output_config.effort: the model has no 'low'"),
         ({}, "chat_template_kwargs: wrong", "thinking: wrong"),
         (
-            {"system": "s", "messages": [HI, {"role": "user", "content": [RESULT]}]},
+            {"system": "s", "messages": [HI, user([RESULT])]},
             "messages[3].content[0]: this model accepts text only",
             "messages[1].content[0].content[1]: this model accepts text only",
         ),
@@ -97,9 +98,7 @@ HI = {"role": "user", "content": "hi"}
 async def test_errors_of_messages_name_its_own_fields(
     fields: dict[str, Any], said: str | None, expected: str
 ) -> None:
-    fake, app = translated(
-        Say(status=400, error={"error": {"message": said, "type": "invalid_request_error"}})
-    )
+    fake, app = rejecting(said)
     asked: Any = {"model": "policy", "max_tokens": 9, "messages": [HI], **fields}
     with pytest.raises(anthropic.BadRequestError) as caught:
         await anthropic_client(app).messages.create(**asked)
@@ -108,7 +107,6 @@ async def test_errors_of_messages_name_its_own_fields(
 
 
 FUNCTION = {"type": "function", "name": "f"}
-FORMAT = {"type": "json_schema", "name": "x"}
 IMAGE = {"type": "input_image", "image_url": "https://x/y.png"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "done"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
@@ -119,31 +117,15 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
     [
         ({"tools": [FUNCTION | {"name": "a b"}]}, None, "tools[0].name"),
         ({}, "messages: the chat template rejected them", "input"),
-        (
-            {"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}]},
-            None,
-            "tools[0].parameters",
-        ),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
-            None,
-            "text.format.schema",
-        ),
-        (
-            {"input": [HI, OUTPUT, {"role": "user", "content": [{"type": "input_file"}]}]},
-            None,
-            "input[2].content[0]",
-        ),
+        ({"tools": [FUNCTION | {"parameters": WRONG}]}, None, "tools[0].parameters"),
+        ({"text": {"format": WRONG_FORMAT | {"name": "x"}}}, None, "text.format.schema"),
+        ({"input": [HI, OUTPUT, user([{"type": "input_file"}])]}, None, "input[2].content[0]"),
         ({"text": {"verbosity": 3}}, None, "text.verbosity"),
         ({"input": [HI, IMAGE]}, None, "input[1]"),
         ({}, "max_tokens: too large", "max_output_tokens"),
         ({}, "reasoning_effort: unknown", "reasoning.effort"),
         ({"instructions": "s"}, "messages[0].content: too long", "instructions.content"),
-        (
-            {"input": [HI, {"role": "user", "content": [IMAGE]}]},
-            "messages[1].content[0]: text only",
-            "input[1].content[0]",
-        ),
+        ({"input": [HI, user([IMAGE])]}, "messages[1].content[0]: text only", "input[1].content[0]"),
         (
             {"input": [HI, CALL, OUTPUT]},
             "messages[1].tool_calls[0].function.arguments: no JSON",
@@ -155,9 +137,7 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}
 async def test_errors_of_responses_name_its_own_fields(
     fields: dict[str, Any], said: str | None, param: str
 ) -> None:
-    fake, app = translated(
-        Say(status=400, error={"error": {"message": said, "type": "invalid_request_error"}})
-    )
+    fake, app = rejecting(said)
     asked: Any = {"model": "policy", "input": "hi", **fields}
     with pytest.raises(openai.BadRequestError) as caught:
         await openai_client(app).responses.create(**asked)

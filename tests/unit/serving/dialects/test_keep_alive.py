@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from asgi_helpers import response_body, start, stream_start
 from dialect_helpers import Say, anthropic_client, openai_client
 from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -15,11 +16,6 @@ from raylight.serving.dialects.translate import ANSWER_ID, TranslationMiddleware
 
 INTERVAL_S = 0.01
 DEADLINE_S = 30
-START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"text/event-stream")],
-}
 
 
 class SilentChat:
@@ -27,7 +23,8 @@ class SilentChat:
 
     def __init__(self, pieces: list[bytes], pause_after: int, answer_id: str = "") -> None:
         self.pieces = pieces
-        self.start = {**START, "headers": [*START["headers"], (ANSWER_ID, answer_id.encode())]}
+        self.start = stream_start()
+        self.start["headers"].append((ANSWER_ID, answer_id.encode()))
         self.pause_after = pause_after
         self.released = asyncio.Event()
 
@@ -36,8 +33,8 @@ class SilentChat:
         for index, piece in enumerate(self.pieces):
             if index == self.pause_after:
                 await asyncio.wait_for(self.released.wait(), DEADLINE_S)
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(response_body(piece, more=True))
+        await send(response_body())
 
 
 class Client:
@@ -90,11 +87,11 @@ async def test_nothing_is_sent_within_an_event_or_to_an_answer_in_one_piece() ->
         sent.append(message)
 
     async with KeepAliveSend(keep, INTERVAL_S) as send:
-        await send(START)
-        await send({"type": "http.response.body", "body": b"data: half of", "more_body": True})
+        await send(stream_start())
+        await send(response_body(b"data: half of", more=True))
         await asyncio.sleep(10 * INTERVAL_S)
     async with KeepAliveSend(keep, INTERVAL_S) as send:
-        await send({**START, "headers": [(b"content-type", b"application/json")]})
+        await send(start(content_type="application/json"))
         await asyncio.sleep(10 * INTERVAL_S)
     assert len(sent) == 3
 
@@ -105,7 +102,7 @@ async def test_an_application_that_fails_leaves_no_task() -> None:
 
     async def fail() -> None:
         async with KeepAliveSend(ignore, INTERVAL_S) as send:
-            await send(START)
+            await send(stream_start())
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):

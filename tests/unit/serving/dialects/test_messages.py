@@ -7,11 +7,29 @@ from typing import Any
 
 import anthropic
 import pytest
-from dialect_helpers import WEATHER, FakeChat, Say, anthropic_client, call, listening, translated
+from dialect_helpers import (
+    BREAKS,
+    OLD_VLLM_ERROR,
+    SAYS,
+    VLLM_ERROR,
+    WEATHER,
+    FakeChat,
+    Say,
+    anthropic_client,
+    call,
+    listening,
+    translated,
+)
+from template_helpers import says, user
 
 from raylight.serving.dialects.translate import TranslationMiddleware
 
-ASK = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+ASK = {"model": "policy", "max_tokens": 9, "messages": [user("hi")]}
+THE_TOOL = {"type": "function", "function": {"name": "weather"}}
+ONE_AT_A_TIME = {"parallel_tool_calls": False}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
+TEXT = {"type": "text", "text": "x"}
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 
 
@@ -82,43 +100,27 @@ async def test_every_setting_reaches_the_engine() -> None:
     ("choice", "chat"),
     [
         ({"type": "auto"}, {"tool_choice": "auto"}),
-        (
-            {"type": "any", "disable_parallel_tool_use": True},
-            {"tool_choice": "required", "parallel_tool_calls": False},
-        ),
-        (
-            {"type": "tool", "name": "weather"},
-            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
-        ),
+        ({"type": "any", "disable_parallel_tool_use": True}, ONE_AT_A_TIME | {"tool_choice": "required"}),
+        ({"type": "tool", "name": "weather"}, {"tool_choice": THE_TOOL}),
         ({"type": "none"}, {"tool_choice": "none"}),
     ],
 )
 async def test_choices_of_tools(choice: dict[str, Any], chat: dict[str, Any]) -> None:
     asked, _ = await ask(Say("ok"), tools=[TOOL], tool_choice=choice)
     assert {k: v for k, v in asked[0].items() if k in ("tool_choice", "parallel_tool_calls")} == chat
-    assert asked[0]["tools"] == [
-        {
-            "type": "function",
-            "function": {"name": "weather", "description": "of a city", "parameters": WEATHER},
-        }
-    ]
+    function = {"name": "weather", "description": "of a city", "parameters": WEATHER}
+    assert asked[0]["tools"] == [{"type": "function", "function": function}]
 
 
 async def test_the_system_and_texts_of_several_blocks() -> None:
-    blocks = [
-        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": "b"},
-    ]
-    assert await said({"role": "user", "content": blocks}, system=blocks) == [
-        {"role": "system", "content": "a\nb"},
-        {"role": "user", "content": "a\nb"},
-    ]
+    blocks = [TEXT | {"text": "a", "cache_control": {"type": "ephemeral"}}, TEXT | {"text": "b"}]
+    messages = await said(user(blocks), system=blocks)
+    assert messages == [{"role": "system", "content": "a\nb"}, user("a\nb")]
 
 
 async def test_images_keep_their_place() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
-    linked = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
-    [message] = await said({"role": "user", "content": [image, {"type": "text", "text": "what?"}, linked]})
+    [message] = await said(user([image, {"type": "text", "text": "what?"}, IMAGE]))
     assert message["content"] == [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
         {"type": "text", "text": "what?"},
@@ -132,20 +134,13 @@ async def test_results_of_parallel_tools() -> None:
     ]
     thought = {"type": "thinking", "thinking": "hm", "signature": ""}
     results = [
-        {
-            "type": "tool_result",
-            "tool_use_id": "t1",
-            "content": [{"type": "text", "text": "sun"}, {"type": "text", "text": "warm"}],
-        },
-        {"type": "tool_result", "tool_use_id": "t2", "content": "no such city", "is_error": True},
-        {"type": "tool_result", "tool_use_id": "t3"},
-        {"type": "text", "text": "go on"},
+        RESULT | {"tool_use_id": "t1", "content": [TEXT | {"text": "sun"}, TEXT | {"text": "warm"}]},
+        RESULT | {"tool_use_id": "t2", "content": "no such city", "is_error": True},
+        RESULT | {"tool_use_id": "t3"},
+        TEXT | {"text": "go on"},
     ]
-    messages = await said(
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "let me see"}, *uses]},
-        {"role": "user", "content": results},
-    )
+    asking = says([thought, TEXT | {"text": "let me see"}, *uses])
+    messages = await said(user("hi"), asking, user(results))
     assert messages[1:] == [
         {
             "role": "assistant",
@@ -161,27 +156,16 @@ async def test_results_of_parallel_tools() -> None:
 
 
 async def test_an_image_from_a_tool_follows_as_the_users() -> None:
-    image = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
-    messages = await said(
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}]}
-    )
+    messages = await said(user([RESULT | {"content": [IMAGE]}]))
     assert messages[0] == {"role": "tool", "tool_call_id": "t", "content": ""}
     assert messages[1]["role"] == "user"
     assert messages[1]["content"][0]["type"] == "image_url"
 
 
-SAYS = {
-    "text": Say("hello"),
-    "reasoning and text": Say("hello", reasoning="hm"),
-    "deepseek's word for reasoning": Say("hello", reasoning="hm", named="reasoning_content"),
-    "parallel calls": Say(
-        "let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
-    ),
-    "a call without arguments": Say(calls=[call("t1", "")]),
+ANSWERS = SAYS | {
     "cut off": Say("hel", finish="length"),
     "a stop word": Say("hello", stop_word="END"),
     "a named tool whose end is a stop": Say(calls=[call("t1", '{"city": "Bern"}')], finish="stop"),
-    "nothing": Say(""),
 }
 REASONS = {
     "parallel calls": "tool_use",
@@ -192,9 +176,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", ANSWERS)
 async def test_a_stream_ends_as_the_same_message_as_an_answer_in_one_piece(name: str) -> None:
-    say = SAYS[name]
+    say = ANSWERS[name]
     _, app = translated(say, say)
     client = anthropic_client(app)
     whole = await client.messages.create(**ASK)
@@ -224,24 +208,15 @@ def _plain(message: anthropic.types.Message) -> dict[str, Any]:
 async def test_the_events_of_a_stream_in_their_order() -> None:
     fake, app = translated(Say("ab", reasoning="c", calls=[call("t1", "{}"), call("t2", '{"city": 1}')]))
     events = [event async for event in await anthropic_client(app).messages.create(**ASK, stream=True)]
-    message = [(event.type, getattr(event, "index", None)) for event in events]
     start, delta, stop = "content_block_start", "content_block_delta", "content_block_stop"
-    assert message == [
+    blocks = [
+        (kind, index)
+        for index, deltas in enumerate([2, 2, 1, 4])
+        for kind in (start, *[delta] * deltas, stop)
+    ]
+    assert [(event.type, getattr(event, "index", None)) for event in events] == [
         ("message_start", None),
-        (start, 0),
-        (delta, 0),
-        (delta, 0),
-        (stop, 0),
-        (start, 1),
-        (delta, 1),
-        (delta, 1),
-        (stop, 1),
-        (start, 2),
-        (delta, 2),
-        (stop, 2),
-        (start, 3),
-        *[(delta, 3)] * 4,
-        (stop, 3),
+        *blocks,
         ("message_delta", None),
         ("message_stop", None),
     ]
@@ -259,11 +234,7 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
 
 
 async def test_tokens_of_thinking_are_counted() -> None:
-    usage = {
-        "prompt_tokens": 11,
-        "completion_tokens": 7,
-        "completion_tokens_details": {"reasoning_tokens": 5},
-    }
+    usage = Say().usage | {"completion_tokens_details": {"reasoning_tokens": 5}}
     _, app = translated(*[Say("four", reasoning="hm", usage=usage)] * 2)
     client = anthropic_client(app)
     answer = await client.messages.create(**ASK)
@@ -281,7 +252,7 @@ async def test_changed_thinking_is_refused() -> None:
     assert thinking["signature"]
 
     async def send_back(block: dict[str, Any]) -> Any:
-        turns = [{"role": "assistant", "content": [block, text]}, {"role": "user", "content": "and?"}]
+        turns = [says([block, text]), user("and?")]
         return await client.messages.create(**ASK | {"messages": ASK["messages"] + turns})
 
     await send_back(thinking)
@@ -310,15 +281,12 @@ async def test_a_loop_of_tools_gives_back_what_the_engine_said() -> None:
     calls = [call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
     fake, app = translated(Say("let me see", reasoning="hm", calls=calls), Say("sun"))
     client = anthropic_client(app)
-    messages: list[Any] = [{"role": "user", "content": "weather?"}]
+    messages: list[Any] = [user("weather?")]
     async with client.messages.stream(**ASK | {"messages": messages}, tools=[TOOL]) as stream:
         first = await stream.get_final_message()
-    results = [
-        {"type": "tool_result", "tool_use_id": b.id, "content": b.input["city"]}
-        for b in first.content
-        if b.type == "tool_use"
-    ]
-    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    uses = [block for block in first.content if block.type == "tool_use"]
+    results = [RESULT | {"tool_use_id": use.id, "content": use.input["city"]} for use in uses]
+    messages += [says(first.content), user(results)]
     await client.messages.create(**ASK | {"messages": messages}, tools=[TOOL])
     assert fake.asked[1]["messages"][1:] == [
         {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "tool_calls": calls},
@@ -333,7 +301,7 @@ async def test_arguments_that_are_no_object_survive_the_loop(arguments: str) -> 
     client = anthropic_client(app)
     first = await client.messages.create(**ASK)
     assert first.content[0].input == {"INVALID_JSON": arguments}
-    more = [{"role": "assistant", "content": first.content}, {"role": "user", "content": "go on"}]
+    more = [says(first.content), user("go on")]
     await client.messages.create(**ASK | {"messages": ASK["messages"] + more})
     assert fake.asked[1]["messages"][1]["tool_calls"] == [call("t1", arguments)]
 
@@ -359,28 +327,9 @@ async def test_counting_tokens() -> None:
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: "),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "'role' 'robot' is not supported"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "'type' 'document' is not supported",
-        ),
-        (
-            {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]},
-            "the last message is the assistant's",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "x"},
-                            {"type": "tool_result", "tool_use_id": "t"},
-                        ],
-                    }
-                ]
-            },
-            "put the tool_result blocks first",
-        ),
+        ({"messages": [user([{"type": "document", "source": {}}])]}, "'type' 'document' is not supported"),
+        ({"messages": [user("hi"), says("I")]}, "the last message is the assistant's"),
+        ({"messages": [user([TEXT, RESULT])]}, "put the tool_result blocks first"),
     ],
 )
 async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -396,24 +345,9 @@ async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("status", "error", "kind", "shape"),
     [
-        (
-            400,
-            {"error": {"message": "too long", "type": "BadRequestError", "code": 400}},
-            anthropic.BadRequestError,
-            "invalid_request_error",
-        ),
-        (
-            401,
-            {"error": {"message": "too long", "type": "x"}},
-            anthropic.AuthenticationError,
-            "authentication_error",
-        ),
-        (
-            404,
-            {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404},
-            anthropic.NotFoundError,
-            "not_found_error",
-        ),
+        (400, VLLM_ERROR, anthropic.BadRequestError, "invalid_request_error"),
+        (401, {"error": {"message": "too long"}}, anthropic.AuthenticationError, "authentication_error"),
+        (404, OLD_VLLM_ERROR, anthropic.NotFoundError, "not_found_error"),
         (429, "too long", anthropic.RateLimitError, "rate_limit_error"),
         (500, {"detail": "too long"}, anthropic.InternalServerError, "api_error"),
         (503, {"error": "too long"}, anthropic.InternalServerError, "overloaded_error"),
@@ -433,9 +367,7 @@ async def test_errors_of_the_engine_become_the_sdks_own(
     }
 
 
-@pytest.mark.parametrize(
-    "say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")]
-)
+@pytest.mark.parametrize("say", BREAKS)
 async def test_a_stream_that_breaks_off_is_an_error(say: Say) -> None:
     _, app = translated(say)
     with pytest.raises(anthropic.APIStatusError, match=r"lost|is incomplete"):

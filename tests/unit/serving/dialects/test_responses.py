@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from dialect_helpers import WEATHER, Say, call, listening, openai_client, translated
+from dialect_helpers import (
+    BREAKS,
+    OLD_VLLM_ERROR,
+    SAYS,
+    VLLM_ERROR,
+    WEATHER,
+    Say,
+    call,
+    listening,
+    openai_client,
+    translated,
+)
 from openai.types.responses import Response, ResponseStreamEvent
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
+from template_helpers import result, says, user
 
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.http.errors import RequestError
 from raylight.serving.dialects.response_history import ResponseHistory
 
 ASK = {"model": "policy", "input": "hi"}
-TOOL = {
-    "type": "function",
-    "name": "weather",
-    "description": "of a city",
-    "parameters": WEATHER,
-    "strict": True,
-}
+FUNCTION = {"name": "weather", "description": "of a city", "parameters": WEATHER, "strict": True}
+TOOL = {"type": "function"} | FUNCTION
+HIDDEN_THOUGHT = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
 EVENTS = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
@@ -47,12 +54,8 @@ async def test_a_plain_question_and_answer() -> None:
     assert fake.asked == [{"model": "policy", "messages": [{"role": "user", "content": "hi"}]}]
     assert fake.scopes[0]["path"] == "/v1/chat/completions"
     assert fake.scopes[0]["raylight.dialect"] == "responses"
-    assert (answer.id, answer.output_text, answer.status, answer.created_at) == (
-        "resp_1",
-        "hello",
-        "completed",
-        1700000000,
-    )
+    assert (answer.id, answer.output_text) == ("resp_1", "hello")
+    assert (answer.status, answer.created_at) == ("completed", 1700000000)
     assert answer.usage.to_dict() == {
         "input_tokens": 11,
         "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
@@ -70,7 +73,8 @@ async def test_a_label_may_have_any_value(label: str) -> None:
 
 
 async def test_every_setting_reaches_the_engine_and_is_echoed() -> None:
-    schema = {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}
+    form = {"name": "w", "schema": WEATHER, "strict": True}
+    schema = {"type": "json_schema"} | form
     settings = {"temperature": 0, "top_p": 0.5, "parallel_tool_calls": False}
     asked, answer = await ask(
         Say("{}"),
@@ -84,32 +88,21 @@ async def test_every_setting_reaches_the_engine_and_is_echoed() -> None:
         instructions="be brief",
         user="u",
     )
-    function = {key: TOOL[key] for key in ("name", "description", "parameters", "strict")}
     assert asked[0] == settings | {
         "model": "policy",
         "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
         "max_completion_tokens": 9,
-        "tools": [{"type": "function", "function": function}],
+        "tools": [{"type": "function", "function": FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
         "reasoning_effort": "low",
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "w", "schema": WEATHER, "strict": True},
-        },
+        "response_format": {"type": "json_schema", "json_schema": form},
     }
     echoed = answer.to_dict()
     assert {name: echoed[name] for name in settings} == settings
-    assert (echoed["metadata"], echoed["instructions"], echoed["max_output_tokens"]) == (
-        {"a": "b"},
-        "be brief",
-        9,
-    )
-    assert (echoed["tools"], echoed["tool_choice"], echoed["text"]["format"]) == (
-        [TOOL],
-        {"type": "function", "name": "weather"},
-        schema,
-    )
-    assert echoed["store"] is False
+    labels = (echoed["metadata"], echoed["instructions"], echoed["max_output_tokens"], echoed["store"])
+    assert labels == ({"a": "b"}, "be brief", 9, False)
+    tools = (echoed["tools"], echoed["tool_choice"], echoed["text"]["format"])
+    assert tools == ([TOOL], {"type": "function", "name": "weather"}, schema)
 
 
 @pytest.mark.parametrize("choice", ["none", "auto", "required"])
@@ -124,57 +117,31 @@ async def test_json_objects() -> None:
 
 
 async def test_items_of_every_kind() -> None:
+    image = {"type": "input_image", "image_url": "https://x/y.png"}
     messages = await said(
         {"role": "developer", "content": "be brief"},
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "see"},
-                {"type": "input_image", "image_url": "https://x/y.png", "detail": "auto"},
-            ],
-        },
+        user([{"type": "input_text", "text": "see"}, image | {"detail": "auto"}]),
         {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "hm"}]},
         {"type": "function_call", "call_id": "t1", "name": "weather", "arguments": "{}"},
         {"type": "function_call", "call_id": "t2", "name": "weather", "arguments": "{ }"},
         {"type": "function_call_output", "call_id": "t1", "output": "sun"},
         {"type": "function_call_output", "call_id": "t2", "output": [{"type": "input_text", "text": "rain"}]},
-        {"role": "assistant", "content": "mixed"},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "really", "annotations": []}]},
-        {"role": "user", "content": "thanks"},
+        says("mixed"),
+        says([{"type": "output_text", "text": "really", "annotations": []}]),
+        user("thanks"),
     )
     assert messages == [
         {"role": "system", "content": "be brief"},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "see"},
-                {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "hm",
-            "tool_calls": [call("t1", "{}"), call("t2", "{ }")],
-        },
-        {"role": "tool", "tool_call_id": "t1", "content": "sun"},
-        {"role": "tool", "tool_call_id": "t2", "content": "rain"},
-        {"role": "assistant", "content": "mixed"},
-        {"role": "assistant", "content": "really"},
-        {"role": "user", "content": "thanks"},
+        user(
+            [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}]
+        ),
+        says(None, call("t1", "{}"), call("t2", "{ }")) | {"reasoning_content": "hm"},
+        result("sun", "t1"),
+        result("rain", "t2"),
+        says("mixed"),
+        says("really"),
+        user("thanks"),
     ]
-
-
-SAYS = {
-    "text": Say("hello"),
-    "reasoning and text": Say("hello", reasoning="hm"),
-    "deepseek's word for reasoning": Say("hello", reasoning="hm", named="reasoning_content"),
-    "parallel calls": Say(
-        "let me see", calls=[call("t1", '{"city": "Bern"}'), call("t2", '{"city": "Zürich"}')]
-    ),
-    "a call without arguments": Say(calls=[call("t1", "")]),
-    "nothing": Say(""),
-}
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -198,12 +165,8 @@ async def test_a_stream_ends_as_the_same_response_as_an_answer_in_one_piece(name
 
 def _plain(response: Response) -> dict[str, Any]:
     """Remove what the SDK parsed, and the ids that differ between two answers."""
-    text = json.dumps(
-        response.model_dump(
-            exclude={"id": True, "output": {"__all__": {"id", "parsed_arguments"}}}, exclude_none=True
-        )
-    )
-    return json.loads(text)
+    parsed = {"id": True, "output": {"__all__": {"id", "parsed_arguments"}}}
+    return response.model_dump(mode="json", exclude=parsed, exclude_none=True)
 
 
 @pytest.mark.parametrize("name", [*SAYS, "cut off"])
@@ -246,11 +209,8 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
 
 async def test_an_answer_that_was_cut_off_is_incomplete() -> None:
     _, whole = await ask(Say("hel", finish="length"))
-    assert (whole.status, whole.incomplete_details.reason, whole.output[0].status) == (
-        "incomplete",
-        "max_output_tokens",
-        "incomplete",
-    )
+    assert (whole.status, whole.output[0].status) == ("incomplete", "incomplete")
+    assert whole.incomplete_details.reason == "max_output_tokens"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -273,12 +233,8 @@ async def test_a_loop_of_tools_gives_back_what_the_engine_said(stream: bool, rea
         model="policy", input=[{"role": "user", "content": "hi"}, *first.output, *results], tools=[TOOL]
     )
     thought = {"reasoning_content": reasoning} if reasoning else {}
-    assert fake.asked[1]["messages"] == [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "let me see", "tool_calls": calls} | thought,
-        {"role": "tool", "tool_call_id": "t1", "content": "x"},
-        {"role": "tool", "tool_call_id": "t2", "content": "x"},
-    ]
+    turn = says("let me see", *calls) | thought
+    assert fake.asked[1]["messages"] == [user("hi"), turn, result("x", "t1"), result("x", "t2")]
 
 
 async def test_dumped_items_with_their_nulls_come_back_too() -> None:
@@ -286,14 +242,8 @@ async def test_dumped_items_with_their_nulls_come_back_too() -> None:
     client = openai_client(app)
     first = await client.responses.parse(**ASK, tools=[TOOL])
     await client.responses.create(model="policy", input=[item.model_dump() for item in first.output])
-    assert fake.asked[1]["messages"] == [
-        {
-            "role": "assistant",
-            "content": "let me see",
-            "reasoning_content": "hm",
-            "tool_calls": [call("t1", "{}")],
-        }
-    ]
+    sent = says("let me see", call("t1", "{}")) | {"reasoning_content": "hm"}
+    assert fake.asked[1]["messages"] == [sent]
 
 
 async def test_two_answers_in_a_row_stay_two_messages() -> None:
@@ -301,13 +251,8 @@ async def test_two_answers_in_a_row_stay_two_messages() -> None:
     fake, app = translated(Say("one"), Say(calls=[call("t1", "{}")]), Say("ok"))
     client = openai_client(app)
     answers = [await client.responses.create(**ASK) for _ in range(2)]
-    await client.responses.create(
-        model="policy", input=[item for answer in answers for item in answer.output]
-    )
-    assert fake.asked[2]["messages"] == [
-        {"role": "assistant", "content": "one"},
-        {"role": "assistant", "content": None, "tool_calls": [call("t1", "{}")]},
-    ]
+    await client.responses.create(model="policy", input=answers[0].output + answers[1].output)
+    assert fake.asked[2]["messages"] == [says("one"), says(None, call("t1", "{}"))]
 
 
 class InScope:
@@ -337,13 +282,8 @@ async def test_a_conversation_goes_on_from_an_earlier_response(stream: bool) -> 
         model="policy", input="again", instructions="be long", previous_response_id=second.id
     )
     assert second.previous_response_id == first.id
-    talk = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "one", "reasoning_content": "hm"},
-        {"role": "user", "content": "more"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "again"},
-    ]
+    answered = says("one") | {"reasoning_content": "hm"}
+    talk = [user("hi"), answered, user("more"), says("two"), user("again")]
     assert fake.asked[1]["messages"] == talk[:3]
     assert fake.asked[2]["messages"] == [{"role": "system", "content": "be long"}, *talk]
 
@@ -417,14 +357,8 @@ def test_a_response_remembered_twice_counts_once() -> None:
         ({"input": []}, "input: it is empty"),
         ({"input": 5}, "input: "),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]: this item is not supported"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-            "'input_file' is not supported",
-        ),
-        (
-            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-            "encrypted_content: this field is not supported",
-        ),
+        ({"input": [user([{"type": "input_file", "file_id": "x"}])]}, "'input_file' is not supported"),
+        ({"input": [HIDDEN_THOUGHT]}, "encrypted_content: this field is not supported"),
     ],
 )
 async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -439,16 +373,8 @@ async def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("status", "error", "kind"),
     [
-        (
-            400,
-            {"error": {"message": "too long", "type": "BadRequestError", "code": 400}},
-            openai.BadRequestError,
-        ),
-        (
-            404,
-            {"object": "error", "message": "too long", "type": "NotFoundError", "code": 404},
-            openai.NotFoundError,
-        ),
+        (400, VLLM_ERROR, openai.BadRequestError),
+        (404, OLD_VLLM_ERROR, openai.NotFoundError),
         (429, "too long", openai.RateLimitError),
         (503, {"detail": "too long"}, openai.InternalServerError),
     ],
@@ -463,9 +389,7 @@ async def test_errors_of_the_engine_become_the_sdks_own(
     assert refused.value.body["message"] == "too long"
 
 
-@pytest.mark.parametrize(
-    "say", [Say("hel", error={"message": "lost", "code": 503}), Say("hel", finish="abort")]
-)
+@pytest.mark.parametrize("say", BREAKS)
 async def test_a_stream_that_breaks_off_fails(say: Say) -> None:
     _, app = translated(say)
     events = [event async for event in await openai_client(app).responses.create(**ASK, stream=True)]
@@ -508,8 +432,6 @@ def test_the_synchronous_sdk_over_a_socket() -> None:
     ):
         assert client.responses.create(**ASK).output_text == "hello"
         with client.responses.stream(**ASK) as stream:
-            assert (
-                "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-                == "hello"
-            )
+            pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+            assert "".join(pieces) == "hello"
             assert stream.get_final_response().output_text == "hello"

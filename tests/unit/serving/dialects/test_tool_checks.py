@@ -33,15 +33,7 @@ def tool(name: Any = "add", **fields: Any) -> dict[str, Any]:
         [tool(parameters=OBJECT), tool("a.b-c_1", parameters={})],
         [tool(parameters={"$schema": "http://json-schema.org/draft-07/schema#", **OBJECT})],
         [tool(parameters=OBJECT | {"properties": {"a": {"type": "array", "items": [{"type": "string"}]}}})],
-        [
-            tool(
-                parameters={
-                    "$defs": {"a": OBJECT},
-                    "type": "object",
-                    "properties": {"b": {"$ref": "#/$defs/a"}},
-                }
-            )
-        ],
+        [tool(parameters=OBJECT | {"$defs": {"a": OBJECT}, "properties": {"a": {"$ref": "#/$defs/a"}}})],
         [tool(parameters={"properties": {"a": {"pattern": r"^\p{Lu}(?<year>\d+)$"}}})],  # as Zod writes them
         [tool("x" * 128)],
         "no list; the engine rejects it",

@@ -7,11 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from asgi_helpers import DISCONNECT, replying, request, response_body, start, stream_start, talk
 from dialect_helpers import FakeChat, Say, translated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from raylight.http.sse import SseReader, sse_bytes
 from raylight.serving.dialects.translate import TranslationMiddleware
@@ -40,26 +41,9 @@ ASK = json.dumps(
 ).encode()
 
 
-async def talk(app: ASGIApp, scope: Scope, *received: Message) -> list[Message]:
-    """Return what an application sends after it receives some messages."""
-    incoming, sent = list(received), []
-
-    async def receive() -> Message:
-        return incoming.pop(0)
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return sent
-
-
 async def test_a_body_in_pieces_arrives_whole_and_described() -> None:
     fake, app = translated(Say("hello"))
-    pieces = [
-        {"type": "http.request", "body": ASK[at : at + 9], "more_body": at + 9 < len(ASK)}
-        for at in range(0, len(ASK), 9)
-    ]
+    pieces = [request(ASK[at : at + 9], more=at + 9 < len(ASK)) for at in range(0, len(ASK), 9)]
     await talk(app, asking("/app/v1/messages", root_path="/app"), *pieces)
     scope = fake.scopes[0]
     assert (scope["path"], scope["raw_path"]) == ("/app/v1/chat/completions", b"/app/v1/chat/completions")
@@ -97,9 +81,9 @@ async def test_values_beyond_their_bounds_are_refused_by_the_clients_name(
     path: str, field: str, value: Any
 ) -> None:
     fake, app = translated()
-    body = json.dumps({"model": "policy", field: value}).encode()
-    start, answer = await talk(app, asking(path), {"type": "http.request", "body": body})
-    assert start["status"] == 400
+    content = json.dumps({"model": "policy", field: value}).encode()
+    begin, answer = await talk(app, asking(path), request(content))
+    assert begin["status"] == 400
     assert json.loads(answer["body"])["error"]["message"].startswith(field)
     assert fake.asked == []
 
@@ -135,7 +119,7 @@ DEEP = json.dumps(
 
 
 @pytest.mark.parametrize(
-    "body",
+    "content",
     [
         b"",
         b"{",
@@ -150,29 +134,29 @@ DEEP = json.dumps(
         b'{"max_tokens": NaN}',
     ],
 )
-async def test_bodies_that_are_no_requests_are_refused(body: bytes) -> None:
+async def test_bodies_that_are_no_requests_are_refused(content: bytes) -> None:
     fake, app = translated(Say("ok"))
-    sent = await talk(app, asking(), {"type": "http.request", "body": body})
+    sent = await talk(app, asking(), request(content))
     if not fake.asked:  # else it was not too deep
         assert sent[0]["status"] == 400
         assert json.loads(sent[1]["body"])["type"] == "error"
-    assert fake.asked == [] or body.startswith(b'{"model": "m", "max_tokens": 1,')
+    assert fake.asked == [] or content.startswith(b'{"model": "m", "max_tokens": 1,')
 
 
 async def test_half_a_surrogate_pair_reaches_no_engine_even_where_anything_may_stand() -> None:
     fake, app = translated(Say("ok"))
-    body = DEEP.replace("1}}", '"\\ud800"}}').encode()
-    assert (await talk(app, asking(), {"type": "http.request", "body": body}))[0]["status"] == 400
-    paired = body.replace(b"\\ud800", b"\\ud83d\\ude00")
-    assert (await talk(app, asking(), {"type": "http.request", "body": paired}))[0]["status"] == 200
+    half = DEEP.replace("1}}", '"\\ud800"}}').encode()
+    assert (await talk(app, asking(), request(half)))[0]["status"] == 400
+    paired = half.replace(b"\\ud800", b"\\ud83d\\ude00")
+    assert (await talk(app, asking(), request(paired)))[0]["status"] == 200
     assert fake.asked[0]["tools"][0]["function"]["parameters"] == {"a": "\N{GRINNING FACE}"}
 
 
 async def test_a_client_that_leaves_while_it_asks_reaches_no_engine() -> None:
     fake, app = translated()
-    cut = {"type": "http.request", "body": ASK[:5], "more_body": True}
+    cut = request(ASK[:5], more=True)
     with pytest.raises(ClientDisconnect):
-        await talk(app, asking(), cut, {"type": "http.disconnect"})
+        await talk(app, asking(), cut, DISCONNECT)
     assert fake.scopes == []
 
 
@@ -186,27 +170,21 @@ async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrive
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream"), (b"x-a", b"b")],
-            }
-        )
+        await send(stream_start(x_a="b"))
         gone = asyncio.create_task(receive())
         while not gone.done():
             piece = asyncio.create_task(gate.get())
             await asyncio.wait([piece, gone], return_when=asyncio.FIRST_COMPLETED)
             if piece.done():
-                await send({"type": "http.response.body", "body": piece.result(), "more_body": True})
+                await send(response_body(piece.result(), more=True))
         assert gone.result()["type"] == "http.disconnect"
         left.set()
 
-    inbox.put_nowait({"type": "http.request", "body": ASK})
+    inbox.put_nowait(request(ASK))
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
         group.create_task(TranslationMiddleware(inner)(asking(), inbox.get, outbox.put))
-        start = await outbox.get()
-        assert dict(start["headers"]) == {b"content-type": b"text/event-stream; charset=utf-8", b"x-a": b"b"}
+        begin = await outbox.get()
+        assert dict(begin["headers"]) == {b"content-type": b"text/event-stream; charset=utf-8", b"x-a": b"b"}
         seen = []
         for chunk in chunks[:3]:
             gate.put_nowait(chunk)
@@ -216,42 +194,24 @@ async def test_each_piece_of_a_stream_leaves_as_it_comes_and_a_disconnect_arrive
             ["content_block_start", "content_block_delta"],
             ["content_block_delta"],
         ]
-        inbox.put_nowait({"type": "http.disconnect"})
+        inbox.put_nowait(DISCONNECT)
         await left.wait()
 
 
 async def test_a_piece_without_news_sends_nothing() -> None:
     fake = FakeChat(Say("a"))
-    sent = await talk(TranslationMiddleware(fake), asking(), {"type": "http.request", "body": ASK})
+    sent = await talk(TranslationMiddleware(fake), asking(), request(ASK))
     assert all(message["body"] for message in sent[1:-1])
-    assert (
-        sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
-        or not sent[-1]["more_body"]
-    )
+    assert not sent[-1]["more_body"]
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("piece", [b"data: {\n\n", b"data: 3\n\n", b"data: {}\n\n", b""])
 async def test_a_stream_that_is_none_ends_in_an_error_event(path: str, piece: bytes) -> None:
-    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream")],
-            }
-        )
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send(
-            {
-                "type": "http.response.body",
-                "body": sse_bytes({"id": "x", "model": "m", "choices": [{"delta": {"content": "late"}}]}),
-                "more_body": False,
-            }
-        )
-
-    body = ASK if path == "/v1/messages" else b'{"model": "m", "input": "hi", "stream": true}'
-    sent = await talk(TranslationMiddleware(inner), asking(path), {"type": "http.request", "body": body})
+    late = sse_bytes({"id": "x", "model": "m", "choices": [{"delta": {"content": "late"}}]})
+    inner = replying(stream_start(), response_body(piece, more=True), response_body(late))
+    asked = ASK if path == "/v1/messages" else b'{"model": "m", "input": "hi", "stream": true}'
+    sent = await talk(TranslationMiddleware(inner), asking(path), request(asked))
     events = SseReader().feed(b"".join(message["body"] for message in sent[1:]))
     wanted = "error" if path == "/v1/messages" else "response.failed"
     assert events[-1].event == wanted
@@ -270,29 +230,17 @@ async def test_a_stream_that_is_none_ends_in_an_error_event(path: str, piece: by
     ],
 )
 async def test_an_answer_that_is_none_is_a_bad_gateway(answer: bytes) -> None:
-    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
-        await send({"type": "http.response.body", "body": answer})
-
-    sent = await talk(TranslationMiddleware(inner), asking(), {"type": "http.request", "body": ASK})
+    inner = replying(start(content_length="3"), response_body(answer))
+    sent = await talk(TranslationMiddleware(inner), asking(), request(ASK))
     assert sent[0]["status"] == 502
     assert json.loads(sent[1]["body"])["error"]["type"] == "api_error"
     assert dict(sent[0]["headers"])[b"content-length"] == str(len(sent[1]["body"])).encode()
 
 
 async def test_headers_of_a_refusal_stay() -> None:
-    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 429,
-                "headers": [(b"retry-after", b"3"), (b"content-type", b"text/plain")],
-            }
-        )
-        await send({"type": "http.response.body", "body": b"slow ", "more_body": True})
-        await send({"type": "http.response.body", "body": b"down"})
-
-    sent = await talk(TranslationMiddleware(inner), asking(), {"type": "http.request", "body": ASK})
+    refusal = start(429, retry_after="3", content_type="text/plain")
+    inner = replying(refusal, response_body(b"slow ", more=True), response_body(b"down"))
+    sent = await talk(TranslationMiddleware(inner), asking(), request(ASK))
     assert dict(sent[0]["headers"])[b"retry-after"] == b"3"
     assert json.loads(sent[1]["body"])["error"] == {"type": "rate_limit_error", "message": "slow down"}
 
@@ -302,7 +250,7 @@ async def test_an_application_that_fails_fails_outside_too() -> None:
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        await talk(TranslationMiddleware(inner), asking(), {"type": "http.request", "body": ASK})
+        await talk(TranslationMiddleware(inner), asking(), request(ASK))
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 5) | st.floats() | st.text(max_size=4)
@@ -366,8 +314,6 @@ async def test_whatever_is_asked_is_answered_or_refused(path: str, fields: dict[
     asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
     asked = {"model": "m", "input": "hi"} if path == "/v1/responses" else asked
     _, app = translated(Say("ok"))
-    sent = await talk(
-        app, asking(path), {"type": "http.request", "body": json.dumps(asked | fields).encode()}
-    )
+    sent = await talk(app, asking(path), request(json.dumps(asked | fields).encode()))
     assert sent[0]["status"] in (200, 400)
     assert isinstance(json.loads(sent[1]["body"]), dict)
