@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from asgi_helpers import response_body, start, stream_start
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 from unit_helpers import within
@@ -57,6 +58,13 @@ class Sink:
     async def has(self, opened: int, closed: int) -> None:
         async with within(), self.received:
             await self.received.wait_for(lambda: len(self.opened) >= opened and len(self.closed) >= closed)
+
+
+def add_token(sample: Any, token: int, logprob: float = -0.5, version: int = 0) -> None:
+    """Record a sampled token, as an engine does."""
+    sample.output_ids.append(token)
+    sample.logprobs.append(logprob)
+    sample.weight_versions.append(version)
 
 
 async def settle() -> None:
@@ -135,27 +143,17 @@ class FakeApp:
         answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{name}"
         head: dict[str, Any] = {"id": answer_id, "object": "x", "created": 0, "model": "policy"}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(self.answer), "total_tokens": 99}
-        samples = (
-            [context.sample(i, prompt, {"temperature": 0.5}) for i in range(n)]
-            if context and self.samples
-            else []
-        )
+        samples = []
+        if context and self.samples:
+            samples = [context.sample(i, prompt, {"temperature": 0.5}) for i in range(n)]
         if streams:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [(b"content-type", b"text/event-stream")],
-                }
-            )
+            await send(stream_start())
         await self.first_gate.wait()
         for place, letter in enumerate(self.answer):
             if place == self.breaks_at:
                 raise RuntimeError("the engine died")
             for sample in samples:
-                sample.output_ids.append(ord(letter))
-                sample.logprobs.append(-0.5)
-                sample.weight_versions.append(3)
+                add_token(sample, ord(letter), version=3)
             self.sampling.set()
             for i in range(n if streams else 0):
                 await send_event(send, head | {"choices": [chunk(i, letter, chat)]})
@@ -166,7 +164,7 @@ class FakeApp:
             for i in range(n):
                 await send_event(send, head | {"choices": [chunk(i, "", chat) | {"finish_reason": "stop"}]})
             await send_event(send, "[DONE]")
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(response_body())
             return
         await send_json(
             send, head | {"choices": [whole(i, self.answer, chat) for i in range(n)], "usage": usage}
@@ -184,15 +182,13 @@ def whole(index: int, text: str, chat: bool) -> dict[str, Any]:
 
 
 async def send_json(send: Send, content: Any, status: int = 200) -> None:
-    await send(
-        {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
-    )
-    await send({"type": "http.response.body", "body": json.dumps(content).encode(), "more_body": False})
+    await send(start(status, content_type="application/json"))
+    await send(response_body(json.dumps(content).encode()))
 
 
 async def send_event(send: Send, data: Any) -> None:
     text = data if isinstance(data, str) else json.dumps(data)
-    await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+    await send(response_body(f"data: {text}\n\n".encode(), more=True))
 
 
 class Call:

@@ -10,7 +10,7 @@ import pytest
 from capture_helpers import Sink, settle
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit_helpers import make_generation, make_key, until, within
+from unit_helpers import make_generation, make_key, until
 
 from raylight.serving.capture import holds as holds_module
 from raylight.serving.capture import recorder as module
@@ -21,6 +21,7 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import REPEATED, AttemptedRollout, CallKey
 
+pytestmark = pytest.mark.timeout(60)
 FIRST, SECOND = "replica-1", "replica-2"
 
 
@@ -97,30 +98,28 @@ async def test_a_call_whose_answer_waited_makes_the_next_one_a_hold() -> None:
     sink = Sink()
     sink.gate.clear()
     recorder, key = Recorder(sink), make_key()
-    async with within():
-        known = await recorder.open([key], 1.0)
-        await settle()
-        sink.gate.set()
-        await known
-        recorder.close([(key, None, None)])
-        assert recorder._waits
-        await held(recorder)
-        assert [key.call_id.startswith(HOLD) for key, _ in sink.opened] == [False, False, True]
-        await recorder.aclose()
+    known = await recorder.open([key], 1.0)
+    await settle()
+    sink.gate.set()
+    await known
+    recorder.close([(key, None, None)])
+    assert recorder._waits
+    await held(recorder)
+    assert [key.call_id.startswith(HOLD) for key, _ in sink.opened] == [False, False, True]
+    await recorder.aclose()
 
 
 async def test_a_held_attempt_is_answered_while_the_store_is_away_and_nothing_is_lost() -> None:
     sink = Sink()
     recorder = Recorder(sink)
-    async with within():
-        await held(recorder)
-        sink.gate.clear()
-        keys = [make_key() for _ in range(5)]
-        for key in keys:
-            assert (await recorder.open([key], 2.0)).done()
-            recorder.close([(key, None, None)])
-        sink.gate.set()
-        assert await recorder.aclose() == 0
+    await held(recorder)
+    sink.gate.clear()
+    keys = [make_key() for _ in range(5)]
+    for key in keys:
+        assert (await recorder.open([key], 2.0)).done()
+        recorder.close([(key, None, None)])
+    sink.gate.set()
+    assert await recorder.aclose() == 0
     assert [key for key, _ in sink.opened[2:]] == keys
     released = [key.call_id for key, _, _ in sink.closed if key.call_id.startswith(HOLD)]
     assert released == [sink.opened[1][0].call_id]
@@ -130,34 +129,32 @@ async def test_a_held_attempt_is_answered_while_the_store_is_away_and_nothing_is
 async def test_a_call_with_a_budget_is_announced_first() -> None:
     sink = Sink()
     recorder = Recorder(sink)
-    async with within():
-        await held(recorder)
-        sink.gate.clear()
-        key = make_key()
-        known = await recorder.open([key], 2.0, may_cover=False)
-        await settle()
-        assert not known.done()
-        sink.gate.set()
-        await known
-        recorder.close([(key, None, None)])
-        assert await recorder.aclose() == 0
+    await held(recorder)
+    sink.gate.clear()
+    key = make_key()
+    known = await recorder.open([key], 2.0, may_cover=False)
+    await settle()
+    assert not known.done()
+    sink.gate.set()
+    await known
+    recorder.close([(key, None, None)])
+    assert await recorder.aclose() == 0
 
 
 async def test_the_end_of_an_attempt_is_noticed_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HOLD_S", 100.0)
     sink = Sink()
     recorder = Recorder(sink)
-    async with within():
-        first = await held(recorder)
-        sink.over = {first.attempt_id}
-        key = make_key()
-        await (await recorder.open([key], 2.0))
-        await until(lambda: recorder.stats.rejected == 1)
-        after = make_key()
-        with pytest.raises(AttemptFinishedError):
-            await (await recorder.open([after], 3.0))
-        recorder.close([(key, None, None), (after, None, None)])
-        assert await recorder.aclose() == 0
+    first = await held(recorder)
+    sink.over = {first.attempt_id}
+    key = make_key()
+    await (await recorder.open([key], 2.0))
+    await until(lambda: recorder.stats.rejected == 1)
+    after = make_key()
+    with pytest.raises(AttemptFinishedError):
+        await (await recorder.open([after], 3.0))
+    recorder.close([(key, None, None), (after, None, None)])
+    assert await recorder.aclose() == 0
     assert not any(key.call_id.startswith(HOLD) for key, _, _ in sink.closed), "it may cover lost calls"
 
 
@@ -166,10 +163,9 @@ async def test_a_hold_is_released_soon_after_the_last_call(monkeypatch: pytest.M
     monkeypatch.setattr(module, "COVERED_LINGER_S", 60.0)
     sink = Sink()
     recorder = Recorder(sink)
-    async with within():
-        await held(recorder)
-        await sink.has(2, 2)
-        await recorder.aclose()
+    await held(recorder)
+    await sink.has(2, 2)
+    await recorder.aclose()
 
 
 class Wire:
@@ -235,11 +231,10 @@ class Replica:
         for _ in range(200):
             self.wire.may_pass.release()
         await settle()
-        async with within():
-            await until(lambda: all(known.done() for _, known in self.calls))
-            while self._closed < len(self.calls):
-                self.close()
-            assert await self.recorder.aclose() == 0
+        await until(lambda: all(known.done() for _, known in self.calls))
+        while self._closed < len(self.calls):
+            self.close()
+        assert await self.recorder.aclose() == 0
 
 
 @asynccontextmanager

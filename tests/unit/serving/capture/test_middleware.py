@@ -12,32 +12,30 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from capture_helpers import ASKED, ENGINE, INSIDE, Call, FakeApp, Sink, send_event, settle
-from starlette.types import Receive, Send
+from asgi_helpers import response_body, start, stream_start
+from capture_helpers import (
+    ASKED,
+    ENGINE,
+    INSIDE,
+    Call,
+    FakeApp,
+    Sink,
+    add_token,
+    chunk,
+    send_event,
+    settle,
+    whole,
+)
+from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
-from template_helpers import make_tokenizer, template
-from unit_helpers import within
+from template_helpers import make_tokenizer, says, template, user
 
+from raylight import semconv
 from raylight.engines.capture_context import CURRENT, AttemptScope
 from raylight.errors import StoreLostError
 from raylight.experience.trajectory import build_trajectories
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError
-from raylight.semconv import (
-    AGENT_NAME,
-    CALL_ID,
-    DIALECT,
-    FINISH_REASONS,
-    INPUT_MESSAGES,
-    OUTPUT_MESSAGES,
-    PROMPT_SOURCE,
-    REQUEST_MODEL,
-    REQUEST_PARAMETERS,
-    RESPONSE_ID,
-    RESPONSE_TOKEN_IDS,
-    TIME_TO_FIRST_TOKEN,
-    TOOL_DEFINITIONS,
-)
 from raylight.serving.capture import captured_request, conversation_loader, retry_queue
 from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
 from raylight.serving.capture.middleware import CaptureMiddleware, count_choices
@@ -51,6 +49,7 @@ from raylight.traces.attributes import call_key_of
 from raylight.traces.messages import read_call
 from raylight.types import HistoryNote, IntArray
 
+pytestmark = pytest.mark.timeout(60)
 STREAMED = ASKED | {"stream": True}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
@@ -111,6 +110,14 @@ class Bench:
     def call(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> Call:
         return Call(self.capture, body, *args, **kwargs)
 
+    def translated(self, dialect: str) -> ASGIApp:
+        """Return the application behind the translation of a dialect."""
+
+        async def app(scope: AsgiScope, receive: Receive, send: Send) -> None:
+            await self.capture({**scope, "raylight.dialect": dialect}, receive, send)
+
+        return app
+
     async def record(self, body: Any = ASKED, *args: Any, **kwargs: Any) -> tuple[Call, Any, Any]:
         """A call, its generation and its span."""
         call = await self.call(body, *args, **kwargs).answered()
@@ -156,32 +163,24 @@ async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) 
     assert (generation.logprobs.tolist(), generation.weight_versions.tolist()) == ([-0.5] * 5, [3] * 5)
     assert (generation.model, generation.finish_reason, generation.agent) == ("policy", "stop", "planner")
     assert (generation.temperature, generation.start_time) == (0.5, 10.0)
-    assert (span.name, span.span_id, span.trace_id) == (
-        "openai.chat.completion",
-        key.call_id[:16],
-        key.call_id,
-    )
-    assert (span.rollout_id, span.attempt_id, span.start_time, span.end_time) == (
-        "ro-1",
-        "at-1",
-        10.0,
-        generation.end_time,
-    )
+    assert span.name == "openai.chat.completion"
+    assert (span.span_id, span.trace_id) == (key.call_id[:16], key.call_id)
+    assert (span.rollout_id, span.attempt_id) == ("ro-1", "at-1")
+    assert (span.start_time, span.end_time) == (10.0, generation.end_time)
     told = dict(span.attributes)
-    assert json.loads(told.pop(INPUT_MESSAGES)) == ASKED["messages"]
-    assert json.loads(told.pop(OUTPUT_MESSAGES)) == [{"role": "assistant", "content": "hello"}]
-    assert json.loads(told.pop(REQUEST_PARAMETERS)) == {"model": "policy"} | (
-        {"stream": True} if streamed else {}
-    )
-    assert told.pop(TIME_TO_FIRST_TOKEN, None) == (1.0 if streamed else None)
+    assert json.loads(told.pop(semconv.INPUT_MESSAGES)) == ASKED["messages"]
+    assert json.loads(told.pop(semconv.OUTPUT_MESSAGES)) == [says("hello")]
+    stream = {"stream": True} if streamed else {}
+    assert json.loads(told.pop(semconv.REQUEST_PARAMETERS)) == {"model": "policy"} | stream
+    assert told.pop(semconv.TIME_TO_FIRST_TOKEN, None) == (1.0 if streamed else None)
     assert told == {
-        CALL_ID: key.call_id,
-        AGENT_NAME: "planner",
-        REQUEST_MODEL: "policy",
-        RESPONSE_ID: f"chatcmpl-{key.call_id}",
-        DIALECT: "chat",
-        PROMPT_SOURCE: "rendered",
-        FINISH_REASONS: ["stop"],
+        semconv.CALL_ID: key.call_id,
+        semconv.AGENT_NAME: "planner",
+        semconv.REQUEST_MODEL: "policy",
+        semconv.RESPONSE_ID: f"chatcmpl-{key.call_id}",
+        semconv.DIALECT: "chat",
+        semconv.PROMPT_SOURCE: "rendered",
+        semconv.FINISH_REASONS: ["stop"],
     }
 
 
@@ -200,15 +199,12 @@ async def test_the_answer_is_named_after_its_call_so_that_the_agents_own_spans_a
 async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     bench: Bench, dialect: str, prefix: str, name: str
 ) -> None:
-    async def translated(scope: AsgiScope, receive: Receive, send: Send) -> None:
-        await bench.capture({**scope, "raylight.dialect": dialect}, receive, send)
-
-    await Call(translated, ASKED | {"tools": TOOLS}).answered()
+    await Call(bench.translated(dialect), ASKED | {"tools": TOOLS}).answered()
     await bench.sink.has(1, 1)
     span = bench.sink.closed[0][2]
-    assert (span.name, span.attributes[DIALECT]) == (name, dialect)
-    assert span.attributes[RESPONSE_ID] == prefix + span.attributes[CALL_ID]
-    assert json.loads(span.attributes[TOOL_DEFINITIONS]) == TOOLS
+    assert (span.name, span.attributes[semconv.DIALECT]) == (name, dialect)
+    assert span.attributes[semconv.RESPONSE_ID] == prefix + span.attributes[semconv.CALL_ID]
+    assert json.loads(span.attributes[semconv.TOOL_DEFINITIONS]) == TOOLS
     assert read_call(span.attributes).completeness == (True, True)
 
 
@@ -220,7 +216,7 @@ async def test_every_choice_is_a_call(bench: Bench, streamed: bool) -> None:
     assert len({key.call_id for key, _, _ in bench.sink.closed}) == 3
     for key, generation, span in bench.sink.closed:
         assert generation.key == key
-        assert span.attributes[CALL_ID] == key.call_id
+        assert span.attributes[semconv.CALL_ID] == key.call_id
     keys = {call_key_of(span.attributes) for _, _, span in bench.sink.closed}
     assert len(keys) == 3
 
@@ -228,9 +224,9 @@ async def test_every_choice_is_a_call(bench: Bench, streamed: bool) -> None:
 async def test_completions_are_recorded_too(bench: Bench) -> None:
     _, generation, span = await bench.record({"model": "policy", "prompt": "once"}, "/v1/completions")
     assert generation.output_ids.tolist() == [ord(letter) for letter in "hello"]
-    assert (span.name, span.attributes[DIALECT]) == ("openai.completion", "completions")
-    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "hello"}]
-    assert json.loads(span.attributes[INPUT_MESSAGES]) == [{"role": "user", "content": "once"}]
+    assert (span.name, span.attributes[semconv.DIALECT]) == ("openai.completion", "completions")
+    assert json.loads(span.attributes[semconv.OUTPUT_MESSAGES]) == [says("hello")]
+    assert json.loads(span.attributes[semconv.INPUT_MESSAGES]) == [{"role": "user", "content": "once"}]
 
 
 @pytest.mark.parametrize(
@@ -295,12 +291,11 @@ async def test_no_byte_leaves_before_the_store_knows_but_sampling_does_not_wait(
 ) -> None:
     bench.sink.gate.clear()
     call = bench.call(STREAMED if streamed else ASKED)
-    async with within():
-        await bench.app.sampling.wait()
-        await settle()
-        assert call.sent == []
-        bench.sink.gate.set()
-        await call.answered()
+    await bench.app.sampling.wait()
+    await settle()
+    assert call.sent == []
+    bench.sink.gate.set()
+    await call.answered()
     assert call.status == 200
 
 
@@ -366,9 +361,8 @@ async def test_a_hundred_calls_at_once(bench: Bench) -> None:
     calls = [bench.call({"messages": [{"role": "user", "content": str(i)}]}) for i in range(100)]
     await bench.sink.has(100, 0)
     bench.app.gate.set()
-    async with within():
-        await asyncio.gather(*(call.task for call in calls))
-        await bench.sink.has(100, 100)
+    await asyncio.gather(*(call.task for call in calls))
+    await bench.sink.has(100, 100)
     assert {call.status for call in calls} == {200}
     by_id = {generation.key.call_id: generation for _, generation, _ in bench.sink.closed}
     for number, call in enumerate(calls):
@@ -388,11 +382,10 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
     bench.app.gate.clear()
     bench.app.listens = listens
     call = bench.call(STREAMED if streamed else ASKED)
-    async with within():
-        await bench.app.sampling.wait()
-        call.left.set()
-        await call.answered()
-        await bench.sink.has(1, 1)
+    await bench.app.sampling.wait()
+    call.left.set()
+    await call.answered()
+    await bench.sink.has(1, 1)
     assert (bench.app.cancelled, bench.app.disconnects) == ((0, 1) if listens else (1, 0))
     _, generation, span = bench.sink.closed[0]
     assert (generation.finish_reason, generation.output_ids.tolist(), generation.logprobs.tolist()) == (
@@ -400,7 +393,7 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
         [ord("h")],
         [-0.5],
     )
-    assert span.attributes[FINISH_REASONS] == ["aborted"]
+    assert span.attributes[semconv.FINISH_REASONS] == ["aborted"]
 
 
 async def test_an_application_that_listens_but_does_not_end_is_cancelled(
@@ -474,7 +467,7 @@ async def test_an_engine_that_fails_in_mid_stream_leaves_an_aborted_call(bench: 
     await bench.sink.has(1, 1)
     _, generation, span = bench.sink.closed[0]
     assert (generation.finish_reason, generation.output_ids.tolist()) == ("aborted", [ord("h"), ord("e")])
-    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
+    assert json.loads(span.attributes[semconv.OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
 
 
 @pytest.fixture
@@ -487,11 +480,10 @@ def late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 async def test_a_stream_is_started_before_its_first_event_if_that_is_late(late: Bench) -> None:
     call = late.call(STREAMED)
-    async with within():
-        await call.begun.wait()
-        assert [message["type"] for message in call.sent] == ["http.response.start"]
-        late.app.first_gate.set()
-        await call.answered()
+    await call.begun.wait()
+    assert [message["type"] for message in call.sent] == ["http.response.start"]
+    late.app.first_gate.set()
+    await call.answered()
     assert [message["type"] for message in call.sent].count("http.response.start") == 1
     assert call.body.endswith(b"data: [DONE]\n\n")
     await late.sink.has(1, 1)
@@ -499,19 +491,15 @@ async def test_a_stream_is_started_before_its_first_event_if_that_is_late(late: 
 
 
 async def test_a_late_stream_of_another_dialect_has_its_id_from_the_start(late: Bench) -> None:
-    async def translated(scope: AsgiScope, receive: Receive, send: Send) -> None:
-        await late.capture({**scope, "raylight.dialect": "responses"}, receive, send)
-
     late.app.answer_id = "of-a-provider"
-    call = Call(translated, STREAMED)
-    async with within():
-        await call.begun.wait()
-        late.app.first_gate.set()
-        await call.answered()
+    call = Call(late.translated("responses"), STREAMED)
+    await call.begun.wait()
+    late.app.first_gate.set()
+    await call.answered()
     await late.sink.has(1, 1)
     span = late.sink.closed[0][2]
-    assert call.headers[ANSWER_ID].decode() == span.attributes[CALL_ID]
-    assert span.attributes[RESPONSE_ID] == f"resp_{span.attributes[CALL_ID]}"
+    assert call.headers[ANSWER_ID].decode() == span.attributes[semconv.CALL_ID]
+    assert span.attributes[semconv.RESPONSE_ID] == f"resp_{span.attributes[semconv.CALL_ID]}"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -531,18 +519,16 @@ async def test_a_late_stream_is_not_started_before_the_store_knows_it(late: Benc
         await settle()
         assert call.sent == []  # another layer has answered with an error meanwhile
         return
-    async with within():
-        await call.begun.wait()
-        late.app.first_gate.set()
-        await call.answered()
+    await call.begun.wait()
+    late.app.first_gate.set()
+    await call.answered()
 
 
 async def test_a_client_that_leaves_a_late_stream_ends_its_call(late: Bench) -> None:
     call = late.call(STREAMED)
-    async with within():
-        await call.begun.wait()
-        call.left.set()
-        await call.answered()
+    await call.begun.wait()
+    call.left.set()
+    await call.answered()
     await late.sink.has(1, 1)
     assert len(call.sent) == 1
     assert late.app.cancelled == 1
@@ -556,20 +542,11 @@ async def test_a_choice_that_was_cut_off_is_aborted_and_the_other_is_not(bench: 
         assert context is not None
         for index, reason in enumerate(["stop", "aborted"]):
             sample = context.sample(index, [1], {"temperature": 1.0})
-            sample.output_ids, sample.logprobs, sample.weight_versions, sample.finish_reason = (
-                [2],
-                [-1.0],
-                [0],
-                reason,
-            )
-        choices = [
-            {"index": i, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
-            for i in range(2)
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send(
-            {"type": "http.response.body", "body": json.dumps({"id": "x", "choices": choices}).encode()}
-        )
+            add_token(sample, 2)
+            sample.finish_reason = reason
+        answer = {"id": "x", "choices": [whole(i, "x", chat=True) for i in range(2)]}
+        await send(start())
+        await send(response_body(json.dumps(answer).encode()))
 
     known = Known()
     await Call(CaptureMiddleware(cut, ENGINE, bench.recorder, known), ASKED | {"n": 2}).answered()
@@ -583,8 +560,8 @@ async def test_a_model_that_runs_elsewhere_leaves_a_span_without_tokens(bench: B
     call, generation, span = await bench.record()
     assert (call.status, generation) == (200, None)
     assert call_key_of(span.attributes) == call.json["id"]
-    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "hello"}]
-    assert span.attributes[FINISH_REASONS] == ["stop"]
+    assert json.loads(span.attributes[semconv.OUTPUT_MESSAGES]) == [says("hello")]
+    assert span.attributes[semconv.FINISH_REASONS] == ["stop"]
 
 
 # conversations
@@ -596,10 +573,10 @@ async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> No
     _, generation, span = await bench.record()
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"prompt_token_ids": [7, 8, 9]}}]
     assert b"content-length" not in bench.app.headers[0]  # that of the body without the tokens
-    assert (generation.prompt_ids.tolist(), span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
+    assert (generation.prompt_ids.tolist(), span.attributes[semconv.PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
     assert bench.app.contexts[0].body == ASKED
     ((scope, body, message, tokens),) = known.remembered
-    assert (scope, body, message) == (INSIDE, ASKED, {"role": "assistant", "content": "hello"})
+    assert (scope, body, message) == (INSIDE, ASKED, says("hello"))
     assert tokens == [7, 8, 9] + [ord(letter) for letter in "hello"]
     assert known.prompt_lengths == [3]
     assert generation.history == NOTE
@@ -610,7 +587,7 @@ async def test_it_can_be_switched_off_by_request() -> None:
     _, generation, span = await bench.record(x_raylight_token_in="off")
     assert generation.history.kind == "token_in_off"
     assert bench.app.requests == [ASKED]
-    assert span.attributes[PROMPT_SOURCE] == "rendered"
+    assert span.attributes[semconv.PROMPT_SOURCE] == "rendered"
     assert (await bench.call(x_raylight_token_in="perhaps").answered()).status == 400
 
 
@@ -618,7 +595,7 @@ async def test_a_conversation_of_which_only_the_beginning_is_known_says_so() -> 
     known = Known([7])
     known.whole = False
     _, _, span = await Bench(known).record()
-    assert span.attributes[PROMPT_SOURCE] == "partly"
+    assert span.attributes[semconv.PROMPT_SOURCE] == "partly"
 
 
 async def test_completions_are_never_spliced() -> None:
@@ -664,13 +641,7 @@ async def test_what_was_cut_off_is_not_remembered() -> None:
     assert known.remembered == []
 
 
-PAST = ASKED | {
-    "messages": [
-        *ASKED["messages"],
-        {"role": "assistant", "content": "hello"},
-        {"role": "user", "content": "on"},
-    ]
-}
+PAST = ASKED | {"messages": [*ASKED["messages"], says("hello"), user("on")]}
 
 
 async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> None:
@@ -680,7 +651,7 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
     async def history(rollout_id: str, attempt_id: str) -> list[ChatTurn]:
         asked.append((rollout_id, attempt_id))
         await gate.wait()
-        return [ChatTurn("planner", ASKED, {"role": "assistant", "content": "hello"}, np.array([1, 2, 3]), 1)]
+        return [ChatTurn("planner", ASKED, says("hello"), np.array([1, 2, 3]), 1)]
 
     bench = Bench(known, history)
     await bench.call().answered()
@@ -693,12 +664,8 @@ async def test_a_conversation_that_another_replica_had_is_asked_for_once() -> No
     for call in calls:
         await call.answered()
     assert asked == [("ro-1", "at-1")]
-    assert known.remembered[0] == (
-        AttemptScope("ro-1", "at-1", "planner"),
-        ASKED,
-        {"role": "assistant", "content": "hello"},
-        [1, 2, 3],
-    )
+    planner = AttemptScope("ro-1", "at-1", "planner")
+    assert known.remembered[0] == (planner, ASKED, says("hello"), [1, 2, 3])
     known.remembered.clear()
     await bench.call(PAST).answered()
     assert len(asked) == 1
@@ -782,7 +749,7 @@ class Replicas:
 
     async def sources(self) -> list[str]:
         spans = sorted(await self.store.query_spans("ro-1"), key=lambda span: span.start_time)
-        return [span.attributes[PROMPT_SOURCE] for span in spans]
+        return [span.attributes[semconv.PROMPT_SOURCE] for span in spans]
 
     async def trajectories(self) -> int:
         (left,) = await self.store.collect(["ro-1"])
@@ -856,7 +823,7 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     assert second.remembered[:2] == first.remembered
     assert second.prompt_lengths[:2] == first.prompt_lengths
     spans = await store.query_spans("ro-1")
-    assert sum(RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
+    assert sum(semconv.RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
         "what was cut off is shown without its tokens"
     )
     assert (await store.statistics())["generations"] == 5
@@ -886,23 +853,13 @@ async def test_text_that_looks_like_the_end_of_a_stream_is_not() -> None:
         context = CURRENT.get()
         assert context is not None
         sample = context.sample(0, [1], {"temperature": 1.0})
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream")],
-            }
-        )
+        await send(stream_start())
         for text in ("data: [DONE]", " more"):
-            await send_event(
-                send, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": text}}]}
-            )
-            sample.output_ids.append(1)
-            sample.logprobs.append(-1.0)
-            sample.weight_versions.append(0)
+            await send_event(send, {"choices": [chunk(0, text, chat=True)]})
+            add_token(sample, 1)
         sample.finish_reason = "stop"
         await send_event(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b""})
+        await send(response_body())
 
     await Call(CaptureMiddleware(odd, ENGINE, bench.recorder, known), STREAMED).answered()
     assert known.remembered[0][2]["content"] == "data: [DONE] more"

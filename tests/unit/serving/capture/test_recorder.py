@@ -10,7 +10,7 @@ import pytest
 from capture_helpers import Sink, settle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_helpers import make_generation, make_key, until, within
+from unit_helpers import make_generation, make_key, until
 
 from raylight.errors import SpanError, StoreLostError
 from raylight.serving.capture import recorder as module
@@ -24,6 +24,7 @@ from raylight.serving.capture.recorder import (
 )
 from raylight.types import CallKey, Span
 
+pytestmark = pytest.mark.timeout(60)
 SPAN = Span.from_attributes(name="s", attributes={})
 
 
@@ -36,49 +37,41 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "INTERVAL_S", 0.0)
 
 
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+@pytest.fixture
+async def recorder(sink: Sink) -> Recorder:
+    return Recorder(sink)
+
+
 async def opened(recorder: Recorder, *keys: CallKey) -> None:
     await (await recorder.open(keys, 1.0))
 
 
-async def test_a_call_is_known_when_the_store_has_it() -> None:
-    sink = Sink()
+async def test_a_call_is_known_when_the_store_has_it(sink: Sink, recorder: Recorder) -> None:
     sink.gate.clear()
-    recorder, key = Recorder(sink), make_key()
-    async with within():
-        known = await recorder.open([key], 1.0)
-        await settle()
-        assert not known.done()
-        assert recorder.stats.unsent == 1
-        sink.gate.set()
-        await known
+    key = make_key()
+    known = await recorder.open([key], 1.0)
+    await settle()
+    assert not known.done()
+    assert recorder.stats.unsent == 1
+    sink.gate.set()
+    await known
     assert sink.opened == [(key, 1.0)]
     assert (recorder.stats.opened, recorder.stats.unsent) == (1, 0)
 
 
-async def test_closing_never_waits_for_the_store() -> None:
-    sink = Sink()
-    recorder, key = Recorder(sink), make_key()
-    async with within():
-        await opened(recorder, key)
-        sink.gate.clear()
-        recorder.close([(key, None, None)])  # not even awaitable
-        await settle()
-        assert sink.closed == []
-        sink.gate.set()
-        await sink.has(1, 1)
-
-
-async def test_records_are_sent_in_order_in_batches_one_at_a_time() -> None:
-    sink = Sink()
-    recorder = Recorder(sink)
+async def test_records_are_sent_in_order_in_batches_one_at_a_time(sink: Sink, recorder: Recorder) -> None:
     keys = [make_key() for _ in range(20)]
     closed: list[ClosedCall] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
-    async with within():
-        known = [await recorder.open([key], float(start)) for start, key in enumerate(keys)]
-        for record in closed:
-            recorder.close([record])
-        await asyncio.gather(*known)
-        await sink.has(20, 20)
+    known = [await recorder.open([key], float(start)) for start, key in enumerate(keys)]
+    for record in closed:
+        recorder.close([record])
+    await asyncio.gather(*known)
+    await sink.has(20, 20)
     assert sink.opened == [(key, float(start)) for start, key in enumerate(keys)]
     assert sink.closed == closed
     assert (sink.most_at_once, sink.tries) == (1, 2), "one message of announcements, then one of closings"
@@ -103,53 +96,55 @@ class Lanes(Sink):
         return await super().__call__(opened, closed)
 
 
-async def test_an_announcement_is_not_held_up_by_a_slow_message_of_closings() -> None:
-    sink = Lanes()
-    sink.closes.clear()
-    recorder, keys = Recorder(sink), [make_key() for _ in range(4)]
-    async with within():
-        await opened(recorder, keys[0])
-        recorder.close([(keys[0], None, SPAN)])
-        await until(lambda: sink.messages == [(1, 0), (0, 1)])
-        await opened(recorder, keys[1])
-        recorder.close([(keys[1], None, SPAN)])
-        await opened(recorder, keys[2], keys[3])
-        assert sink.closed == []
-        assert sink.messages == [(1, 0), (0, 1), (1, 0), (2, 0)]
-        recorder.close([(keys[2], None, SPAN), (keys[3], None, SPAN)])
-        sink.closes.set()
-        await sink.has(4, 4)
-    assert sink.messages[4:] == [(0, 3)], "what came while closings were under way goes together"
-    assert [key for key, _, _ in sink.closed] == keys
+@pytest.fixture
+def lanes() -> Lanes:
+    return Lanes()
 
 
-async def test_announcements_go_one_message_at_a_time_and_those_that_come_meanwhile_together() -> None:
-    sink = Lanes()
-    sink.opens.clear()
-    recorder = Recorder(sink)
-    async with within():
-        known = [await recorder.open([make_key()], 1.0)]
+async def test_an_announcement_is_not_held_up_by_a_slow_message_of_closings(lanes: Lanes) -> None:
+    lanes.closes.clear()
+    recorder, keys = Recorder(lanes), [make_key() for _ in range(4)]
+    await opened(recorder, keys[0])
+    recorder.close([(keys[0], None, SPAN)])
+    await until(lambda: lanes.messages == [(1, 0), (0, 1)])
+    await opened(recorder, keys[1])
+    recorder.close([(keys[1], None, SPAN)])
+    await opened(recorder, keys[2], keys[3])
+    assert lanes.closed == []
+    assert lanes.messages == [(1, 0), (0, 1), (1, 0), (2, 0)]
+    recorder.close([(keys[2], None, SPAN), (keys[3], None, SPAN)])
+    lanes.closes.set()
+    await lanes.has(4, 4)
+    assert lanes.messages[4:] == [(0, 3)], "what came while closings were under way goes together"
+    assert [key for key, _, _ in lanes.closed] == keys
+
+
+async def test_announcements_go_one_message_at_a_time_and_those_that_come_meanwhile_together(
+    lanes: Lanes,
+) -> None:
+    lanes.opens.clear()
+    recorder = Recorder(lanes)
+    known = [await recorder.open([make_key()], 1.0)]
+    await settle()
+    for _ in range(3):
+        known.append(await recorder.open([make_key()], 1.0))
         await settle()
-        for _ in range(3):
-            known.append(await recorder.open([make_key()], 1.0))
-            await settle()
-        assert sink.messages == [(1, 0)]
-        sink.opens.set()
-        await asyncio.gather(*known)
-    assert sink.messages == [(1, 0), (3, 0)]
+    assert lanes.messages == [(1, 0)]
+    lanes.opens.set()
+    await asyncio.gather(*known)
+    assert lanes.messages == [(1, 0), (3, 0)]
 
 
 async def test_closings_linger_for_others_and_let_announcements_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINGER_S", 60.0)
     sink = Lanes()
     recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
-    async with within():
-        for key in keys:
-            await opened(recorder, key)
-            recorder.close([(key, None, SPAN)])
-            await settle()
-        assert sink.messages == [(1, 0)] * 3
-        assert await recorder.aclose() == 0
+    for key in keys:
+        await opened(recorder, key)
+        recorder.close([(key, None, SPAN)])
+        await settle()
+    assert sink.messages == [(1, 0)] * 3
+    assert await recorder.aclose() == 0
     assert sink.messages[3:] == [(0, 3)]
 
 
@@ -157,15 +152,14 @@ async def test_two_messages_of_closings_are_apart(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "INTERVAL_S", 60.0)
     sink = Lanes()
     recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
-    async with within():
-        await opened(recorder, *keys)
-        recorder.close([(keys[0], None, SPAN)])
-        await sink.has(3, 1)
-        for key in keys[1:]:
-            recorder.close([(key, None, SPAN)])
-            await settle()
-        assert sink.messages == [(3, 0), (0, 1)]
-        assert await recorder.aclose() == 0
+    await opened(recorder, *keys)
+    recorder.close([(keys[0], None, SPAN)])
+    await sink.has(3, 1)
+    for key in keys[1:]:
+        recorder.close([(key, None, SPAN)])
+        await settle()
+    assert sink.messages == [(3, 0), (0, 1)]
+    assert await recorder.aclose() == 0
     assert sink.messages == [(3, 0), (0, 1), (0, 2)]
 
 
@@ -173,10 +167,9 @@ async def test_closings_do_not_linger_for_ever(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "LINGER_S", 0.01)
     sink, key = Lanes(), make_key()
     recorder = Recorder(sink)
-    async with within():
-        await opened(recorder, key)
-        recorder.close([(key, None, SPAN)])
-        await sink.has(1, 1)
+    await opened(recorder, key)
+    recorder.close([(key, None, SPAN)])
+    await sink.has(1, 1)
 
 
 async def test_a_full_batch_of_closings_does_not_linger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,67 +177,62 @@ async def test_a_full_batch_of_closings_does_not_linger(monkeypatch: pytest.Monk
     monkeypatch.setattr(retry_queue, "MAX_BATCH", 2)
     sink = Lanes()
     recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
-    async with within():
-        await opened(recorder, *keys)
-        recorder.close([(keys[0], None, SPAN)])
-        await settle()
-        assert sink.closed == []
-        recorder.close([(keys[1], None, SPAN)])
-        await sink.has(3, 2)
-        recorder.close([(keys[2], None, SPAN)])
-        assert await recorder.aclose() == 0
+    await opened(recorder, *keys)
+    recorder.close([(keys[0], None, SPAN)])
+    await settle()
+    assert sink.closed == []
+    recorder.close([(keys[1], None, SPAN)])
+    await sink.has(3, 2)
+    recorder.close([(keys[2], None, SPAN)])
+    assert await recorder.aclose() == 0
     assert sink.messages == [(3, 0), (0, 2), (0, 1)]
 
 
 @pytest.mark.parametrize("away", [None, ConnectionError("gone")], ids=["slow", "away"])
-async def test_a_closing_never_overtakes_its_own_opening(away: Exception | None) -> None:
-    sink = Lanes()
-    recorder, first, second = Recorder(sink), make_key(), make_key()
-    async with within():
-        await opened(recorder, first)
-        sink.opens_error = away
-        if away is None:
-            sink.opens.clear()
-        known = await recorder.open([second], 1.0)
-        recorder.close([(first, None, SPAN), (second, None, SPAN)])
-        await sink.has(1, 1)  # that of the first does not wait
-        if away:
-            await until(lambda: sink.messages.count((1, 0)) >= 4)
-        await settle()
-        assert [key for key, _, _ in sink.closed] == [first]
-        assert not known.done()
-        sink.opens_error = None
-        sink.opens.set()
-        await sink.has(2, 2)
+async def test_a_closing_never_overtakes_its_own_opening(lanes: Lanes, away: Exception | None) -> None:
+    recorder, first, second = Recorder(lanes), make_key(), make_key()
+    await opened(recorder, first)
+    lanes.opens_error = away
+    if away is None:
+        lanes.opens.clear()
+    known = await recorder.open([second], 1.0)
+    recorder.close([(first, None, SPAN), (second, None, SPAN)])
+    await lanes.has(1, 1)  # that of the first does not wait
+    if away:
+        await until(lambda: lanes.messages.count((1, 0)) >= 4)
+    await settle()
+    assert [key for key, _, _ in lanes.closed] == [first]
+    assert not known.done()
+    lanes.opens_error = None
+    lanes.opens.set()
+    await lanes.has(2, 2)
     assert known.done()
-    assert sink.messages.count((0, 1)) == 2
+    assert lanes.messages.count((0, 1)) == 2
 
 
-async def test_the_closing_of_a_refused_call_is_sent_as_well() -> None:
-    sink = Sink()
+async def test_the_closing_of_a_refused_call_is_sent_as_well(sink: Sink) -> None:
     sink.over = {"at-1"}
     recorder, key = Recorder(sink, capacity=1), make_key()
-    async with within():
-        with pytest.raises(AttemptFinishedError):
-            await opened(recorder, key)
-        recorder.close([(key, None, SPAN)])
-        assert await recorder.aclose() == 0
+    with pytest.raises(AttemptFinishedError):
+        await opened(recorder, key)
+    recorder.close([(key, None, SPAN)])
+    assert await recorder.aclose() == 0
     assert sink.closed == [(key, None, SPAN)]
 
 
-async def test_an_outage_is_told_of_once_for_both_kinds(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Sink()
-    recorder, first = Recorder(sink), make_key()
-    async with within():
-        await opened(recorder, first)
-        sink.error = ConnectionError("gone")
-        recorder.close([(first, None, None)])
-        known = await recorder.open([make_key()], 1.0)
-        tries = sink.tries
-        await until(lambda: sink.tries >= tries + 6)
-        sink.error = None
-        await known
-        await sink.has(2, 1)
+async def test_an_outage_is_told_of_once_for_both_kinds(
+    sink: Sink, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_key()
+    await opened(recorder, first)
+    sink.error = ConnectionError("gone")
+    recorder.close([(first, None, None)])
+    known = await recorder.open([make_key()], 1.0)
+    tries = sink.tries
+    await until(lambda: sink.tries >= tries + 6)
+    sink.error = None
+    await known
+    await sink.has(2, 1)
     assert sink.most_at_once <= 2
     messages = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert messages == [
@@ -253,62 +241,57 @@ async def test_an_outage_is_told_of_once_for_both_kinds(caplog: pytest.LogCaptur
     ]
 
 
-async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_not() -> None:
-    sink = Sink()
+async def test_a_call_of_an_attempt_that_is_over_is_refused_and_the_others_are_not(
+    sink: Sink, recorder: Recorder
+) -> None:
     sink.over = {"at-9"}
-    recorder, keys = Recorder(sink), [make_key(), make_key(attempt_id="at-9"), make_key()]
-    async with within():
-        known = [await recorder.open([key], 1.0) for key in keys]
-        await known[0]
-        with pytest.raises(
-            AttemptFinishedError, match="attempt already finished; its API key has been revoked"
-        ) as refused:
-            await known[1]
-        await known[2]
+    keys = [make_key(), make_key(attempt_id="at-9"), make_key()]
+    known = [await recorder.open([key], 1.0) for key in keys]
+    await known[0]
+    with pytest.raises(
+        AttemptFinishedError, match="attempt already finished; its API key has been revoked"
+    ) as refused:
+        await known[1]
+    await known[2]
     assert (refused.value.status, refused.value.kind) == (401, "authentication_error")
     assert recorder.stats.rejected == 1
 
 
-async def test_a_full_buffer_makes_new_calls_wait_until_there_is_room() -> None:
-    sink = Sink()
+async def test_a_full_buffer_makes_new_calls_wait_until_there_is_room(sink: Sink) -> None:
     recorder, keys = Recorder(sink, capacity=2), [make_key() for _ in range(3)]
-    async with within():
-        await opened(recorder, *keys[:2])
-        third = asyncio.create_task(recorder.open(keys[2:], 2.0))
-        await settle()
-        assert not third.done()
-        recorder.close([(keys[0], None, None)])
-        await (await third)
+    await opened(recorder, *keys[:2])
+    third = asyncio.create_task(recorder.open(keys[2:], 2.0))
+    await settle()
+    assert not third.done()
+    recorder.close([(keys[0], None, None)])
+    await (await third)
     assert sink.opened == [(keys[0], 1.0), (keys[1], 1.0), (keys[2], 2.0)]
 
 
-async def test_a_record_that_is_not_sent_yet_takes_room() -> None:
-    sink = Sink()
+async def test_a_record_that_is_not_sent_yet_takes_room(sink: Sink) -> None:
     recorder, first, second = Recorder(sink, capacity=1), make_key(), make_key()
-    async with within():
-        await opened(recorder, first)
-        sink.error = ConnectionError("gone")
-        recorder.close([(first, make_generation([1], [2], key=first), None)])
-        waiting = asyncio.create_task(recorder.open([second], 2.0))
-        await settle()
-        assert not waiting.done()
-        sink.error = None
-        await (await waiting)
+    await opened(recorder, first)
+    sink.error = ConnectionError("gone")
+    recorder.close([(first, make_generation([1], [2], key=first), None)])
+    waiting = asyncio.create_task(recorder.open([second], 2.0))
+    await settle()
+    assert not waiting.done()
+    sink.error = None
+    await (await waiting)
     assert [key for key, _, _ in sink.closed] == [first]
 
 
 async def test_who_finds_no_room_in_time_is_turned_away() -> None:
     recorder, key = Recorder(Sink(), capacity=1, timeout_s=0.01), make_key()
-    async with within():
-        await opened(recorder, key)
-        with pytest.raises(OverloadedError, match="send the request again") as away:
-            await recorder.open([make_key()], 2.0)
-        assert away.value.status == 503
-        with pytest.raises(OverloadedError):
-            await recorder.open([make_key(), make_key()], 2.0)  # there never is room for two
-        recorder.close([(key, None, None)])
-        await settle()
-        await opened(recorder, make_key())
+    await opened(recorder, key)
+    with pytest.raises(OverloadedError, match="send the request again") as away:
+        await recorder.open([make_key()], 2.0)
+    assert away.value.status == 503
+    with pytest.raises(OverloadedError):
+        await recorder.open([make_key(), make_key()], 2.0)  # there never is room for two
+    recorder.close([(key, None, None)])
+    await settle()
+    await opened(recorder, make_key())
     assert recorder.stats.overloaded == 3
 
 
@@ -316,37 +299,33 @@ async def test_who_finds_no_room_in_time_is_turned_away() -> None:
     "error", [StoreLostError("gone"), ConnectionResetError(), OSError("no route"), RuntimeError("?")]
 )
 async def test_what_could_not_be_sent_is_kept_and_sent_when_the_store_is_back(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    sink: Sink, recorder: Recorder, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = Sink()
     sink.error = error
-    recorder, keys = Recorder(sink), [make_key() for _ in range(3)]
+    keys = [make_key() for _ in range(3)]
     records: list[ClosedCall] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]
-    async with within():
-        known = [await recorder.open([key], 1.0) for key in keys]
-        recorder.close(records)
-        await until(lambda: sink.tries >= 5)
-        assert recorder.stats.unsent == 6
-        assert not any(future.done() for future in known)
-        sink.error = None
-        await asyncio.gather(*known)
-        await sink.has(3, 3)
+    known = [await recorder.open([key], 1.0) for key in keys]
+    recorder.close(records)
+    await until(lambda: sink.tries >= 5)
+    assert recorder.stats.unsent == 6
+    assert not any(future.done() for future in known)
+    sink.error = None
+    await asyncio.gather(*known)
+    await sink.has(3, 3)
     assert (sink.opened, sink.closed) == ([(key, 1.0) for key in keys], records)
     warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 2, "an outage is logged once, and its end"
 
 
-async def test_who_waits_too_long_for_the_store_is_turned_away_but_his_record_is_kept() -> None:
-    sink = Sink()
+async def test_who_waits_too_long_for_the_store_is_turned_away_but_his_record_is_kept(sink: Sink) -> None:
     sink.gate.clear()
     recorder, key = Recorder(sink, timeout_s=0.01), make_key()
-    async with within():
-        known = await recorder.open([key], 1.0)
-        with pytest.raises(OverloadedError, match="the store did not answer within"):
-            await known
-        recorder.close([(key, make_generation([1], [2], key=key), None)])
-        sink.gate.set()
-        await sink.has(1, 1)
+    known = await recorder.open([key], 1.0)
+    with pytest.raises(OverloadedError, match="the store did not answer within"):
+        await known
+    recorder.close([(key, make_generation([1], [2], key=key), None)])
+    sink.gate.set()
+    await sink.has(1, 1)
     assert recorder.stats.overloaded == 1
 
 
@@ -361,10 +340,9 @@ async def test_a_record_that_cannot_be_stored_holds_up_no_other(caplog: pytest.L
 
     sink = Picky()
     recorder, keys = Recorder(sink), [make_key(), bad, make_key()]
-    async with within():
-        await opened(recorder, *keys)
-        recorder.close([(key, make_generation([1], [2], key=key), SPAN) for key in keys])
-        await sink.has(3, 3)
+    await opened(recorder, *keys)
+    recorder.close([(key, make_generation([1], [2], key=key), SPAN) for key in keys])
+    await sink.has(3, 3)
     assert [(key, span is None) for key, _, span in sink.closed] == [
         (keys[0], False),
         (bad, True),
@@ -385,72 +363,67 @@ async def test_a_record_that_can_be_stored_in_no_way_is_lost_loudly(caplog: pyte
 
     sink = Picky()
     recorder, good = Recorder(sink, capacity=2), make_key()
-    async with within():
-        known = [await recorder.open([key], 1.0) for key in (bad, good)]
-        with pytest.raises(Exception, match="too large"):
-            await known[0]
-        await known[1]
-        recorder.close([(bad, None, SPAN), (good, None, SPAN)])
-        await sink.has(1, 1)
-        await opened(recorder, make_key(), make_key())  # there is room again for two
+    known = [await recorder.open([key], 1.0) for key in (bad, good)]
+    with pytest.raises(Exception, match="too large"):
+        await known[0]
+    await known[1]
+    recorder.close([(bad, None, SPAN), (good, None, SPAN)])
+    await sink.has(1, 1)
+    await opened(recorder, make_key(), make_key())  # there is room again for two
     assert recorder.stats.lost == 2
     assert caplog.text.count("announcement or record as invalid") == 3
 
 
-async def test_closing_the_recorder_sends_what_there_is() -> None:
-    sink = Sink()
+async def test_closing_the_recorder_sends_what_there_is(sink: Sink, recorder: Recorder) -> None:
     sink.error = ConnectionError("for a moment")
-    recorder, key = Recorder(sink), make_key()
-    async with within():
-        await recorder.open([key], 1.0)
-        recorder.close([(key, None, None)])
-        await settle()
-        closing = asyncio.create_task(recorder.aclose())
-        await settle()
-        assert not closing.done()
-        sink.error = None
-        assert await closing == 0, "both kinds are waited for"
-        assert (len(sink.opened), len(sink.closed)) == (1, 1)
-        with pytest.raises(OverloadedError):
-            await recorder.open([make_key()], 2.0)
+    key = make_key()
+    await recorder.open([key], 1.0)
+    recorder.close([(key, None, None)])
+    await settle()
+    closing = asyncio.create_task(recorder.aclose())
+    await settle()
+    assert not closing.done()
+    sink.error = None
+    assert await closing == 0, "both kinds are waited for"
+    assert (len(sink.opened), len(sink.closed)) == (1, 1)
+    with pytest.raises(OverloadedError):
+        await recorder.open([make_key()], 2.0)
 
 
-async def test_closing_says_how_much_was_lost(caplog: pytest.LogCaptureFixture) -> None:
-    sink = Sink()
+async def test_closing_says_how_much_was_lost(
+    sink: Sink, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
     sink.error = ConnectionError("for good")
-    recorder, keys = Recorder(sink), [make_key(), make_key()]
-    async with within():
-        known = await recorder.open(keys, 1.0)
-        recorder.close([(keys[0], None, None)])
-        assert await recorder.aclose(timeout=0.01) == 3
-        with pytest.raises(OverloadedError):
-            await known
+    keys = [make_key(), make_key()]
+    known = await recorder.open(keys, 1.0)
+    recorder.close([(keys[0], None, None)])
+    assert await recorder.aclose(timeout=0.01) == 3
+    with pytest.raises(OverloadedError):
+        await known
     assert "3 announcements and records of calls are lost" in caplog.text
 
 
 async def test_closing_ends_those_who_wait_for_room(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(Sink(), capacity=1)
-    async with within():
-        await opened(recorder, make_key())
-        waiting = asyncio.create_task(recorder.open([make_key()], 1.0))
-        await settle()
-        closing = asyncio.create_task(recorder.aclose(timeout=0.01))
-        with pytest.raises(OverloadedError):
-            await waiting
-        await closing
+    await opened(recorder, make_key())
+    waiting = asyncio.create_task(recorder.open([make_key()], 1.0))
+    await settle()
+    closing = asyncio.create_task(recorder.aclose(timeout=0.01))
+    with pytest.raises(OverloadedError):
+        await waiting
+    await closing
     assert "1 calls were still open" in caplog.text
 
 
 async def test_closing_waits_for_the_calls_that_are_open() -> None:
     sink, key = Sink(), make_key()
     recorder = Recorder(sink)
-    async with within():
-        await opened(recorder, key)
-        closing = asyncio.create_task(recorder.aclose(timeout=60))
-        await settle()
-        assert not closing.done()
-        recorder.close([(key, None, None)])
-        assert await closing == 0
+    await opened(recorder, key)
+    closing = asyncio.create_task(recorder.aclose(timeout=60))
+    await settle()
+    assert not closing.done()
+    recorder.close([(key, None, None)])
+    assert await closing == 0
     assert len(sink.closed) == 1
 
 
@@ -458,8 +431,7 @@ async def test_aborted_calls_are_counted() -> None:
     recorder, key = Recorder(Sink()), make_key()
     cut = make_generation([1], [2], key=key)
     object.__setattr__(cut, "finish_reason", "aborted")
-    async with within():
-        await opened(recorder, key)
+    await opened(recorder, key)
     recorder.close([(key, cut, None)])
     assert (recorder.stats.closed, recorder.stats.aborted) == (1, 1)
 
