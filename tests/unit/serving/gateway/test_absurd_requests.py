@@ -92,128 +92,75 @@ SCHEMA = {
 }
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 CALLED = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
-BODIES: dict[str, list[dict[str, Any]]] = {
-    CHAT: [
-        {
-            "model": "policy",
-            "messages": HI,
-            "max_tokens": 3,
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 5,
-            "seed": 1,
-            "n": 2,
-            "stop": ["x"],
-            "logprobs": True,
-            "top_logprobs": 2,
-            "user": "u",
-            "presence_penalty": 0.1,
-            "logit_bias": {"5": 1.0},
-        },
-        {
-            "model": "policy",
-            "messages": HI,
-            "max_completion_tokens": 3,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "tool_choice": "auto",
-            "parallel_tool_calls": True,
-        },
-        {
-            "model": "policy",
-            "max_tokens": 3,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}},
-            "messages": [
-                {"role": "system", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {"role": "assistant", "content": None, "tool_calls": CALLED},
-                {"role": "tool", "tool_call_id": "c1", "content": "1"},
-            ],
-        },
-    ],
-    "/v1/completions": [
-        {
-            "model": "policy",
-            "prompt": "hi",
-            "max_tokens": 3,
-            "n": 2,
-            "temperature": 0,
-            "logprobs": 2,
-            "echo": False,
-            "seed": 1,
-        },
-        {"model": "policy", "prompt": ["a", "b"], "max_tokens": 3, "stream": True, "stop": "x"},
-        {"model": "policy", "prompt": [[1, 2], [3]], "max_tokens": 3},
-    ],
-    "/v1/responses": [
-        {
-            "model": "policy",
-            "input": "hi",
-            "max_output_tokens": 3,
-            "temperature": 0.5,
-            "store": False,
-            "instructions": "i",
-        },
-        {
-            "model": "policy",
-            "stream": True,
-            "max_output_tokens": 3,
-            "tools": [{"type": "function", **FUNCTION}],
-            "tool_choice": "auto",
-            "text": {"format": {"type": "text"}},
-            "reasoning": {"effort": "low"},
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
-                {"type": "function_call_output", "call_id": "c1", "output": "1"},
-            ],
-        },
-    ],
-    "/v1/messages": [
-        {
-            "model": "policy",
-            "messages": HI,
-            "max_tokens": 3,
-            "temperature": 0.5,
-            "system": "s",
-            "stop_sequences": ["x"],
-            "metadata": {"user_id": "u"},
-            "top_k": 5,
-        },
-        {
-            "model": "policy",
-            "max_tokens": 3,
-            "stream": True,
-            "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
-            "tool_choice": {"type": "auto"},
-            "system": [{"type": "text", "text": "s"}],
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}],
-                },
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
-            ],
-        },
-    ],
-    "/v1/messages/count_tokens": [{"model": "policy", "messages": HI, "system": "s"}],
-    "/tokenize": [
-        {"model": "policy", "prompt": "hi", "add_special_tokens": True},
-        {"model": "policy", "messages": HI},
-    ],
-    "/detokenize": [{"model": "policy", "tokens": [1, 2, 3]}],
-}
-BODIES |= {f"/v1{path}": BODIES[path] for path in ("/tokenize", "/detokenize")}
+SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "presence_penalty": 0.1}
+TOOLS = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": True}
+TOOL_TURNS = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": None, "tool_calls": CALLED},
+    {"role": "tool", "tool_call_id": "c1", "content": "1"},
+]
+TOOL_ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "1"},
+]
+TOOL_BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
+]
 
-DEEP: Any = []
-for _ in range(180):
-    DEEP = [DEEP]
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "policy"} | fields
 
 
 def schema(given: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": given}}}
+
+
+CHAT_BODIES = [
+    asked(messages=HI, max_tokens=3, **SAMPLING, n=2, stop=["x"], logprobs=True, top_logprobs=2, user="u")
+    | {"logit_bias": {"5": 1.0}},
+    asked(messages=HI, max_completion_tokens=3, stream=True, tool_choice="auto", **TOOLS)
+    | {"stream_options": {"include_usage": True}},
+    asked(messages=TOOL_TURNS, max_tokens=3, **schema(SCHEMA)),
+]
+COMPLETION_BODIES = [
+    asked(prompt="hi", max_tokens=3, n=2, temperature=0, logprobs=2, echo=False, seed=1),
+    asked(prompt=["a", "b"], max_tokens=3, stream=True, stop="x"),
+    asked(prompt=[[1, 2], [3]], max_tokens=3),
+]
+RESPONSE_BODIES = [
+    asked(input="hi", max_output_tokens=3, temperature=0.5, store=False, instructions="i"),
+    asked(input=TOOL_ITEMS, max_output_tokens=3, stream=True, tool_choice="auto")
+    | {"tools": [{"type": "function", **FUNCTION}]}
+    | {"text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}},
+]
+MESSAGES_BODIES = [
+    asked(messages=HI, max_tokens=3, temperature=0.5, system="s", stop_sequences=["x"], top_k=5)
+    | {"metadata": {"user_id": "u"}},
+    asked(messages=TOOL_BLOCKS, max_tokens=3, stream=True, tool_choice={"type": "auto"})
+    | {"tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}]}
+    | {"system": [{"type": "text", "text": "s"}]},
+]
+BODIES: dict[str, list[dict[str, Any]]] = {
+    CHAT: CHAT_BODIES,
+    "/v1/completions": COMPLETION_BODIES,
+    "/v1/responses": RESPONSE_BODIES,
+    "/v1/messages": MESSAGES_BODIES,
+    "/v1/messages/count_tokens": [asked(messages=HI, system="s")],
+    "/tokenize": [asked(prompt="hi", add_special_tokens=True), asked(messages=HI)],
+    "/detokenize": [asked(tokens=[1, 2, 3])],
+}
+BODIES |= {f"/v1{path}": BODIES[path] for path in ("/tokenize", "/detokenize")}
+
+CONTENTS: list[Any] = ["x" * 10**6, [{"type": "image_url"}]]
+NEGATIVE = {"type": "object", "maxProperties": -1}
+DEEP: Any = []
+for _ in range(180):
+    DEEP = [DEEP]
 
 
 @pytest.mark.parametrize("path", POSTED)
@@ -222,104 +169,50 @@ def test_the_bodies_are_sound(site: Site, path: str) -> None:
     assert 200 in {site.check(path, body).status_code for body in BODIES[path]}
 
 
-ABSURD: list[dict[str, Any]] = [
-    {"max_tokens": -1},
-    {"max_tokens": 0},
-    {"max_tokens": 2**63},
-    {"max_tokens": 1.5},
-    {"max_tokens": "3"},
-    {"max_tokens": 10**9},
-    {"max_output_tokens": -1},
-    {"n": 10**9},
-    {"n": 0},
-    {"n": -1},
-    {"n": 1.5},
-    {"n": 2**63},
-    {"temperature": -1},
-    {"temperature": 1e308},
-    {"temperature": 1e-308},
-    {"temperature": "hot"},
-    {"temperature": float("nan")},
-    {"top_p": 0},
-    {"top_p": 2},
-    {"top_k": -5},
-    {"top_k": 2**62},
-    {"seed": 2**63 - 1},
-    {"seed": -(2**63)},
-    {"seed": 1.5},
-    {"stop": ""},
-    {"stop": [""]},
-    {"stop": ["x"] * 10_000},
-    {"stop": "\x00"},
-    {"logprobs": 10**6},
+ABSURD_VALUES: dict[str, list[Any]] = {
+    "max_tokens": [-1, 0, 2**63, 1.5, "3", 10**9],
+    "max_output_tokens": [-1],
+    "n": [10**9, 0, -1, 1.5, 2**63],
+    "temperature": [-1, 1e308, 1e-308, "hot", float("nan")],
+    "top_p": [0, 2],
+    "top_k": [-5, 2**62],
+    "seed": [2**63 - 1, -(2**63), 1.5],
+    "stop": ["", [""], ["x"] * 10_000, "\x00"],
+    "logprobs": [10**6],
+    "best_of": [10**9],
+    "messages": [[], "hi", [{}], HI * 10_000, *([{"role": "user", "content": x}] for x in CONTENTS)],
+    "prompt": [[], [[]], [10**9], [-1], ["x"] * 10_000, "x" * 10**6, [1, "a"], [[1], "a"]],
+    "tokens": [[10**9], [-1], [], [2**63]],
+    "model": ["other", "", "../../etc/passwd", 7],
+    "stream": ["yes"],
+    "logit_bias": [{"x": 1}, {"999999": 1}, {"-1": 1}, {"5": 1e300}],
+    "tools": [[{"type": "odd"}], [{"type": "function", "function": {"name": "f", "parameters": NEGATIVE}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "g"}}],
+    "kv_transfer_params": [{"prompt_token_ids": [1, 2]}],
+    "chat_template": ["{% for i in range(10**9) %}x{% endfor %}"],
+    "chat_template_kwargs": [{"x": DEEP}],
+    "add_generation_prompt": ["x"],
+    "use_beam_search": [True],
+    "input": [[], [{}], {"a": DEEP}],
+    "previous_response_id": ["resp_1", "\x00"],
+    "background": [True],
+    "thinking": [{"type": "enabled", "budget_tokens": -1}],
+    "stop_sequences": [[""]],
+    "system": [DEEP],
+    "truncation": ["odd"],
+    "min_tokens": [10**9],
+    "repetition_penalty": [1e-300, 10],
+    "min_p": [5],
+}
+ABSURD = [
+    *({field: value} for field, values in ABSURD_VALUES.items() for value in values),
     {"top_logprobs": 10**6, "logprobs": True},
-    {"best_of": 10**9},
-    {"messages": []},
-    {"messages": "hi"},
-    {"messages": [{}]},
-    {"messages": HI * 10_000},
-    {"messages": [{"role": "user", "content": "x" * 10**6}]},
-    {"messages": [{"role": "\x00", "content": "x"}]},
-    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    {"prompt": []},
-    {"prompt": [[]]},
-    {"prompt": [10**9]},
-    {"prompt": [-1]},
-    {"prompt": ["x"] * 10_000},
-    {"prompt": "x" * 10**6},
-    {"prompt": [1, "a"]},
-    {"prompt": [[1], "a"]},
-    {"tokens": [10**9]},
-    {"tokens": [-1]},
-    {"tokens": []},
-    {"tokens": [2**63]},
-    {"model": "other"},
-    {"model": ""},
-    {"model": "../../etc/passwd"},
-    {"model": 7},
-    {"stream": "yes"},
     {"stream": True, "n": 3},
-    {"logit_bias": {"x": 1}},
-    {"logit_bias": {"999999": 1}},
-    {"logit_bias": {"-1": 1}},
-    {"logit_bias": {"5": 1e300}},
-    schema({"type": "odd"}),
-    schema({"$ref": "#"}),
-    schema({"$ref": "http://example.com/x"}),
-    schema({"pattern": "(((("}),
-    schema({"maxProperties": -1}),
-    {
-        "tools": [
-            {
-                "type": "function",
-                "function": {"name": "f", "parameters": {"type": "object", "maxProperties": -1}},
-            }
-        ]
-    },
-    {"tools": [{"type": "odd"}]},
-    {"tool_choice": "required"},
-    {"tool_choice": {"type": "function", "function": {"name": "g"}}},
-    {"kv_transfer_params": {"prompt_token_ids": [1, 2]}},
-    {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
-    {"chat_template_kwargs": {"x": DEEP}},
-    {"add_generation_prompt": "x"},
-    {"use_beam_search": True},
-    {"input": []},
-    {"input": [{}]},
-    {"input": {"a": DEEP}},
-    {"previous_response_id": "resp_1"},
-    {"previous_response_id": "\x00"},
-    {"background": True},
-    {"thinking": {"type": "enabled", "budget_tokens": -1}},
-    {"stop_sequences": [""]},
-    {"system": DEEP},
-    {"truncation": "odd"},
-    {"min_tokens": 10**9},
     {"ignore_eos": True, "max_tokens": None},
-    {"repetition_penalty": 1e-300},
-    {"repetition_penalty": 10},
-    {"min_p": 5},
     {"frequency_penalty": 2, "presence_penalty": -2},
+    {"messages": [{"role": "\x00", "content": "x"}]},
+    *map(schema, [{"type": "odd"}, {"$ref": "#"}, {"$ref": "http://example.com/x"}, {"pattern": "(((("}]),
+    schema({"maxProperties": -1}),
 ]
 
 

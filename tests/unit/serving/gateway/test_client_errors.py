@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,12 @@ import openai
 import pytest
 from dialect_helpers import Say, listening
 from gateway_helpers import KEY, MINE, Replica
+from sdk_clients import CLIENTS, chat, client_params, litellm_of, messages, responses
 
 from raylight.http.context_length import ContextLengthError
 from raylight.http.errors import RequestError, UnknownModelError, error_body
 from raylight.serving.capture.call_budgets import RolloutTruncatedError
 from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError
-
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it asks the network for prices
-HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def vllm(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:
@@ -40,6 +37,7 @@ class Case:
     """An engine's error and what clients make of it.
 
     Attributes:
+        answer: the engine's body, or an error of raylight that is sent in OpenAI's shape.
         code: `code` in OpenAI's shape.
         clients: names of the classes of OpenAI's SDK, Anthropic's SDK, LiteLLM with either, and LangChain.
         type: `type` in Anthropic's shape.
@@ -47,127 +45,64 @@ class Case:
     """
 
     status: int
-    body: Any
+    answer: Any
     code: str | None
     clients: tuple[str, str, str, str, str]
     type: str
     retried: bool = False
 
+    @property
+    def body(self) -> Any:
+        return error_body(self.answer) if isinstance(self.answer, RequestError) else self.answer
 
-BAD = (
-    "BadRequestError",
-    "BadRequestError",
-    "BadRequestError",
-    "BadRequestError",
-    "OpenAIInvalidRequestError",
-)
-LONG = (
-    "BadRequestError",
-    "BadRequestError",
-    "ContextWindowExceededError",
-    "ContextWindowExceededError",
-    "OpenAIContextOverflowError",
-)
-MISSING = ("NotFoundError", "NotFoundError", "NotFoundError", "NotFoundError", "OpenAIModelNotFoundError")
-DENIED = (*["AuthenticationError"] * 4, "OpenAIAuthenticationError")
-LIMITED = (*["RateLimitError"] * 4, "OpenAIRateLimitError")
-AWAY = (
-    "InternalServerError",
-    "OverloadedError",
-    "ServiceUnavailableError",
-    "InternalServerError",
-    "OpenAIAPIError",
-)
+
+BAD = ("BadRequestError",) * 4 + ("OpenAIInvalidRequestError",)
+LONG = ("BadRequestError",) * 2 + ("ContextWindowExceededError",) * 2 + ("OpenAIContextOverflowError",)
+MISSING = ("NotFoundError",) * 4 + ("OpenAIModelNotFoundError",)
+DENIED = ("AuthenticationError",) * 4 + ("OpenAIAuthenticationError",)
+LIMITED = ("RateLimitError",) * 4 + ("OpenAIRateLimitError",)
 BROKEN = ("InternalServerError",) * 4 + ("OpenAIAPIError",)
-LATE = ("InternalServerError", "GatewayTimeoutError", "Timeout", "Timeout", "OpenAIAPIError")
-GATEWAY = (
-    "InternalServerError",
-    "InternalServerError",
-    "BadGatewayError",
-    "BadGatewayError",
-    "OpenAIAPIError",
-)
-VLLM_LONG = (
-    "This model's maximum context length is 64 tokens. However, you requested {output} output tokens and "
-    "your prompt contains {prompt} input tokens, for a total of 99 tokens. Please reduce the length of the "
-    "input prompt or the number of requested output tokens. (parameter=input_tokens, value=70)"
-)
+AWAY = (BROKEN[0], "OverloadedError", "ServiceUnavailableError", BROKEN[3], BROKEN[4])
+LATE = (BROKEN[0], "GatewayTimeoutError", "Timeout", "Timeout", BROKEN[4])
+GATEWAY = BROKEN[:2] + ("BadGatewayError",) * 2 + BROKEN[4:]
+
+
+def vllm_long(prompt: str, output: int, param: str | None = None) -> dict[str, Any]:
+    """Return vLLM's error for a prompt that is too long."""
+    message = (
+        f"This model's maximum context length is 64 tokens. However, you requested {output} output tokens "
+        f"and your prompt contains {prompt} input tokens, for a total of 99 tokens. Please reduce the length "
+        "of the input prompt or the number of requested output tokens. (parameter=input_tokens, value=70)"
+    )
+    return vllm(message, "BadRequestError", 400, param)
+
+
+INVALID, OVERLOADED = "invalid_request_error", "overloaded_error"
+TOO_LONG = vllm_long("at least 70", 1, "input_tokens")
+NO_MODEL = vllm("The model `gpt` does not exist.", "NotFoundError", 404)
+BAD_N = vllm("bad n (parameter=n, value=0)", "BadRequestError", 400)
+FULL = vllm("full", "Service Unavailable", 503)
+DEAD = vllm("dead", "InternalServerError", 500)
+RATE = openai_error("Rate limit reached", "requests", "rate_limit_exceeded")
+QUOTA = openai_error("You exceeded your quota", "insufficient_quota", "insufficient_quota")
 CASES = {
-    "context": Case(
-        400, error_body(ContextLengthError(64, 70)), "context_length_exceeded", LONG, "invalid_request_error"
-    ),
-    "context, vLLM": Case(
-        400,
-        vllm(VLLM_LONG.format(output=1, prompt="at least 70"), "BadRequestError", 400, "input_tokens"),
-        "context_length_exceeded",
-        LONG,
-        "invalid_request_error",
-    ),
-    "model": Case(
-        404, error_body(UnknownModelError("gpt", "policy")), "model_not_found", MISSING, "not_found_error"
-    ),
-    "model, vLLM": Case(
-        404,
-        vllm("The model `gpt` does not exist.", "NotFoundError", 404),
-        "model_not_found",
-        MISSING,
-        "not_found_error",
-    ),
-    "finished attempt": Case(
-        401, error_body(AttemptFinishedError()), "invalid_api_key", DENIED, "authentication_error"
-    ),
-    "truncated rollout": Case(
-        400,
-        error_body(RolloutTruncatedError("max_turns")),
-        "rollout_truncated",
-        BAD,
-        "invalid_request_error",
-    ),
-    "field": Case(400, error_body(RequestError("n: it must be 1")), None, BAD, "invalid_request_error"),
-    "field, vLLM": Case(
-        400, vllm("bad n (parameter=n, value=0)", "BadRequestError", 400), None, BAD, "invalid_request_error"
-    ),
-    "rate limit": Case(
-        429,
-        openai_error("Rate limit reached", "requests", "rate_limit_exceeded"),
-        "rate_limit_exceeded",
-        LIMITED,
-        "rate_limit_error",
-        retried=True,
-    ),
-    "quota": Case(
-        429,
-        openai_error("You exceeded your quota", "insufficient_quota", "insufficient_quota"),
-        "insufficient_quota",
-        LIMITED,
-        "rate_limit_error",
-        retried=True,
-    ),
-    "recorder": Case(
-        503,
-        error_body(OverloadedError("full")),
-        "server_is_overloaded",
-        AWAY,
-        "overloaded_error",
-        retried=True,
-    ),
-    "queue, vLLM": Case(
-        503,
-        vllm("full", "Service Unavailable", 503),
-        "server_is_overloaded",
-        AWAY,
-        "overloaded_error",
-        retried=True,
-    ),
+    "context": Case(400, ContextLengthError(64, 70), "context_length_exceeded", LONG, INVALID),
+    "context, vLLM": Case(400, TOO_LONG, "context_length_exceeded", LONG, INVALID),
+    "model": Case(404, UnknownModelError("gpt", "policy"), "model_not_found", MISSING, "not_found_error"),
+    "model, vLLM": Case(404, NO_MODEL, "model_not_found", MISSING, "not_found_error"),
+    "finished attempt": Case(401, AttemptFinishedError(), "invalid_api_key", DENIED, "authentication_error"),
+    "truncated rollout": Case(400, RolloutTruncatedError("max_turns"), "rollout_truncated", BAD, INVALID),
+    "field": Case(400, RequestError("n: it must be 1"), None, BAD, INVALID),
+    "field, vLLM": Case(400, BAD_N, None, BAD, INVALID),
+    "rate limit": Case(429, RATE, "rate_limit_exceeded", LIMITED, "rate_limit_error", retried=True),
+    "quota": Case(429, QUOTA, "insufficient_quota", LIMITED, "rate_limit_error", retried=True),
+    "recorder": Case(503, OverloadedError("full"), "server_is_overloaded", AWAY, OVERLOADED, retried=True),
+    "queue, vLLM": Case(503, FULL, "server_is_overloaded", AWAY, OVERLOADED, retried=True),
     "failure": Case(500, "Internal Server Error", None, BROKEN, "api_error", retried=True),
-    "failure, vLLM": Case(
-        500, vllm("dead", "InternalServerError", 500), None, BROKEN, "api_error", retried=True
-    ),
-    "gateway": Case(
-        502, error_body(RequestError("lost", 502, "api_error")), None, GATEWAY, "api_error", retried=True
-    ),
+    "failure, vLLM": Case(500, DEAD, None, BROKEN, "api_error", retried=True),
+    "gateway": Case(502, RequestError("lost", 502, "api_error"), None, GATEWAY, "api_error", retried=True),
     "timeout": Case(
-        504, error_body(RequestError("late", 504, "timeout_error")), None, LATE, "timeout_error", retried=True
+        504, RequestError("late", 504, "timeout_error"), None, LATE, "timeout_error", retried=True
     ),
 }
 
@@ -179,39 +114,14 @@ def served() -> Iterator[tuple[Replica, str]]:
         yield replica, address + MINE + "/v1"
 
 
-def chat(base: str, stream: bool, retries: int = 0, key: str = KEY) -> None:
-    with openai.OpenAI(base_url=base, api_key=key, max_retries=retries) as client:
-        list(client.chat.completions.create(model="policy", messages=HI, stream=stream))
+@pytest.fixture
+def replica(served: tuple[Replica, str]) -> Replica:
+    return served[0]
 
 
-def responses(base: str, stream: bool, retries: int = 0) -> None:
-    with openai.OpenAI(base_url=base, api_key=KEY, max_retries=retries) as client:
-        client.responses.create(model="policy", input="hi", stream=stream)
-
-
-def messages(base: str, stream: bool, retries: int = 0, key: str = KEY) -> None:
-    with anthropic.Anthropic(base_url=base, api_key=key, max_retries=retries) as client:
-        list(client.messages.create(model="policy", messages=HI, max_tokens=5, stream=stream))
-
-
-def litellm_of(provider: str) -> Callable[[str, bool], None]:
-    def ask(base: str, stream: bool) -> None:
-        import litellm
-
-        litellm.suppress_debug_info = True
-        reply = litellm.completion(
-            f"{provider}/policy", HI, api_base=base, api_key=KEY, max_tokens=5, stream=stream, max_retries=0
-        )
-        list(reply)
-
-    return ask
-
-
-def langchain_model(base: str, stream: bool) -> None:
-    from langchain_openai import ChatOpenAI
-
-    client = ChatOpenAI(base_url=base, api_key=KEY, model="policy", max_retries=0)  # type: ignore[arg-type]
-    list(client.stream("hi")) if stream else client.invoke("hi")
+@pytest.fixture
+def base(served: tuple[Replica, str]) -> str:
+    return served[1]
 
 
 def agents_sdk(base: str, stream: bool) -> None:
@@ -232,41 +142,22 @@ def agents_sdk(base: str, stream: bool) -> None:
     asyncio.run(run())
 
 
-ASK: dict[str, tuple[Callable[[str, bool], None], int]] = {
-    "chat": (chat, 0),
-    "responses": (responses, 0),
-    "messages": (messages, 1),
-    "LiteLLM openai": (litellm_of("openai"), 2),
-    "LiteLLM anthropic": (litellm_of("anthropic"), 3),
-    "LangChain": (langchain_model, 4),
-    "OpenAI Agents": (agents_sdk, 0),
-}
-MODULES = {
-    "LiteLLM openai": "litellm",
-    "LiteLLM anthropic": "litellm",
-    "LangChain": "langchain_openai",
-    "OpenAI Agents": "agents",
-}
-"""Module that a client of ASK needs besides the SDKs."""
+ASK = CLIENTS | {"OpenAI Agents": agents_sdk}
+INDEX = {"messages": 1, "LiteLLM openai": 2, "LiteLLM anthropic": 3, "LangChain": 4}
+"""Place of a client's class in `Case.clients`; 0 for those that raise OpenAI's."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "client",
-    [
-        pytest.param(name, marks=pytest.mark.framework(MODULES[name])) if name in MODULES else name
-        for name in ASK
-    ],
-)
+@pytest.mark.parametrize("client", client_params(ASK))
 def test_a_client_raises_its_own_class(
-    served: tuple[Replica, str], client: str, case: str, stream: bool
+    replica: Replica, base: str, client: str, case: str, stream: bool
 ) -> None:
-    (replica, base), expected, (ask, index) = served, CASES[case], ASK[client]
+    expected = CASES[case]
     replica.says[:] = [Say(status=expected.status, error=expected.body)]
     with pytest.raises(Exception) as caught:  # noqa: PT011  its class is what is tested
-        ask(base, stream)
-    assert type(caught.value).__name__ == expected.clients[index], str(caught.value)
+        ASK[client](base, stream)
+    assert type(caught.value).__name__ == expected.clients[INDEX.get(client, 0)], str(caught.value)
     if client in ("chat", "responses"):
         assert caught.value.code == expected.code  # type: ignore[attr-defined]
     if client == "messages":
@@ -278,9 +169,9 @@ def test_a_client_raises_its_own_class(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ask", [chat, responses, messages])
 def test_what_passes_is_retried_and_nothing_else(
-    served: tuple[Replica, str], ask: Callable[..., None], case: str
+    replica: Replica, base: str, ask: Callable[..., None], case: str
 ) -> None:
-    (replica, base), expected = served, CASES[case]
+    expected = CASES[case]
     say = Say(status=expected.status, error=expected.body, headers={"retry-after-ms": "1"})
     replica.says[:] = [say] * 3
     with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)):
@@ -288,37 +179,29 @@ def test_what_passes_is_retried_and_nothing_else(
     assert len(replica.says) == (0 if expected.retried else 2)
 
 
+UPSTREAM_LONG = "Input tokens exceed the configured limit of 64 tokens. Your messages resulted in 70 tokens."
+UPSTREAM = openai_error(UPSTREAM_LONG, "invalid_request_error", "context_length_exceeded")
+
+
 @pytest.mark.parametrize(
-    ("prompt", "output", "expected"),
+    ("error", "expected"),
     [
-        ("70", 1, "prompt is too long: 70 tokens > 63 maximum"),
-        ("at least 64", 1, "prompt is too long: 64 tokens > 63 maximum"),
-        ("50", 20, "prompt is too long: 50 tokens > 44 maximum"),
+        (vllm_long("70", 1), "prompt is too long: 70 tokens > 63 maximum"),
+        (vllm_long("at least 64", 1), "prompt is too long: 64 tokens > 63 maximum"),
+        (vllm_long("50", 20), "prompt is too long: 50 tokens > 44 maximum"),
+        (UPSTREAM, "prompt is too long: 70 tokens > 64 maximum"),
     ],
 )
 def test_a_long_prompt_is_told_in_anthropics_words(
-    served: tuple[Replica, str], prompt: str, output: int, expected: str
+    replica: Replica, base: str, error: Any, expected: str
 ) -> None:
-    replica, base = served
-    message = VLLM_LONG.format(prompt=prompt, output=output)
-    replica.says[:] = [Say(status=400, error=vllm(message, "BadRequestError", 400))]
+    replica.says[:] = [Say(status=400, error=error)]
     with pytest.raises(anthropic.BadRequestError) as caught:
         messages(base, False)
     assert caught.value.body["error"]["message"].startswith(expected)  # type: ignore[index]
 
 
-def test_a_long_prompt_of_an_upstream_is_told_too(served: tuple[Replica, str]) -> None:
-    replica, base = served
-    message = "Input tokens exceed the configured limit of 64 tokens. Your messages resulted in 70 tokens."
-    replica.says[:] = [
-        Say(status=400, error=openai_error(message, "invalid_request_error", "context_length_exceeded"))
-    ]
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 70 tokens > 64 maximum"):
-        messages(base, False)
-
-
-def test_a_field_that_the_engine_names_is_the_param(served: tuple[Replica, str]) -> None:
-    replica, base = served
+def test_a_field_that_the_engine_names_is_the_param(replica: Replica, base: str) -> None:
     replica.says[:] = [Say(status=400, error=CASES["field, vLLM"].body)]
     with pytest.raises(openai.BadRequestError) as caught:
         chat(base, False)
@@ -329,9 +212,9 @@ def test_a_field_that_the_engine_names_is_the_param(served: tuple[Replica, str])
 @pytest.mark.parametrize(
     ("ask", "error"), [(chat, openai.AuthenticationError), (messages, anthropic.AuthenticationError)]
 )
-def test_a_wrong_key(served: tuple[Replica, str], ask: Callable[..., None], error: type[Exception]) -> None:
+def test_a_wrong_key(base: str, ask: Callable[..., None], error: type[Exception]) -> None:
     with pytest.raises(error, match="Incorrect API key provided: it is not the key of this address"):
-        ask(served[1], False, 2, "wrong")
+        ask(base, False, 2, "wrong")
 
 
 # in the middle of a stream
@@ -340,8 +223,7 @@ LOST = {"vllm": vllm("lost", "InternalServerError", 500), "openai": openai_error
 
 
 @pytest.mark.parametrize("body", LOST.values(), ids=LOST)
-def test_openais_sdk_in_the_middle_of_a_stream(served: tuple[Replica, str], body: Any) -> None:
-    replica, base = served
+def test_openais_sdk_in_the_middle_of_a_stream(replica: Replica, base: str, body: Any) -> None:
     replica.says[:] = [Say("hel", error=body["error"])]
     with pytest.raises(openai.APIError, match="lost") as caught:
         chat(base, True)
@@ -358,9 +240,8 @@ def test_openais_sdk_in_the_middle_of_a_stream(served: tuple[Replica, str], body
     ],
 )
 def test_anthropics_sdk_in_the_middle_of_a_stream(
-    served: tuple[Replica, str], error: dict[str, Any], expected: str
+    replica: Replica, base: str, error: dict[str, Any], expected: str
 ) -> None:
-    replica, base = served
     replica.says[:] = [Say("hel", error=error)]
     with pytest.raises(anthropic.APIStatusError, match="lost") as caught:
         messages(base, True)
@@ -369,17 +250,15 @@ def test_anthropics_sdk_in_the_middle_of_a_stream(
 
 @pytest.mark.framework("litellm")
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
-def test_litellm_in_the_middle_of_a_stream(served: tuple[Replica, str], provider: str) -> None:
+def test_litellm_in_the_middle_of_a_stream(replica: Replica, base: str, provider: str) -> None:
     from litellm.exceptions import MidStreamFallbackError
 
-    replica, base = served
     replica.says[:] = [Say("hel", error=LOST["vllm"]["error"])]
     with pytest.raises(MidStreamFallbackError, match="lost"):
         litellm_of(provider)(base, True)
 
 
-def test_an_error_that_no_retry_changes_says_so(served: tuple[Replica, str]) -> None:
-    replica, base = served
+def test_an_error_that_no_retry_changes_says_so(replica: Replica, base: str) -> None:
     body = error_body(RequestError("not here", 501, "server_error"))
     replica.says[:] = [Say(status=501, error=json.loads(json.dumps(body)))] * 2
     with pytest.raises(openai.InternalServerError):

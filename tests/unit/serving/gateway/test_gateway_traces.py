@@ -43,16 +43,20 @@ class Site:
         self, path: str, key: str, spans: list[dict[str, Any]] | bytes, **resource: str
     ) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"}
-        attributes = [{"key": name, "value": {"stringValue": value}} for name, value in resource.items()]
-        body = {"resourceSpans": [{"resource": {"attributes": attributes}, "scopeSpans": [{"spans": spans}]}]}
         async with within():
             if isinstance(spans, bytes):
                 headers["content-type"] = "application/x-protobuf"
                 return await self.client.post(path, headers=headers, content=spans)
+            body = {"resourceSpans": [resource_spans(spans, resource)]}
             return await self.client.post(path, headers=headers, json=body)
 
     async def names(self, rollout: Rollout) -> list[str]:
         return [span.name for span in await self.store.query_spans(rollout.rollout_id)]
+
+
+def resource_spans(spans: Any, resource: dict[str, str]) -> dict[str, Any]:
+    attributes = [{"key": name, "value": {"stringValue": value}} for name, value in resource.items()]
+    return {"resource": {"attributes": attributes}, "scopeSpans": [{"spans": spans}]}
 
 
 def ids_of(rollout: Rollout) -> tuple[str, str]:
@@ -108,19 +112,10 @@ async def test_spans_sent_with_the_runs_secret_name_their_attempt(site: Site) ->
 async def test_spans_of_no_attempt_or_an_unknown_one_are_rejected_and_the_others_stored(site: Site) -> None:
     rollout = await site.store.start_rollout(1)
     groups = [{}, keyed(rollout), {ROLLOUT_ID: "ro-404", ATTEMPT_ID: "at-404"}]
-    body = {
-        "resourceSpans": [
-            {
-                "resource": {
-                    "attributes": [
-                        {"key": key, "value": {"stringValue": value}} for key, value in group.items()
-                    ]
-                },
-                "scopeSpans": [{"spans": [a_span(f"span {number}", number + 1)]}],
-            }
-            for number, group in enumerate(groups)
-        ]
-    }
+    spans = [
+        resource_spans([a_span(f"span {number}", number + 1)], group) for number, group in enumerate(groups)
+    ]
+    body = {"resourceSpans": spans}
     answer = await site.client.post(TRACES, headers={"authorization": f"Bearer {SECRET}"}, json=body)
     assert answer.status_code == 200
     partial = answer.json()["partialSuccess"]

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_helpers import KEY, SECRET, Site, value_of, within
+from gateway_helpers import SECRET, Site, value_of, within
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -17,8 +17,7 @@ from raylight.ray_metrics.table import METRICS
 from raylight.serving.gateway.metrics import Metrics
 
 
-async def test_requests_are_counted_by_route_and_status() -> None:
-    site = Site()
+async def test_requests_are_counted_by_route_and_status(site: Site) -> None:
     await site.post()
     await site.post(content=b"{")
     await site.post("/v1/messages", SECRET)
@@ -35,8 +34,8 @@ async def test_requests_are_counted_by_route_and_status() -> None:
     assert site.value("requests_in_flight") == 0
 
 
-async def test_what_runs_is_in_flight() -> None:
-    site, called, go_on = Site(), asyncio.Event(), asyncio.Event()
+async def test_what_runs_is_in_flight(site: Site) -> None:
+    called, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait(scope: Scope, receive: Receive, send: Send) -> None:
         called.set()
@@ -54,14 +53,7 @@ async def test_what_runs_is_in_flight() -> None:
     assert site.value("requests_total", route="chat", status="499") == 1
 
 
-async def test_there_is_no_page_of_them() -> None:
-    site = Site()
-    assert (await site.get("/metrics")).status_code == 404
-    assert (await site.get("/metrics", KEY)).status_code == 401
-
-
-async def test_every_measurement_has_the_labels_of_the_table() -> None:
-    site = Site()
+async def test_every_measurement_has_the_labels_of_the_table(site: Site) -> None:
     site.metrics.watch_load(lambda: EngineLoad(0.0))
     site.metrics.count("ignored_fields_total", "user")
     site.metrics.count("dropped_tools_total", "web_search")
@@ -77,8 +69,7 @@ async def test_every_measurement_has_the_labels_of_the_table() -> None:
         assert {"replica", *measurement.labels} == set(METRICS[measurement.name].labels)
 
 
-async def test_routes_that_are_made_up_add_no_labels() -> None:
-    site = Site()
+async def test_routes_that_are_made_up_add_no_labels(site: Site) -> None:
     for number in range(5):
         await site.get(f"/made-up-{number}")
         await site.get(f"/v1/models/made-up-{number}")

@@ -55,8 +55,7 @@ def openai_client(site: Site, llm: LLM) -> openai.AsyncOpenAI:
 
 
 @pytest.mark.parametrize("rollout_id", ODD)
-async def test_any_rollout_id_is_called_through_the_real_sdk(rollout_id: str) -> None:
-    site = Site()
+async def test_any_rollout_id_is_called_through_the_real_sdk(site: Site, rollout_id: str) -> None:
     llm = LLM(endpoint="http://replica", model="policy", traced=True).for_attempt(rollout_id, "at-1", SECRET)
     async with openai_client(site, llm) as client, within():
         answer = await client.chat.completions.create(**BODY)
@@ -67,8 +66,7 @@ async def test_any_rollout_id_is_called_through_the_real_sdk(rollout_id: str) ->
 @pytest.mark.parametrize(
     "agent", [name for name in ODD if name not in (".", "..")] + ["v1", "agent/v1", "/v1/"]
 )
-async def test_any_agents_name_is_recorded_as_it_is(agent: str) -> None:
-    site = Site()
+async def test_any_agents_name_is_recorded_as_it_is(site: Site, agent: str) -> None:
     llm = (
         LLM(endpoint="http://replica", model="policy", traced=True)
         .for_attempt("a/b", "at-1", SECRET)
@@ -149,16 +147,14 @@ def test_no_address_at_all_leads_out_of_the_keys_attempt(path: str) -> None:
         "/attempt/at-2",
     ],
 )
-async def test_an_address_that_is_written_otherwise_names_no_attempt(path: str) -> None:
+async def test_an_address_that_is_written_otherwise_names_no_attempt(site: Site, path: str) -> None:
     """The run's own secret records no call for it either."""
-    site = Site()
     assert await status(site, path + CHAT, attempt_key(SECRET, "ro-2", "at-2")) == 401
     assert await status(site, path + CHAT, SECRET) == 404
     assert site.inner.seen == []
 
 
-async def test_two_attempts_in_one_address_are_none() -> None:
-    site = Site()
+async def test_two_attempts_in_one_address_are_none(site: Site) -> None:
     path = attempt_path("ro-1", "at-1") + "/v1" + attempt_path("ro-2", "at-2") + CHAT
     codes = {
         await status(site, path, attempt_key(SECRET, *ids)) for ids in [("ro-1", "at-1"), ("ro-2", "at-2")]
@@ -168,9 +164,8 @@ async def test_two_attempts_in_one_address_are_none() -> None:
 
 
 @pytest.mark.parametrize("rollout_id", ["ro-1", "a/b c"])
-async def test_the_application_may_stand_below_a_prefix(rollout_id: str) -> None:
+async def test_the_application_may_stand_below_a_prefix(site: Site, rollout_id: str) -> None:
     """Serve mounts the application below the name of the run."""
-    site = Site()
     outer = Starlette(routes=[Mount("/the run", app=site.app)])
     path = "/the%20run" + attempt_path(rollout_id, "at-1", "x/y") + CHAT
     assert await status(site, path, attempt_key(SECRET, rollout_id, "at-1"), outer) == 200
