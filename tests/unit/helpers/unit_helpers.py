@@ -117,6 +117,34 @@ def make_finished(
 # running agents
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Odd(BaseException):
+    pass
+
+
+class Endless:
+    """An agent that runs until it is cancelled.
+
+    Attributes:
+        inside: set when it runs.
+        cleaned: set when it was cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.inside, self.cleaned = asyncio.Event(), asyncio.Event()
+
+    async def run(self, task: Any) -> None:
+        self.inside.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cleaned.set()
+
+
 def as_agent(agent: LitAgent | Callable[..., Any]) -> LitAgent:
     return agent if isinstance(agent, LitAgent) else decorate(agent)
 

@@ -7,10 +7,11 @@ import asyncio
 import contextlib
 import functools
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from unit_helpers import make_context, make_rollout, run_attempt, until, within
+from unit_helpers import Endless, Odd, Unprintable, make_context, make_rollout, run_attempt, until, within
 
 from raylight._utils.agent_threads import AgentThreads
 from raylight.agent.attempt_keys import key_use
@@ -23,6 +24,25 @@ from raylight.runner.execute import execute
 from raylight.runner.outcome import HIDDEN_FRAMES, Outcome
 from raylight.traces.rewards import find_final_reward
 from raylight.types import GREEDY, Rollout, Span
+
+
+def raising(error: BaseException) -> Callable[[Any], None]:
+    """Return an agent that raises."""
+
+    def agent(task: Any) -> None:
+        raise error
+
+    return agent
+
+
+def raising_later(error: BaseException) -> Callable[[Any], Awaitable[None]]:
+    """Return an asynchronous agent that raises."""
+
+    async def agent(task: Any) -> None:
+        raise error
+
+    return agent
+
 
 # results
 
@@ -72,23 +92,19 @@ async def test_a_span_that_cannot_be_stored_is_the_agents_failure() -> None:
 
 
 async def test_an_agent_that_raises_a_reward_error_said_a_wrong_reward() -> None:
-    def agent(task: int) -> None:
-        raise RewardError("the reward is a word")
-
-    assert (await run_attempt(agent))[0].failure.kind == "reward"
+    outcome, _ = await run_attempt(raising(RewardError("the reward is a word")))
+    assert outcome.failure.kind == "reward"
 
 
 async def test_the_trace_of_a_failure_shows_the_agent_and_none_of_raylight() -> None:
     def deep_in_the_agent() -> None:
         raise KeyError("tool")
 
-    async def asynchronous(task: int) -> float:
+    async def asynchronous(task: int) -> None:
         deep_in_the_agent()
-        return 1.0
 
-    def synchronous(task: int) -> float:
+    def synchronous(task: int) -> None:
         deep_in_the_agent()
-        return 1.0
 
     for agent in (asynchronous, synchronous):
         failure = (await run_attempt(agent))[0].failure
@@ -102,19 +118,11 @@ async def test_the_trace_of_a_failure_shows_the_agent_and_none_of_raylight() -> 
 
 
 async def test_an_agent_that_takes_too_long_times_out() -> None:
-    cleaned = asyncio.Event()
-
-    async def endless(task: int) -> float:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
-        return 1.0
-
-    outcome, _ = await run_attempt(endless, timeout=0.02)
+    agent = Endless()
+    outcome, _ = await run_attempt(agent.run, timeout=0.02)
     assert (outcome.status, outcome.failure.kind) == ("timeout", "timeout")
     assert "0.02 s" in outcome.failure.error
-    assert cleaned.is_set()
+    assert agent.cleaned.is_set()
 
 
 async def test_spans_from_before_the_timeout_stay() -> None:
@@ -169,15 +177,11 @@ async def test_an_agent_that_cleans_up_within_the_grace_is_not_abandoned() -> No
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 async def test_a_timeout_of_the_agents_own_is_the_agents_failure(asynchronous: bool) -> None:
-    async def impatient(task: int) -> float:
+    async def impatient(task: int) -> None:
         async with asyncio.timeout(0.01):
             await asyncio.Event().wait()
-        return 1.0
 
-    def blunt(task: int) -> float:
-        raise TimeoutError("my own tool")
-
-    outcome, _ = await run_attempt(impatient if asynchronous else blunt)
+    outcome, _ = await run_attempt(impatient if asynchronous else raising(TimeoutError("my own tool")))
     assert (outcome.status, outcome.failure.kind) == ("failed", "agent")
 
 
@@ -186,15 +190,6 @@ async def test_no_limit_is_possible() -> None:
 
 
 # whatever the agent does
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-class Odd(BaseException):
-    pass
 
 
 ERRORS = [
@@ -220,13 +215,7 @@ ERRORS = [
 def test_whatever_an_agent_raises_becomes_an_outcome(error: BaseException, asynchronous: bool) -> None:
     """In a loop of its own, which some of these would end."""
 
-    async def asynchronous_agent(task: int) -> float:
-        raise error
-
-    def synchronous_agent(task: int) -> float:
-        raise error
-
-    agent = asynchronous_agent if asynchronous else synchronous_agent
+    agent = raising_later(error) if asynchronous else raising(error)
     outcome, _ = asyncio.run(run_attempt(agent, timeout=None))
     assert (outcome.status, outcome.failure.kind) == ("failed", "agent")
     assert outcome.failure.model_dump_json()
@@ -242,23 +231,14 @@ async def test_an_agent_without_a_method_for_the_mode_fails() -> None:
 
 
 async def test_cancelling_the_attempt_is_no_outcome_and_reaches_the_agent() -> None:
-    inside, cleaned = asyncio.Event(), asyncio.Event()
-
-    async def endless(task: int) -> float:
-        inside.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
-        return 1.0
-
-    running = asyncio.create_task(run_attempt(endless))
+    agent = Endless()
+    running = asyncio.create_task(run_attempt(agent.run))
     async with within():
-        await inside.wait()
+        await agent.inside.wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert cleaned.is_set()
+    assert agent.cleaned.is_set()
 
 
 # what the agent is given

@@ -6,21 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from unit_helpers import run_attempt, within
+from unit_helpers import Endless, Odd, Unprintable, run_attempt, within
 
 from raylight.agent.emit import emit_reward
 from raylight.agent.hooks import Hook
 from raylight.traces.context import current_trace
 from raylight.traces.rewards import find_final_reward
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-class Odd(BaseException):
-    pass
 
 
 class Diary(Hook):
@@ -67,9 +58,8 @@ async def test_hooks_surround_the_agent_and_get_what_there_is() -> None:
     assert diary.given["runner"] == "the runner"
     assert diary.given["rollout"].rollout_id == "ro-1"
     assert diary.given["traced"].attempt_id == "at-1"
-    assert (
-        diary.given["spans"] == []
-    )  # what the agent returned comes after, so that it outweighs a reward set here
+    # what the agent returned comes after, so that it outweighs a reward set here
+    assert diary.given["spans"] == []
     assert diary.given["last"] == spans
     assert len(spans) == 1
 
@@ -93,15 +83,10 @@ async def test_the_hooks_of_the_end_come_after_any_end(agent: Any, status: str) 
 
 async def test_the_hooks_of_the_end_come_also_when_the_attempt_is_cancelled() -> None:
     """Else what a hook opened for the attempt (a sandbox, say) would stay open."""
-    diary, inside = Diary(), asyncio.Event()
-
-    async def agent(task: int) -> None:
-        inside.set()
-        await asyncio.Event().wait()
-
-    running = asyncio.create_task(run_attempt(agent, hooks=[diary]))
+    diary, agent = Diary(), Endless()
+    running = asyncio.create_task(run_attempt(agent.run, hooks=[diary]))
     async with within():
-        await inside.wait()
+        await agent.inside.wait()
         running.cancel()
         await asyncio.wait([running])
     assert running.cancelled()

@@ -14,17 +14,11 @@ from raylight.agent.resources import LLM
 from raylight.errors import AgentSignatureError, ConfigError, RolloutsFailedError
 from raylight.runner.local_runner import LitAgentRunner
 from raylight.store.client import StoreClient
-from raylight.store.service import StoreService
 from raylight.traces.rewards import find_final_reward
 from raylight.traces.tracer import DummyTracer
 from raylight.types import AttemptedRollout
 
 URL = "http://127.0.0.1:1/v1"
-
-
-@pytest.fixture
-def store() -> StoreClient:
-    return StoreClient(StoreService())
 
 
 async def step(

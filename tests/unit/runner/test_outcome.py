@@ -8,28 +8,20 @@ import re
 from fractions import Fraction
 from typing import Any
 
-import httpx
 import numpy as np
-import openai
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.trace import NonRecordingSpan, SpanContext
-from unit_helpers import make_rollout
+from unit_helpers import Unprintable, make_rollout
 
 from raylight.errors import RewardError, SpanError
 from raylight.runner.outcome import HIDDEN_FRAMES, describe, one_line, read_result
-from raylight.semconv import ANNOTATION
+from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.traces.rewards import find_final_reward, get_rewards_from_span, named_rewards
 from raylight.types import Failure, Rollout, Span, SpanCoreFields
-
-REQUEST = httpx.Request("POST", "http://engine/v1/chat/completions")
-
-
-def answer_error(cls: type[openai.APIStatusError], code: int) -> openai.APIStatusError:
-    return cls("no", response=httpx.Response(code, request=REQUEST), body=None)
 
 
 def read(returned: Any) -> list[Span]:
@@ -56,14 +48,9 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("returned", "expected"), NUMBERS)
-def test_a_number_is_a_reward(returned: Any, expected: float) -> None:
+def test_a_number_becomes_a_reward_at_the_injected_time(returned: Any, expected: float) -> None:
     rewards = named_rewards(returned)
-    assert rewards == {"primary": expected}
-    assert type(rewards["primary"]) is float
-
-
-@pytest.mark.parametrize(("returned", "expected"), NUMBERS)
-def test_a_reward_becomes_an_annotation_at_the_injected_time(returned: Any, expected: float) -> None:
+    assert (rewards, type(rewards["primary"])) == ({"primary": expected}, float)
     (span,) = read(returned)
     assert (span.name, span.start_time, span.end_time) == (ANNOTATION, 7.0, 7.0)
     assert find_final_reward([span]) == expected
@@ -131,9 +118,7 @@ def test_a_refused_reward_is_named_with_its_type() -> None:
 
 def test_spans_are_taken_as_they_are() -> None:
     own = Span.from_attributes(name="mine", attributes={"a": 1})
-    core = SpanCoreFields(
-        name="core", attributes={"agentlightning.reward.0.name": "r", "agentlightning.reward.0.value": 0.5}
-    )
+    core = SpanCoreFields(name="core", attributes=dict(reward_attributes({"r": 0.5})))
     first, second = read([own, core])
     assert first is own
     assert (second.name, find_final_reward([second])) == ("core", 0.5)
@@ -182,11 +167,6 @@ def test_a_rollout_in_a_rollout_is_none() -> None:
 def test_a_message_is_one_line_with_the_type() -> None:
     assert describe(ValueError("first\n  second")).error == "ValueError: first second"
     assert describe(ValueError()).error == "ValueError:"
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
 
 
 def raised(error: BaseException) -> BaseException:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from unit_helpers import enqueue, make_runner, run_all, serving, within
+from unit_helpers import Endless, Odd, enqueue, make_runner, run_all, serving, within
 
 from raylight.errors import TracerError, UnknownIdError
 from raylight.runner import runner as module
@@ -45,11 +45,7 @@ async def test_every_rollout_gets_its_own_task_and_reward(store: StoreClient) ->
     assert {rollout.status for rollout in decided} == {"succeeded"}
     assert {rollout.attempt.worker_id for rollout in decided} == {"w"}
     found = await store.collect([rollout.rollout_id for rollout in decided])
-    assert (
-        [item.reward for item in found]
-        == [float(item.rollout.input) for item in found]
-        == list(map(float, range(30)))
-    )
+    assert [(item.rollout.input, item.reward) for item in found] == [(n, float(n)) for n in range(30)]
 
 
 async def test_rollouts_run_at_once_up_to_the_bound_and_no_further(store: StoreClient) -> None:
@@ -117,41 +113,35 @@ async def test_synchronous_agents_run_at_once_in_threads(store: StoreClient) -> 
 # failure
 
 
-async def test_a_failure_of_the_infrastructure_is_tried_again(store: StoreClient) -> None:
+@pytest.mark.parametrize(
+    ("error", "failures", "config", "status", "attempts"),
+    [
+        (CONNECTION, 1, {}, "succeeded", [1, 2]),
+        (CONNECTION, 9, {"infrastructure_retries": 2}, "failed", [1, 2, 3]),
+        (ValueError("no"), 2, {"max_attempts": 3, "retry_condition": {"failed"}}, "succeeded", [1, 2, 3]),
+    ],
+    ids=["infrastructure", "as often as allowed", "as asked"],
+)
+async def test_a_failure_is_tried_again(
+    store: StoreClient,
+    error: Exception,
+    failures: int,
+    config: dict[str, Any],
+    status: str,
+    attempts: list[int],
+) -> None:
     tries = []
 
     async def agent(task: int, rollout: Rollout) -> float:
         tries.append(rollout.attempt.sequence_id)
-        if len(tries) == 1:
-            raise CONNECTION
+        if len(tries) <= failures:
+            raise error
         return 1.0
 
-    (decided,) = await run_all(store, [1], agent)
-    assert (decided.status, tries) == ("succeeded", [1, 2])
-
-
-async def test_it_is_not_tried_more_often_than_allowed(store: StoreClient) -> None:
-    tries = []
-
-    async def agent(task: int) -> float:
-        tries.append(1)
-        raise CONNECTION
-
-    (decided,) = await run_all(store, [1], agent, infrastructure_retries=2)
-    assert (decided.status, len(tries), decided.attempt.failure.kind) == ("failed", 3, "infrastructure")
-
-
-async def test_a_failure_that_is_to_be_retried_is(store: StoreClient) -> None:
-    tries = []
-
-    async def agent(task: int) -> float:
-        tries.append(1)
-        if len(tries) < 3:
-            raise ValueError("again")
-        return 1.0
-
-    (decided,) = await run_all(store, [1], agent, max_attempts=3, retry_condition={"failed"})
-    assert (decided.status, len(tries)) == ("succeeded", 3)
+    (decided,) = await run_all(store, [1], agent, **config)
+    assert (decided.status, tries) == (status, attempts)
+    if status == "failed":
+        assert decided.attempt.failure.kind == "infrastructure"
 
 
 async def test_an_agents_own_failure_is_final_and_harms_no_other_rollout(store: StoreClient) -> None:
@@ -166,10 +156,6 @@ async def test_an_agents_own_failure_is_final_and_harms_no_other_rollout(store: 
     assert sorted(tries) == [0, 0, 1, 2]
     assert "ZeroDivisionError" in decided[0].attempt.failure.error
     assert decided[0].attempt.failure.kind == "agent"
-
-
-class Odd(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
@@ -189,35 +175,24 @@ class Odd(BaseException):
 async def test_no_exception_of_an_agent_ends_the_runner(
     store: StoreClient, error: BaseException, asynchronous: bool
 ) -> None:
-    async def agent(task: int) -> float:
-        if task == 0:
-            raise error
-        return 1.0
-
     def blocking(task: int) -> float:
         if task == 0:
             raise error
         return 1.0
 
-    decided = await run_all(
-        store, [0, 1, 1, 0, 1], agent if asynchronous else blocking, {"max_concurrent": 1}
-    )
-    assert [rollout.status for rollout in decided] == [
-        "failed",
-        "succeeded",
-        "succeeded",
-        "failed",
-        "succeeded",
-    ]
+    async def agent(task: int) -> float:
+        return blocking(task)
+
+    chosen = agent if asynchronous else blocking
+    decided = await run_all(store, [0, 1, 1, 0, 1], chosen, {"max_concurrent": 1})
+    statuses = [rollout.status for rollout in decided]
+    assert statuses == ["failed", "succeeded", "succeeded", "failed", "succeeded"]
 
 
 async def test_an_attempt_that_takes_too_long_is_given_up(store: StoreClient) -> None:
     (decided,) = await run_all(store, [1], never, timeout_seconds=0.02)
-    assert (decided.status, decided.attempt.status, decided.attempt.failure.kind) == (
-        "failed",
-        "timeout",
-        "timeout",
-    )
+    attempt = decided.attempt
+    assert (decided.status, attempt.status, attempt.failure.kind) == ("failed", "timeout", "timeout")
 
 
 # ends
@@ -227,9 +202,8 @@ async def test_a_runner_ends_after_its_rollouts_and_leaves_the_others(store: Sto
     ids = await enqueue(store, range(5))
     async with within():
         assert await make_runner(store, lambda task: 1.0, 2, max_rollouts=3).serve() == "max_rollouts"
-    assert [rollout.status for rollout in await store.query_rollouts(rollout_id_in=ids)] == [
-        "succeeded"
-    ] * 3 + ["queuing"] * 2
+    statuses = [rollout.status for rollout in await store.query_rollouts(rollout_id_in=ids)]
+    assert statuses == ["succeeded"] * 3 + ["queuing"] * 2
 
 
 async def test_it_decides_what_it_has_before_it_ends(store: StoreClient) -> None:
@@ -257,27 +231,17 @@ async def test_a_retry_counts_as_a_rollout_of_the_runner(store: StoreClient) -> 
 
 
 async def test_cancelling_the_runner_cancels_its_agents_and_takes_nothing_more(store: StoreClient) -> None:
-    inside, cleaned = asyncio.Event(), asyncio.Event()
-
-    async def agent(task: int) -> None:
-        inside.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
-
+    agent = Endless()
     await enqueue(store, [1, 2])
-    async with serving(store, agent, 1) as task:
-        await inside.wait()
+    async with serving(store, agent.run, 1) as task:
+        await agent.inside.wait()
         task.cancel()
-        await cleaned.wait()
+        await agent.cleaned.wait()
         with pytest.raises(asyncio.CancelledError):
             await task
     counts = await store.statistics()
-    assert (counts["rollouts_queuing"], counts["rollouts_preparing"]) == (
-        1,
-        1,
-    )  # the pool gives back what a runner had
+    # the pool gives back what a runner had
+    assert (counts["rollouts_queuing"], counts["rollouts_preparing"]) == (1, 1)
 
 
 async def test_a_lost_store_ends_the_runner(store: StoreClient) -> None:

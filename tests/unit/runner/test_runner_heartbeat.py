@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from unit_helpers import enqueue, make_runner, serving, until, wait_and_read, within
+from unit_helpers import Endless, enqueue, make_runner, serving, until, wait_and_read, within
 
 from raylight.agent.hooks import Hook
 from raylight.config import StoreConfig
@@ -18,11 +18,6 @@ from raylight.runner import runner as module
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import Rollout
-
-
-@pytest.fixture
-def store() -> StoreClient:
-    return StoreClient(StoreService())
 
 
 @pytest.fixture
@@ -107,15 +102,8 @@ async def test_heartbeats_keep_a_silent_attempt_alive_beyond_its_lease() -> None
 async def test_a_cancelled_rollout_is_cancelled_in_the_runner(
     store: StoreClient, asynchronous: bool, leave: threading.Event
 ) -> None:
-    inside, cleaned = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    async def agent(task: int) -> None:
-        inside.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
+    agent = Endless()
+    inside, loop = agent.inside, asyncio.get_running_loop()
 
     def blocking(task: int) -> None:
         loop.call_soon_threadsafe(inside.set)
@@ -128,13 +116,12 @@ async def test_a_cancelled_rollout_is_cancelled_in_the_runner(
             ended.append(rollout.rollout_id)
 
     (rollout_id,) = await enqueue(store, [1], max_attempts=3, retry_condition=["failed"])
-    async with serving(
-        store, agent if asynchronous else blocking, 1, heartbeat_s=0.01, hooks=[Noting()]
-    ) as task:
+    chosen = agent.run if asynchronous else blocking
+    async with serving(store, chosen, 1, heartbeat_s=0.01, hooks=[Noting()]) as task:
         await inside.wait()
         await store.cancel_rollout(rollout_id)
         if asynchronous:
-            await cleaned.wait()
+            await agent.cleaned.wait()
         while (attempt := await store.get_latest_attempt(rollout_id)) and attempt.status != "failed":  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         (other,) = await enqueue(store, [2])  # the place is free again
@@ -167,20 +154,12 @@ async def test_notes_of_an_attempt_that_nobody_needs_are_not_kept(store: StoreCl
 
 async def test_an_attempt_that_ran_out_of_time_in_the_store_is_cancelled(store: StoreClient) -> None:
     """The store's clock decides; the runner's own limit did not come yet."""
-    inside, cleaned = asyncio.Event(), asyncio.Event()
-
-    async def agent(task: int) -> None:
-        inside.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
-
+    agent = Endless()
     (rollout_id,) = await enqueue(store, [1])
-    async with serving(store, agent, heartbeat_s=0.01, max_rollouts=1) as task:
-        await inside.wait()
+    async with serving(store, agent.run, heartbeat_s=0.01, max_rollouts=1) as task:
+        await agent.inside.wait()
         await store.update_attempt(rollout_id, "latest", status="timeout")
-        await cleaned.wait()
+        await agent.cleaned.wait()
         assert await task == "max_rollouts"
     decided = await store.get_rollout_by_id(rollout_id)
     assert (decided.status, decided.attempt.status) == ("failed", "timeout")

@@ -15,13 +15,7 @@ from raylight.agent.decorators import rollout as decorate
 from raylight.agent.resources import LLM
 from raylight.runner import runner as module
 from raylight.store.client import StoreClient
-from raylight.store.service import StoreService
 from raylight.types import EnqueueRolloutRequest, ResourcesUpdate, Rollout
-
-
-@pytest.fixture
-def store() -> StoreClient:
-    return StoreClient(StoreService())
 
 
 class Counting(StoreClient):

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import psutil
@@ -23,16 +23,10 @@ from raylight.agent.operations import operation
 from raylight.runner import runner as module
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
-from raylight.store.service import StoreService
 from raylight.traces.context import AttemptTrace, current_trace
 from raylight.traces.rewards import find_final_reward
 from raylight.traces.tracer import OtelTracer
 from raylight.types import TRAINABLE_AGENTS, Rollout, Span
-
-
-@pytest.fixture
-def store() -> StoreClient:
-    return StoreClient(StoreService())
 
 
 @pytest.fixture
@@ -47,6 +41,32 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtelTracer]:
 
 def sdk() -> otel.Tracer:
     return otel.get_tracer("agent")
+
+
+class Watching(StoreClient):
+    """Notes the sizes of the batches of spans; `stored` is set after each."""
+
+    def __init__(self, store: StoreClient) -> None:
+        super().__init__(store._channel.target)
+        self.batches: list[int] = []
+        self.stored = asyncio.Event()
+
+    async def add_many_spans(self, spans: Any) -> list[Span]:
+        self.batches.append(len(spans))
+        stored = await super().add_many_spans(spans)
+        self.stored.set()
+        return stored
+
+
+def says(*words: str, reward: float | None = None) -> Callable[[Any], Awaitable[float | None]]:
+    """Return an agent that emits messages, and returns a reward."""
+
+    async def agent(task: Any) -> float | None:
+        for word in words:
+            emit_message(word)
+        return reward
+
+    return agent
 
 
 # no mixing
@@ -126,14 +146,8 @@ async def test_spans_are_in_the_store_while_the_attempt_goes_on(
     store: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FLUSH_S", 0.01)
-    go_on, batches = asyncio.Event(), []
-
-    class Watching(StoreClient):
-        async def add_many_spans(self, spans: Any) -> list[Span]:
-            batches.append(len(spans))
-            stored = await super().add_many_spans(spans)
-            go_on.set()
-            return stored
+    watching = Watching(store)
+    go_on = watching.stored
 
     async def agent(task: int) -> None:
         for word in ("one", "two", "three"):
@@ -144,22 +158,16 @@ async def test_spans_are_in_the_store_while_the_attempt_goes_on(
         await go_on.wait()
         emit_message("five")
 
-    watching = Watching(store._channel.target)
     (rollout_id,) = await enqueue(store, [1])
     async with serving(watching, agent):
         await go_on.wait()
         assert (await store.get_rollout_by_id(rollout_id)).status == "running"
         assert len(await store.query_spans(rollout_id)) == 3
         await store.wait_until_decided(rollout_ids=[rollout_id])
-    assert batches == [3, 1]  # the last one travels with the decision
+    assert watching.batches == [3, 1]  # the last one travels with the decision
     spans = await store.query_spans(rollout_id)
-    assert [span.attributes["agentlightning.message.body"] for span in spans] == [
-        "one",
-        "two",
-        "three",
-        "four",
-        "five",
-    ]
+    said = [span.attributes["agentlightning.message.body"] for span in spans]
+    assert said == ["one", "two", "three", "four", "five"]
 
 
 async def test_an_agent_never_waits_for_the_store(
@@ -195,13 +203,8 @@ async def test_everything_is_in_the_store_when_the_rollout_is_decided(store: Sto
         def on_rollout_end(self, *, spans: Any) -> None:  # type: ignore[override]
             emit_reward(0.75)
 
-    async def agent(task: int) -> float:
-        for _ in range(200):
-            emit_message("x")
-        return 0.5
-
     ids = await enqueue(store, range(10))
-    async with serving(store, agent, hooks=[Judge()]):
+    async with serving(store, says(*["x"] * 200, reward=0.5), hooks=[Judge()]):
         for number in range(1, 11):
             for rollout in await wait_and_read(store, ids, at_least=number):
                 (found,) = await store.collect([rollout.rollout_id], with_spans=True)
@@ -324,21 +327,10 @@ async def test_a_rollout_with_150_000_spans(store: StoreClient, monkeypatch: pyt
 
 async def test_many_spans_are_sent_in_parts(store: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SEND_BATCH", 10)
-    sizes = []
-
-    class Watching(StoreClient):
-        async def add_many_spans(self, spans: Any) -> list[Span]:
-            sizes.append(len(spans))
-            return await super().add_many_spans(spans)
-
-    async def agent(task: int) -> float:
-        for _ in range(34):
-            emit_message("x")
-        return 0.5
-
-    (decided,) = await run_all(Watching(store._channel.target), [1], agent)
+    watching = Watching(store)
+    (decided,) = await run_all(watching, [1], says(*["x"] * 34, reward=0.5))
     (found,) = await store.collect([decided.rollout_id], with_spans=True)
-    assert (found.reward, len(found.spans), sizes) == (0.5, 35, [10, 10, 10])
+    assert (found.reward, len(found.spans), watching.batches) == (0.5, 35, [10, 10, 10])
 
 
 @pytest.mark.parametrize("flush_s", [0.005, 60.0], ids=["while it runs", "at the end"])
@@ -346,7 +338,7 @@ async def test_a_span_that_cannot_be_stored_costs_no_other_and_is_told(
     store: StoreClient, flush_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "FLUSH_S", flush_s)
-    flushed = asyncio.Event()
+    watching = Watching(store)
 
     async def agent(task: int) -> float:
         if task:
@@ -355,17 +347,11 @@ async def test_a_span_that_cannot_be_stored_costs_no_other_and_is_told(
             assert trace is not None
             trace.add(Span.from_attributes(name="bad one", attributes={"what": object()}))
             if flush_s < 1:
-                await flushed.wait()
+                await watching.stored.wait()
         return 0.5
 
-    class Watching(StoreClient):
-        async def add_many_spans(self, spans: Any) -> list[Span]:
-            stored = await super().add_many_spans(spans)
-            flushed.set()
-            return stored
-
     with caplog.at_level(logging.WARNING, "raylight"):
-        other, decided = await run_all(Watching(store._channel.target), [0, 1], agent)
+        other, decided = await run_all(watching, [0, 1], agent)
     assert {other.status, decided.status} == {"succeeded"}
     assert decided.attempt.metadata == {"spans_dropped": 1}
     assert any("bad one" in message and decided.rollout_id in message for message in caplog.messages)
@@ -410,11 +396,8 @@ async def test_marks_and_other_notes_are_in_the_store_when_the_rollout_is_decide
     ids = await enqueue(store, [1])
     async with serving(store, agent, hooks=[Noting()]):
         (decided,) = await wait_and_read(store, ids)
-        assert decided.metadata == {
-            TRAINABLE_AGENTS: ["planner"],
-            "steps": [1, {"two": 2}],
-            "by the hook": True,
-        }
+        noted = {"steps": [1, {"two": 2}], "by the hook": True}
+        assert decided.metadata == {TRAINABLE_AGENTS: ["planner"]} | noted
     (found,) = await store.collect(ids)
     assert found.rollout.metadata == decided.metadata
 
@@ -429,11 +412,11 @@ async def test_notes_of_a_failure_are_kept_too(store: StoreClient) -> None:
 
 
 async def test_metadata_that_nobody_changed_is_not_sent(store: StoreClient) -> None:
-    class Watching(StoreClient):
+    class Refusing(StoreClient):
         async def update_rollout(self, *args: Any, **kwargs: Any) -> Rollout:
             raise AssertionError("sent")
 
-    (decided,) = await run_all(Watching(store._channel.target), [1], lambda task: 1.0)
+    (decided,) = await run_all(Refusing(store._channel.target), [1], lambda task: 1.0)
     assert decided.status == "succeeded"
 
 

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-from unit_helpers import until, within
+from unit_helpers import until
 
 from raylight.errors import PlacementError
 from raylight.runner.scaling import ScaleRequests
 from raylight.store.client import StoreClient
-from raylight.store.service import StoreService
 
 
 class Parts:
@@ -32,18 +30,12 @@ class Parts:
             raise PlacementError("room for ten")
 
 
-@pytest.fixture
-def store() -> StoreClient:
-    return StoreClient(StoreService())
-
-
 @asynccontextmanager
 async def driver(store: StoreClient, notes: list[str], **components: Parts) -> AsyncIterator[None]:
     (watch,) = ScaleRequests("run", store, components, notes.append).watches()
     running = asyncio.create_task(watch)
     try:
-        async with within():
-            yield
+        yield
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -141,14 +141,13 @@ def ingress() -> Iterator[str]:
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
-def call_openai(url: str) -> None:
+def call_openai(url: str, stream: bool = False) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-    client.chat.completions.create(model="m", messages=MESSAGES)
+    client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
 
 
 def call_openai_stream(url: str) -> None:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
-    client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    call_openai(url, stream=True)
 
 
 def call_anthropic(url: str) -> None:
@@ -200,27 +199,22 @@ def error_of(call: Call, url: str) -> Exception:
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("status", [400, 404, 429, 500, 502, 503, 504])
-def test_an_answer_of_the_ingress_alone_is_the_infrastructure(call: Call, status: int, ingress: str) -> None:
-    assert classify(error_of(call, f"{ingress}/bare/{status}/{OWN}")) == "infrastructure"
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(("status", "kind"), [(400, "agent"), (404, "agent"), (429, "agent")])
-def test_a_replica_answers_for_the_agent(call: Call, status: int, kind: str, ingress: str) -> None:
-    assert classify(error_of(call, f"{ingress}/marked/{status}/{OWN}")) == kind
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("status", [500, 503, 504])
-def test_a_replica_that_fails_is_the_infrastructure(call: Call, status: int, ingress: str) -> None:
-    assert classify(error_of(call, f"{ingress}/marked/{status}/{OWN}")) == "infrastructure"
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_an_answer_of_another_service_follows_its_status(call: Call, ingress: str) -> None:
-    assert classify(error_of(call, f"{ingress}/bare/404/other")) == "agent"
-    assert classify(error_of(call, f"{ingress}/bare/503/other")) == "infrastructure"
+@pytest.mark.parametrize(
+    ("place", "statuses", "kind"),
+    [
+        (f"bare/{{}}/{OWN}", [400, 404, 429, 500, 502, 503, 504], "infrastructure"),
+        (f"marked/{{}}/{OWN}", [400, 404, 429], "agent"),
+        (f"marked/{{}}/{OWN}", [500, 503, 504], "infrastructure"),
+        ("bare/{}/other", [404], "agent"),
+        ("bare/{}/other", [503], "infrastructure"),
+    ],
+    ids=["ingress alone", "replica", "failing replica", "other service", "failing other service"],
+)
+def test_an_answer_follows_its_status_and_its_sender(
+    call: Call, place: str, statuses: list[int], kind: str, ingress: str
+) -> None:
+    for status in statuses:
+        assert classify(error_of(call, f"{ingress}/{place.format(status)}")) == kind, status
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -270,13 +264,7 @@ def test_litellm_keeps_the_answer(path: str, kind: str, ingress: str) -> None:
     import litellm
 
     def call(url: str) -> None:
-        litellm.completion(
-            model="openai/m",
-            messages=MESSAGES,
-            api_base=f"{url}/v1",
-            api_key="k",
-            num_retries=0,
-            max_retries=0,
-        )
+        retries = {"num_retries": 0, "max_retries": 0}
+        litellm.completion("openai/m", MESSAGES, api_base=f"{url}/v1", api_key="k", **retries)
 
     assert classify(error_of(call, f"{ingress}/{path}")) == kind

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 from ray.exceptions import RayActorError
-from unit_helpers import within
 
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError
 from raylight.runner import start_up
 from raylight.runner.start_up import UNPLACED, StartState, StartUp, read_start_states
 
+pytestmark = pytest.mark.timeout(60)
 STARTING = StartState("starting", 0, "ab12")
 LOADING = StartState("loading", 4711, "ab12")
 SHORT = RunnerConfig(n=2, num_cpus=0.1, placement_timeout_s=0.02, start_timeout_s=0.02)
@@ -59,29 +59,26 @@ async def test_a_runner_without_resources_is_a_placement_error(two_cpus: None) -
     up = Actor()
     up.up.set()
     start = StartUp({"runner-0": up, "runner-1": Actor()}, config, states(UNPLACED))
-    async with within():
-        with pytest.raises(
-            PlacementError,
-            match=r"1 of 2 runners cannot be placed: each needs 1.5 CPU. After 0.02 s "
-            r"\(runner.placement_timeout_s\) the cluster of 1 node\(s\) has 2 CPU, free now 0.5 CPU",
-        ):
-            await start.wait()
+    with pytest.raises(
+        PlacementError,
+        match=r"1 of 2 runners cannot be placed: each needs 1.5 CPU. After 0.02 s "
+        r"\(runner.placement_timeout_s\) the cluster of 1 node\(s\) has 2 CPU, free now 0.5 CPU",
+    ):
+        await start.wait()
 
 
 async def test_a_runner_without_resources_waits_for_its_own_deadline(two_cpus: None) -> None:
     config = SHORT.model_copy(update={"placement_timeout_s": 0.2})
     began = asyncio.get_running_loop().time()
-    async with within():
-        with pytest.raises(PlacementError):
-            await StartUp({"runner-0": Actor()}, config, states(UNPLACED)).wait()
+    with pytest.raises(PlacementError):
+        await StartUp({"runner-0": Actor()}, config, states(UNPLACED)).wait()
     assert asyncio.get_running_loop().time() - began >= 0.2
 
 
 async def test_a_placed_runner_without_progress_is_a_slow_start(caplog: pytest.LogCaptureFixture) -> None:
     start = StartUp({"runner-0": Actor()}, SHORT, states(LOADING))
-    async with within():
-        with pytest.raises(RunnerLostError) as raised:
-            await start.wait()
+    with pytest.raises(RunnerLostError) as raised:
+        await start.wait()
     message = str(raised.value)
     assert "1 of 1 runners made no progress for 0.02 s (runner.start_timeout_s)" in message
     assert "runner-0 is importing the agent in process 4711 (`ray logs actor --id ab12`)" in message
@@ -101,8 +98,7 @@ async def test_progress_gives_a_slow_runner_more_time() -> None:
         return {"runner-0": StartState("loading", seen)}
 
     loop = asyncio.get_running_loop()
-    async with within():
-        await StartUp({"runner-0": actor}, SHORT, read).wait()
+    await StartUp({"runner-0": actor}, SHORT, read).wait()
     assert seen >= 5  # checks, each of them at the end of a deadline
 
 
@@ -137,18 +133,14 @@ def test_what_other_programs_wait_for_is_not_taken_for_a_runner(
 
 async def test_a_runner_that_fails_ends_the_start_at_once() -> None:
     failed = Actor(RayActorError(error_msg="boom\nModuleNotFoundError: No module named 'agents'"))
-    async with within():
-        with pytest.raises(
-            RunnerLostError, match=r"No module named 'agents'.*must be importable on every node"
-        ):
-            await StartUp({"runner-0": Actor(), "runner-1": failed}, RunnerConfig(), states(STARTING)).wait()
+    with pytest.raises(RunnerLostError, match=r"No module named 'agents'.*must be importable on every node"):
+        await StartUp({"runner-0": Actor(), "runner-1": failed}, RunnerConfig(), states(STARTING)).wait()
 
 
 async def test_a_cancelled_start_leaves_no_task() -> None:
     start = asyncio.create_task(StartUp({"runner-0": Actor()}, RunnerConfig(), states(STARTING)).wait())
     await asyncio.sleep(0)
     start.cancel()
-    async with within():
-        with pytest.raises(asyncio.CancelledError):
-            await start
+    with pytest.raises(asyncio.CancelledError):
+        await start
     assert asyncio.all_tasks() == {asyncio.current_task()}
