@@ -10,7 +10,6 @@ the same pacing predicts, in which nothing but tools, updates and publications t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -18,6 +17,8 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+
+from harness import make_parser
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -109,9 +110,7 @@ def model(stale: str, staleness: int, steps: int, median: float, sigma: float, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--median", type=float, default=0.5, help="median seconds of a tool")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of these seconds")

@@ -1,18 +1,27 @@
-"""Bare GRPO loop in one process, as a baseline for raylight's quickstart.
+"""Bare GRPO loops, as baselines for raylight's quickstart.
 
-    python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR] [--json]
+    python tests/benchmarks/bare_grpo.py [--steps N] [--seed S] [--lr LR] [--json] [--http]
 
-It trains the quickstart's model on its task without Ray, HTTP or an inference engine. Its time per step is
-the lower bound for the framework, and its accuracy shows how fast the model can learn.
+They train the quickstart's model on its task without Ray, capture, store or gateway. The plain loop samples
+in its own process: its time per step is the lower bound for the framework, and its accuracy shows how fast
+the model can learn. With `--http`, another process serves the transformers engine, and each rollout is a call
+by OpenAI's client, all of a step at once; no weights are sent to the server. That is the bound of a trainer
+of agents that call a model over HTTP. `--json` prints the median seconds and the CPU seconds per step.
 """
 
 import argparse
+import asyncio
 import json
 import statistics
+import subprocess
+import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from harness import cpu_seconds, make_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.quickstart.additions import additions, is_right, question
@@ -20,6 +29,8 @@ from raylight.quickstart.additions import additions, is_right, question
 MODEL = Path(__file__).parents[2] / "raylight" / "quickstart" / "model"
 TASKS, GROUP = 16, 8  # 128 rollouts a step
 ANSWER_TOKENS = 6  # two more than a correct answer needs
+WARM_UP = 3
+"""First steps, which are left out of the figures."""
 VALIDATE_EVERY = 5
 VALIDATION_SAMPLES = 4  # per validation task; a single sample leaves 4 points of noise
 CLIP = 0.2
@@ -74,51 +85,119 @@ def update(model, optimizer, prompts, tokens, old_logps, mask, rewards):
     optimizer.step()
 
 
+async def serve() -> None:
+    """Serve the engine on a free port, print the port, and end with the standard input."""
+    import uvicorn
+
+    from raylight.engines.transformers.engine import TransformersEngine
+
+    torch.set_num_threads(1)
+    engine = TransformersEngine(str(MODEL), "policy", slots=TASKS * GROUP)
+    config = uvicorn.Config(await engine.app(), port=0, log_level="warning", access_log=False, lifespan="off")
+    server, socket = uvicorn.Server(config), config.bind_socket()
+    print(socket.getsockname()[1], flush=True)
+
+    def end() -> None:
+        sys.stdin.read()
+        server.should_exit = True
+
+    threading.Thread(target=end, daemon=True).start()
+    await server.serve(sockets=[socket])
+    engine.close()
+
+
+@contextmanager
+def sampled_over_http(tokenizer):
+    """Yield a function that answers tasks through a server in another process."""
+    from openai import AsyncOpenAI, DefaultAioHttpClient
+
+    async def answer(task) -> str:
+        reply = await client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": question(task)}],
+            temperature=1.0,
+            max_tokens=ANSWER_TOKENS,
+        )
+        return (reply.choices[0].message.content or "") + tokenizer.eos_token
+
+    async def answer_all(tasks) -> list[str]:
+        return await asyncio.gather(*map(answer, tasks))
+
+    def rollouts(tasks):
+        rows = [ids[:ANSWER_TOKENS] for ids in tokenizer(runner.run(answer_all(tasks)))["input_ids"]]
+        padding = [tokenizer.pad_token_id] * ANSWER_TOKENS
+        tokens = torch.tensor([(row + padding)[:ANSWER_TOKENS] for row in rows])
+        mask = torch.tensor([[i < len(row) for i in range(ANSWER_TOKENS)] for row in rows])
+        return tokens, None, mask
+
+    pipe = subprocess.PIPE
+    command = [sys.executable, __file__, "--serve"]
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server,
+        asyncio.Runner() as runner,
+    ):
+        runner.get_loop()
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}/v1"
+        client = AsyncOpenAI(base_url=url, api_key="none", http_client=DefaultAioHttpClient())
+        yield rollouts
+        runner.run(client.close())
+        server.communicate()
+
+
+@contextmanager
+def sampled_here(model, tokenizer):
+    """Yield a function that answers tasks in this process."""
+    yield lambda tasks: sample(model, encode(tokenizer, tasks))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the quickstart's model with a bare GRPO loop.")
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--json", action="store_true", help="print only the median seconds per step")
+    parser.add_argument("--json", action="store_true", help="print only the figures of a step")
+    parser.add_argument("--http", action="store_true", help="sample through a server")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        return asyncio.run(serve())
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.999), weight_decay=0.01)
     train, val = additions(args.seed)
     val = val * VALIDATION_SAMPLES
-    val_prompts = encode(tokenizer, val)
 
     def validate(step: int) -> None:
-        tokens, _, _ = sample(model, val_prompts)
+        tokens, _, _ = sample(model, encode(tokenizer, val))
         print(f"step {step:3d}  validation accuracy {score(tokenizer, val, tokens).mean():.3f}", flush=True)
 
     if not args.json:
         validate(0)
-    seconds = {"sampling": [], "update": []}
-    for step in range(args.steps):
-        started = time.perf_counter()
-        tasks = [train[(step * TASKS + i) % len(train)] for i in range(TASKS) for _ in range(GROUP)]
-        prompts = encode(tokenizer, tasks)
-        tokens, logps, mask = sample(model, prompts)
-        rewards = score(tokenizer, tasks, tokens)
-        sampled = time.perf_counter()
-        update(model, optimizer, prompts, tokens, logps, mask, rewards)
-        updated = time.perf_counter()
-        seconds["sampling"].append(sampled - started)
-        seconds["update"].append(updated - sampled)
-        times = "  ".join(f"{stage} {values[-1]:.3f} s" for stage, values in seconds.items())
-        print(f"step {step + 1:3d}  mean reward {rewards.mean():.3f}  {times}", flush=True)
-        if (step + 1) % VALIDATE_EVERY == 0 and not args.json:
-            validate(step + 1)
-    medians = {stage: statistics.median(values) for stage, values in seconds.items()}
+    seconds = {"rollout": [], "update": []}
+    with sampled_over_http(tokenizer) if args.http else sampled_here(model, tokenizer) as rollouts:
+        for step in range(args.steps):
+            if step == WARM_UP:
+                used = cpu_seconds()
+            started = time.perf_counter()
+            tasks = [train[(step * TASKS + i) % len(train)] for i in range(TASKS) for _ in range(GROUP)]
+            tokens, logps, mask = rollouts(tasks)
+            rewards = score(tokenizer, tasks, tokens)
+            sampled = time.perf_counter()
+            update(model, optimizer, encode(tokenizer, tasks), tokens, logps, mask, rewards)
+            seconds["rollout"].append(sampled - started)
+            seconds["update"].append(time.perf_counter() - sampled)
+            times = "  ".join(f"{stage} {values[-1]:.3f} s" for stage, values in seconds.items())
+            print(f"step {step + 1:3d}  mean reward {rewards.mean():.3f}  {times}", flush=True)
+            if (step + 1) % VALIDATE_EVERY == 0 and not args.json:
+                validate(step + 1)
+        cpu = (cpu_seconds() - used) / (args.steps - WARM_UP)
+    stages = {stage: statistics.median(values[WARM_UP:]) for stage, values in seconds.items()}
     if args.json:
-        stages = {"rollout": medians["sampling"], "update": medians["update"]}
-        return print(json.dumps({"step": sum(medians.values()), "stages": stages}))
-    print("median seconds per step: " + "  ".join(f"{stage} {value:.3f}" for stage, value in medians.items()))
+        return print(json.dumps({"step": sum(stages.values()), "stages": stages, "cpu": {"all": cpu}}))
+    print("median seconds per step: " + "  ".join(f"{stage} {value:.3f}" for stage, value in stages.items()))
 
 
 if __name__ == "__main__":

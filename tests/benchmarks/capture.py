@@ -37,6 +37,7 @@ from typing import Any
 import psutil
 from bare_capture import BareCapture, BareStore
 from flames import FLAME_S, Recorders, flame_folder
+from harness import ROOT, cpu_seconds, make_parser, medians, run_script, spread, start_attempts, start_store
 
 from raylight.engines.protocol import EngineLoad
 
@@ -117,12 +118,9 @@ def processes(text: str) -> list[psutil.Process]:
     return found
 
 
-def cpu_seconds() -> dict[str, float]:
+def cpu_of_each() -> dict[str, float]:
     """Return the CPU time used so far by each of `PROCESSES`."""
-    return {
-        name: sum(sum(process.cpu_times()[:2]) for process in processes(text))
-        for name, text in PROCESSES.items()
-    }
+    return {name: cpu_seconds(processes(text)) for name, text in PROCESSES.items()}
 
 
 class MockEngine:
@@ -151,27 +149,19 @@ class MockEngine:
             context = CURRENT.get()
             if context is not None:
                 sample = context.sample(0, list(range(200)), {"temperature": 1.0})
-                sample.output_ids, sample.logprobs, sample.weight_versions = (
-                    [1] * TOKENS,
-                    [-0.5] * TOKENS,
-                    [0] * TOKENS,
-                )
-                sample.finish_reason = "stop"
+                sample.output_ids, sample.logprobs = [1] * TOKENS, [-0.5] * TOKENS
+                sample.weight_versions, sample.finish_reason = [0] * TOKENS, "stop"
             message = {"role": "assistant", "content": "hello world " * 8}
-            return JSONResponse(
-                {
-                    "id": f"chatcmpl-{time.time_ns()}",
-                    "object": "chat.completion",
-                    "created": int(time.time()),
-                    "model": body["model"],
-                    "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
-                    "usage": {
-                        "prompt_tokens": 200,
-                        "completion_tokens": TOKENS,
-                        "total_tokens": 200 + TOKENS,
-                    },
-                }
-            )
+            usage = {"prompt_tokens": 200, "completion_tokens": TOKENS, "total_tokens": 200 + TOKENS}
+            answer = {
+                "id": f"chatcmpl-{time.time_ns()}",
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": body["model"],
+                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+                "usage": usage,
+            }
+            return JSONResponse(answer)
 
         return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
 
@@ -217,17 +207,8 @@ def deploy(store: Any, secret: str, engine_s: float, bare_store: Any = None) -> 
     return [f"http://{host}:{port}/{name}" + ("/v1" if name != "captured" else "") for name in names]
 
 
-async def start_attempts(store: Any, count: int) -> list[tuple[str, str]]:
-    """Return the ids of rollouts and attempts that are in progress."""
-    from raylight.types import EnqueueRolloutRequest
-
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")] * count)
-    rollouts = await store.dequeue_many_rollouts(limit=count, worker_id="benchmark")
-    return [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in rollouts]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bound", action="store_true", help="measure the barest capture too")
@@ -259,36 +240,23 @@ def main() -> None:
 
 def compare_checkouts(other: Path, count: int, rounds: int) -> None:
     """Print the medians of the captured target in both checkouts, and their ratios."""
-    here, script = Path(__file__).resolve().parents[2], str(Path(__file__).resolve())
-    runs: dict[Path, list[dict[str, float]]] = {other: [], here: []}
-    for checkout in (other, here, other):
-        output = subprocess.run(
-            [sys.executable, script, "--count", str(count), "--rounds", str(rounds)],
-            cwd=checkout,  # Ray's workers import from there first
-            env=os.environ | {"PYTHONPATH": str(checkout)},
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout
-        lines = [line.split(maxsplit=1) for line in output.splitlines() if "{" in line]
-        runs[checkout] += [json.loads(line[1]) for line in lines if line[0] == "captured"]
-    for name in runs[here][0]:
-        before, now = (statistics.median(run[name] for run in runs[checkout]) for checkout in (other, here))
-        print(f"{name:28} other {before:8.2f}   this {now:8.2f}   ratio {now / max(before, 1e-9):5.2f}")
-
-
-def median_and_range(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    runs: dict[Path, list[dict[str, float]]] = {other: [], ROOT: []}
+    for checkout in (other, ROOT, other):
+        runs[checkout] += run_script(__file__, "--count", count, "--rounds", rounds, checkout=checkout)
+    before, now = medians(runs[other]), medians(runs[ROOT])
+    for name in now:
+        ratio = now[name] / max(before[name], 1e-9)
+        print(f"{name:28} other {before[name]:8.2f}   this {now[name]:8.2f}   ratio {ratio:5.2f}")
 
 
 def measure_round(targets: Targets, count: int) -> dict[str, float]:
     """Return the figures of one target: latency, rate, and the CPU time per call of each process."""
     p50 = measure(targets, count // 3, 1)[1]
     prepared = targets((count // CONCURRENT // CALLS_PER_ATTEMPT + 2) * CONCURRENT)
-    before = cpu_seconds()
+    before = cpu_of_each()
     rate, _, client_us = measure(lambda _: prepared, count, CONCURRENT)
     sent = (count // CONCURRENT + WARM_UP) * CONCURRENT
-    used = {name: (seconds - before[name]) / sent * 1e6 for name, seconds in cpu_seconds().items()}
+    used = {name: (seconds - before[name]) / sent * 1e6 for name, seconds in cpu_of_each().items()}
     figures = {"ms p50 at 1": p50, f"requests/s at {CONCURRENT}": rate, "us/call client": client_us}
     return figures | {f"us/call {name}": us for name, us in used.items()}
 
@@ -313,13 +281,10 @@ def compare(options: argparse.Namespace) -> None:
     import ray
 
     from raylight.agent.attempt_keys import attempt_key, attempt_path
-    from raylight.config import StoreConfig
-    from raylight.store.actor import start_store
-    from raylight.store.client import StoreClient
 
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
-        store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
+        store = start_store("capture", folder)
         bare_store = None
         if options.bound:
             bare_store = ray.remote(BareStore).options(num_cpus=0).remote(f"{folder}/bare.db")
@@ -347,6 +312,7 @@ def compare(options: argparse.Namespace) -> None:
                 rounded = {figure: round(value, 2) for figure, value in runs[name][-1].items()}
                 print(f"{name:9} {json.dumps(rounded)}", flush=True)
         print_comparison(runs)
+        print(json.dumps(runs["captured"]))
         if options.flame:
             write_flames(options.flame, targets["captured"])
         ray.shutdown()
@@ -359,17 +325,15 @@ def print_comparison(runs: dict[str, list[dict[str, float]]]) -> None:
     added = [captured[p50] - bare[p50] for bare, captured in pairs]
     ratios = [captured[rate] / bare[rate] for bare, captured in pairs]
     print(f"\nmedian (range) of {len(pairs)} rounds")
-    print(f"added p50 with one caller: {median_and_range(added)} ms")
-    print(f"captured / bare requests/s with {CONCURRENT} callers: {median_and_range(ratios)}")
+    print(f"added p50 with one caller: {spread(added, 2)} ms")
+    print(f"captured / bare requests/s with {CONCURRENT} callers: {spread(ratios, 2)}")
     if "bound" in runs:
         limits = [bound[rate] / bare[rate] for bare, bound in zip(runs["bare"], runs["bound"], strict=True)]
-        print(f"bound / bare requests/s with {CONCURRENT} callers: {median_and_range(limits)}")
+        print(f"bound / bare requests/s with {CONCURRENT} callers: {spread(limits, 2)}")
     if "peer" in runs:
         both = list(zip(runs["peer"], runs["captured"], strict=True))
-        print(f"peer / captured p50: {median_and_range([peer[p50] / one[p50] for peer, one in both])}")
-        print(
-            f"captured / peer requests/s: {median_and_range([one[rate] / peer[rate] for peer, one in both])}"
-        )
+        print(f"peer / captured p50: {spread([peer[p50] / one[p50] for peer, one in both], 2)}")
+        print(f"captured / peer requests/s: {spread([one[rate] / peer[rate] for peer, one in both], 2)}")
     for name in (name for name in runs["bare"][0] if name.startswith("us/call")):
         medians = {target: statistics.median(run[name] for run in runs[target]) for target in runs}
         print(f"{name:26}" + "".join(f" {target} {median:6.0f}" for target, median in medians.items()))

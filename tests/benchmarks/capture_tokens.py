@@ -18,7 +18,6 @@ most time.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import cProfile
@@ -29,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from harness import make_parser, spread
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -114,7 +114,7 @@ def make_message(kind: str, streams: int, tokens: int) -> EngineCoreOutputs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--streams", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
@@ -143,12 +143,9 @@ def main() -> None:
                 )
     bare = statistics.median(rates["bare"])
     for kind in KINDS:
-        rate = statistics.median(rates[kind])
-        print(
-            f"{kind:10} {rate:10,.0f} tokens/s ({min(rates[kind]):,.0f} to {max(rates[kind]):,.0f}), "
-            f"{rate / bare:.2f} of bare; the core makes a step in "
-            f"{1000 * statistics.median(encoding[kind]):.2f} ms"
-        )
+        share = statistics.median(rates[kind]) / bare
+        step_ms = 1000 * statistics.median(encoding[kind])
+        print(f"{kind:10} {spread(rates[kind], 0)} tokens/s, {share:.2f} of bare; a step in {step_ms:.2f} ms")
     print(f"target: {TARGET:,} tokens/s captured")
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(18)

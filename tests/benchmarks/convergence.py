@@ -7,18 +7,17 @@ without Ray, HTTP or an engine: plain transformers sample the answers. Groups, d
 advantages, losses and the optimizer are raylight's own.
 """
 
-import argparse
 import contextlib
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import join_ranks, make_parser, mean_and_deviation
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from raylight import algorithms
@@ -198,12 +197,6 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
     return Run(before, validate(), curve, seconds)
 
 
-def spread(values: list[float]) -> str:
-    """Format the mean and the sample standard deviation."""
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{deviation}"
-
-
 def draw(runs: dict[str, list[Run]], path: str) -> None:
     """Plot the mean reward of each step: one panel per algorithm, one line per seed."""
     import matplotlib
@@ -235,9 +228,7 @@ def draw(runs: dict[str, list[Run]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--algorithms", default=",".join(ALGORITHMS), help="comma-separated names")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds; they count from 0")
     parser.add_argument("--steps", type=int, default=10)
@@ -250,11 +241,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--plot", help="PNG file for the reward curves")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(str(Path(folder) / "ranks"), 1), rank=0, world_size=1
-        )
+        join_ranks(f"{folder}/ranks")
         print(f"| algorithm | rollouts per task | reward before | after {args.steps} steps | gain | s |")
         print("|---|---|---|---|---|---|")
         results: dict[str, list[Run]] = {}
@@ -264,9 +252,8 @@ def main() -> None:
                 runs = [train(algorithm, args.steps, seed) for seed in range(args.seeds)]
             results[name] = runs
             columns = [
-                spread([run.before for run in runs]),
-                spread([run.after for run in runs]),
-                spread([run.gain for run in runs]),
+                mean_and_deviation([getattr(run, figure) for run in runs])
+                for figure in ("before", "after", "gain")
             ]
             seconds = statistics.fmean(run.seconds for run in runs)
             print(f"| {name} | {algorithm.group_size} | {' | '.join(columns)} | {seconds:.1f} |", flush=True)

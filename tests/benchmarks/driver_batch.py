@@ -11,22 +11,18 @@ the median of each figure is shown.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import itertools
 import json
-import os
 import pickle
 import random
-import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import checkouts, make_parser, medians, run_script
 
 SHAPES = {"500 tokens x 1 turn": (500, 1, 128), "32k tokens x 20 turns": (32_000, 20, 16)}
 """Tokens of a rollout, its turns, and the number of rollouts."""
@@ -154,17 +150,8 @@ async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
     }
 
 
-def in_checkout(root: Path, shape: str) -> dict[str, float]:
-    """Measure a checkout in a process of its own."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--shape", shape]
-    found = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(root)}, check=True, capture_output=True, text=True
-    )
-    return json.loads(found.stdout.splitlines()[-1])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shape", choices=SHAPES)
@@ -172,21 +159,20 @@ def main() -> None:
     if args.shape:
         print(json.dumps(asyncio.run(measure(*SHAPES[args.shape]))))
         return
-    here = Path(__file__).resolve().parents[2]
-    roots = {"this": here} | ({"other": args.against.resolve()} if args.against else {})
+    roots = checkouts(args.against)
     header = None
     for shape in SHAPES:
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
         for _ in range(args.repeats):
             for name, root in roots.items():
-                runs[name].append(in_checkout(root, shape))
+                runs[name].append(run_script(__file__, "--shape", shape, checkout=root))
         for name, measured in runs.items():
             if header is None:
                 header = list(measured[0])
                 print(f"| rollouts | checkout | {' | '.join(header)} |")
                 print("|---|---|" + "---|" * len(header))
-            figures = [statistics.median(run[column] for run in measured) for column in header]
-            print(f"| {shape} | {name} | {' | '.join(f'{figure:.3g}' for figure in figures)} |", flush=True)
+            figures = [f"{figure:.3g}" for figure in medians(measured).values()]
+            print(f"| {shape} | {name} | {' | '.join(figures)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import make_parser
 from loop_runs import FLAMES
 
 HERE = Path(__file__).parent
@@ -45,13 +46,13 @@ def benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     listed = [
         Benchmark("layers", 30, ["gateway_layers.py"]),
         Benchmark("capture", 110, ["capture.py", "--bound", "--rounds", "3", "--flame", flames]),
-        Benchmark("loop", 260, ["loop_vs_bare.py", *steps]),
-        Benchmark("loop_large", 320, ["loop_vs_trl.py", *large]),
+        Benchmark("loop", 260, ["loop.py", *steps]),
+        Benchmark("loop_large", 320, ["loop.py", "--shape", "20M", *large]),
         Benchmark("noop", 140, ["noop_rollouts.py", "--rounds", "2", *peer]),
         Benchmark("noop_flames", 30, ["noop_rollouts.py", "--flame", flames]),
         Benchmark("runners", 90, ["runners.py"]),
         Benchmark("startup", 100, ["startup.py", "--rounds", "2"]),
-        Benchmark("loop_flames", 50, ["loop_vs_bare.py", "ours", "25", "0"], environment=loop_flames),
+        Benchmark("loop_flames", 50, ["loop.py", "quickstart", "25", "0"], environment=loop_flames),
         Benchmark("overhead", 60, ["rollout_overhead.py", "--rounds", "2"]),
     ]
     if args.vllm_python:
@@ -60,9 +61,7 @@ def benchmarks(args: argparse.Namespace) -> list[Benchmark]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--peer", type=Path)

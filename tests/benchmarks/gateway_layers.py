@@ -11,7 +11,6 @@ a cProfile of the whole stack, for `python -m pstats`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import cProfile
 import json
@@ -21,6 +20,7 @@ from typing import Any
 
 import msgpack
 from capture import BODY, CALLS_PER_ATTEMPT, CONCURRENT, MockEngine
+from harness import make_parser, start_attempts
 from starlette.types import ASGIApp, Message, Scope
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
@@ -35,7 +35,6 @@ from raylight.serving.gateway.model_names import AnyModelName
 from raylight.store.call_deltas import CallDeltas
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import EnqueueRolloutRequest
 
 SECRET = "secret"
 CONTENT = json.dumps(BODY).encode()
@@ -144,12 +143,6 @@ async def load(app: ASGIApp, attempts: list[Ids]) -> float:
     return (time.process_time() - started) / len(attempts) / CALLS_PER_ATTEMPT
 
 
-async def start_attempts(store: StoreClient, count: int) -> list[Ids]:
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")] * count)
-    rollouts = await store.dequeue_many_rollouts(limit=count, worker_id="benchmark")
-    return [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in rollouts if rollout.attempt]
-
-
 async def measure(calls: int, rounds: int, profile: str | None) -> None:
     engine, store = MockEngine(0.0), StoreClient(StoreService())
     apps = stacks(engine, await engine.app(), store)
@@ -178,9 +171,7 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", metavar="FILE")

@@ -11,14 +11,16 @@ GPU, `--shape tiny --tokens 16 --steps 5 --without-trl` rehearses it with vLLM f
 load weights.
 """
 
+import argparse
 import functools
 import json
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from loop_runs import WARM_UP, measure, parser, report, train
+from loop_runs import WARM_UP, Programs, chat_agent, measure, parser, report, run_rounds, train
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 from gpu_shapes import SHAPES, build
@@ -26,6 +28,8 @@ from gpu_shapes import SHAPES, build
 GROUPS, GROUP = 16, 8
 PROMPT_TOKENS = 16
 TASKS = 640
+STEPS = 9
+"""Steps of a run, unless others are given."""
 LEARNING_RATE = 1e-6
 ENGINE_SHARE = 0.4
 """Share of the GPU's memory for vLLM, wherever a learner is beside it."""
@@ -39,6 +43,10 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def question(i: int) -> str:
+    return f"{i}+1="
+
+
 def reward_of(text: str) -> float:
     return float(sum(map(ord, text)) % 2)
 
@@ -46,16 +54,6 @@ def reward_of(text: str) -> float:
 def raylight(model: str, tokens: int, steps: int, max_staleness: int) -> None:
     """Train with raylight's defaults."""
     import raylight as rl
-
-    @rl.rollout
-    async def agent(task: int, llm: rl.LLM) -> float:
-        reply = await llm.client().chat.completions.create(
-            model=llm.model,
-            messages=[{"role": "user", "content": f"{task}+1="}],
-            temperature=1.0,
-            max_tokens=tokens,
-        )
-        return reward_of(reply.choices[0].message.content or "")
 
     algorithm = functools.partial(
         rl.GRPO,
@@ -65,6 +63,7 @@ def raylight(model: str, tokens: int, steps: int, max_staleness: int) -> None:
         group_size=GROUP,
         max_steps_without_signal=steps + 1,
     )
+    agent = chat_agent(question, reward_of, tokens)
     train(agent, list(range(TASKS)), steps, max_staleness, algorithm, engine={"kind": "vllm"})
 
 
@@ -72,14 +71,12 @@ def trl(model: str, tokens: int, steps: int) -> None:
     """Train with TRL, whose trainer has vLLM in its process."""
     import trl_grpo
 
-    def reward(completions: list, **rest: object) -> list[float]:
-        return [reward_of(text[0]["content"]) for text in completions]
-
     on_gpu = device() == "cuda"
-    trl_grpo.train(
+    trl_grpo.train_chat(
         model,
-        [{"prompt": [{"role": "user", "content": f"{i}+1="}]} for i in range(TASKS)],
-        reward,
+        TASKS,
+        question,
+        reward_of,
         per_device_train_batch_size=GROUPS * GROUP // 4,
         gradient_accumulation_steps=4,
         num_generations=GROUP,
@@ -156,37 +153,39 @@ def _print_step(step, steps: int) -> None:
     print(json.dumps({"step": (time.perf_counter() - begun) / (steps - WARM_UP)}))
 
 
+def make_programs(args: argparse.Namespace, model: str) -> Programs:
+    common = model, args.tokens, args.steps or STEPS
+
+    def run(python: str, function: str, *more: object) -> dict[str, Any]:
+        return measure(python, Path(__file__).name, function, *common, *more)
+
+    def bound() -> dict[str, Any]:
+        parts = {"rollout": "generate", "update": "update"}
+        stages = {stage: run(sys.executable, part)["step"] for stage, part in parts.items()}
+        return {"step": sum(stages.values()), "stages": stages}
+
+    programs: Programs = {
+        f"raylight, S={stale}": functools.partial(run, sys.executable, "raylight", stale)
+        for stale in args.max_staleness
+    }
+    if not args.without_trl:
+        programs["TRL"] = functools.partial(run, args.trl_python, "trl")
+    return programs | {"bound": bound}
+
+
 def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in ("raylight", "trl", "generate", "update"):
         function, model, *numbers = sys.argv[1:]
         return globals()[function](model, *map(int, numbers))
-    options = parser(__doc__, steps=9, rounds=2)
+    options = parser(__doc__)
     options.add_argument("--shape", nargs="+", default=["0.5B", "1.5B"], choices=list(SHAPES))
     options.add_argument("--tokens", type=int, default=256, help="tokens of an answer")
     options.add_argument("--without-trl", action="store_true", help="leave TRL out")
     args = options.parse_args()
-    script = Path(__file__).name
     for shape in args.shape:
-        rounds = []
         with tempfile.TemporaryDirectory() as folder:
             model = build(SHAPES[shape], Path(folder), device())
-            common = model, args.tokens, args.steps
-            for _ in range(args.rounds):
-                results = {
-                    f"raylight, S={staleness}": measure(
-                        sys.executable, script, "raylight", *common, staleness
-                    )
-                    for staleness in args.max_staleness
-                }
-                if not args.without_trl:
-                    results["TRL"] = measure(args.trl_python, script, "trl", *common)
-                stages = {
-                    stage: measure(sys.executable, script, part, *common)["step"]
-                    for stage, part in (("rollout", "generate"), ("update", "update"))
-                }
-                results["bound"] = {"step": sum(stages.values()), "stages": stages}
-                rounds.append(results)
-                print("  ".join(f"{name} {one['step']:.3f}" for name, one in results.items()), flush=True)
+            rounds = run_rounds(make_programs(args, model), args.rounds)
         print(f"{shape}, {GROUPS * GROUP} answers of {args.tokens} tokens")
         for peer in [name for name in ("bound", "TRL") if name in rounds[0]]:
             report(rounds, peer, args.cpu)

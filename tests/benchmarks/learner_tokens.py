@@ -14,7 +14,6 @@ import argparse
 import cProfile
 import pstats
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import Pairs, join_ranks, make_parser, memory_kib, save_random
 
 from raylight.config import LearnerConfig
 from raylight.experience.batch import TrainBatch
@@ -47,19 +47,13 @@ GROUP = 8
 
 def save_model(folder: Path, **sizes: Any) -> str:
     """Save a random Qwen2 with the starter model's tokenizer, which verl reads. Return its path."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **sizes
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    for file in Path(STARTER_MODEL).glob("*token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return str(folder)
+    common = {"num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    return save_random(Qwen2Config(**common, **sizes), folder)
 
 
-def make_rows(shape: str, vocabulary: int) -> list[tuple[list[int], list[int]]]:
+def make_rows(shape: str, vocabulary: int) -> Pairs:
     rows, prompt, (shortest, longest) = SHAPES[shape]
     draw = random.Random(0)
 
@@ -69,7 +63,7 @@ def make_rows(shape: str, vocabulary: int) -> list[tuple[list[int], list[int]]]:
     return [(tokens(prompt), tokens(draw.randint(shortest, longest))) for _ in range(rows)]
 
 
-def as_batch(rows: list[tuple[list[int], list[int]]], version: int) -> TrainBatch:
+def as_batch(rows: Pairs, version: int) -> TrainBatch:
     trajectories = [
         Trajectory(
             str(i),
@@ -89,7 +83,7 @@ def as_batch(rows: list[tuple[list[int], list[int]]], version: int) -> TrainBatc
     )
 
 
-def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Callable[[], None]:
+def bare_step(model_path: str, rows: Pairs) -> Callable[[], None]:
     """Return a hand-written update, from lists of tokens to new weights."""
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM
@@ -119,21 +113,13 @@ def bare_step(model_path: str, rows: list[tuple[list[int], list[int]]]) -> Calla
     return step
 
 
-def learner_step(
-    model_path: str, rows: list[tuple[list[int], list[int]]], args: argparse.Namespace
-) -> Callable[[], None]:
+def learner_step(model_path: str, rows: Pairs, args: argparse.Namespace) -> Callable[[], None]:
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=args.entropy)
     config = LearnerConfig(n=args.ranks, packed=args.packed)
     policy = Policy(model_path, config, settings, total_steps=10_000)
-    batch = as_batch(rows, 0)
-
-    def step() -> None:
-        versioned = as_batch(rows, policy.version) if policy.version else batch
-        policy.update(versioned)
-
-    return step
+    return lambda: policy.update(as_batch(rows, policy.version))
 
 
 def seconds(step: Callable[[], None], clock: Callable[[], float]) -> float:
@@ -142,17 +128,9 @@ def seconds(step: Callable[[], None], clock: Callable[[], float]) -> float:
     return clock() - started
 
 
-def peak_mb() -> float:
-    """Return the peak memory of this process, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def rank_main(args: argparse.Namespace) -> None:
     """Run one rank. Rank 0 prints the results."""
-    torch.set_num_threads(args.threads)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(args.rendezvous, args.ranks), rank=args.rank, world_size=args.ranks
-    )
+    join_ranks(args.rendezvous, args.rank, args.ranks, args.threads)
     model_path = args.model
     vocabulary = 8192 if args.shape == "small" else 200
     rows = make_rows(args.shape, vocabulary)
@@ -190,13 +168,11 @@ def _show(args: argparse.Namespace, durations: dict[str, list[float]], tokens: i
         overall = medians["bare"] / medians["learner"]
         pairs = f"pairs {min(ratios):.2f} to {max(ratios):.2f}"
         print(f"{args.shape:5s} learner: {overall:.2f} x the speed of the bare loop ({pairs})")
-    print(f"{args.shape:5s} peak memory of the process: {peak_mb():.0f} MB", flush=True)
+    print(f"{args.shape:5s} peak memory of the process: {memory_kib('VmHWM') / 1024:.0f} MB", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=1)
@@ -232,16 +208,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for shape in SHAPES if args.shape == "all" else [args.shape]:
             model = save_model(Path(folder) / "small", **SMALL) if shape == "small" else str(STARTER_MODEL)
-            values: dict[str, Any] = {
-                "shape": shape,
-                "rounds": args.rounds,
-                "ranks": args.ranks,
-                "threads": args.threads,
-                "loop": loop,
-                "model": model,
-                "clock": args.clock,
-                "rendezvous": f"{folder}/rendezvous-{shape}",
-            }
+            values = {name: getattr(args, name) for name in ("rounds", "ranks", "threads", "clock")}
+            values |= {"shape": shape, "loop": loop, "model": model}
+            values |= {"rendezvous": f"{folder}/rendezvous-{shape}"}
             flags = [f"--{name}={value}" for name, value in values.items()]
             flags += ["--packed"] * args.packed + ["--profile"] * args.profile + ["--entropy"] * args.entropy
             processes = [

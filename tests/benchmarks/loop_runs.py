@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 from flames import Recorders, children, flame_folder
+from harness import make_parser, process_tree, run_script
 from simulated_load import kind_of
 
 HERE = Path(__file__).parent
@@ -26,6 +28,8 @@ ACTORS = ("ServeReplica", "RunnerActor", "StoreActor", "LearnerActor")
 FLAMES = "RAYLIGHT_BENCHMARK_FLAMES"
 """Environment variable with the folder for flame graphs of raylight's runs."""
 STAGES = ("rollout", "update", "sync")
+Programs = dict[str, Callable[[], dict[str, Any]]]
+"""Functions that run a program and return its result, by name."""
 
 
 class Meter:
@@ -49,7 +53,7 @@ class Meter:
         if self._first < step <= self._last:
             self._rows.append(metrics)
         if step in (self._first, self._last):
-            self._marks.append((time.perf_counter(), cpu_seconds()))
+            self._marks.append((time.perf_counter(), cpu_by_kind()))
         if step == self._first and self._flames is not None:
             self._recorders = Recorders(self._flames, children(ACTORS))
 
@@ -67,16 +71,13 @@ class Meter:
         return {"step": (ended - begun) / steps, "stages": stages, "cpu": cpu}
 
 
-def cpu_seconds() -> Counter[str]:
+def cpu_by_kind() -> Counter[str]:
     """Return the CPU time of this process and of all processes below it, by kind."""
     seconds: Counter[str] = Counter()
-    driver = psutil.Process()
-    for process in [driver, *driver.children(recursive=True)]:
-        try:
-            kind = "driver" if process == driver else kind_of(process)
+    for process in process_tree():
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            kind = "driver" if process.pid == os.getpid() else kind_of(process)
             seconds[kind] += sum(process.cpu_times()[:2])
-        except psutil.Error:  # it has ended meanwhile
-            continue
     return seconds
 
 
@@ -102,11 +103,28 @@ def train(
     print(json.dumps(meter.result()))
 
 
-def parser(doc: str, steps: int, rounds: int) -> argparse.ArgumentParser:
+def chat_agent(question: Callable[[int], str], reward_of: Callable[[str], float], max_tokens: int) -> Any:
+    """Return an agent that asks a question, and whose reward is that of the answer's text."""
+    import raylight as rl
+
+    @rl.rollout
+    async def agent(task: int, llm: rl.LLM) -> float:
+        reply = await llm.client().chat.completions.create(
+            model=llm.model,
+            messages=[{"role": "user", "content": question(task)}],
+            temperature=1.0,
+            max_tokens=max_tokens,
+        )
+        return reward_of(reply.choices[0].message.content or "")
+
+    return agent
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of all loop benchmarks."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--rounds", type=int, default=rounds)
+    parser = make_parser(doc)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max-staleness", type=int, nargs="+", default=[0, 1], help="raylight's runs")
     parser.add_argument("--trl-python", default=sys.executable, help="Python of an environment with TRL")
     parser.add_argument("--flame", type=flame_folder, help="folder for flame graphs (needs py-spy)")
@@ -115,17 +133,22 @@ def parser(doc: str, steps: int, rounds: int) -> argparse.ArgumentParser:
 
 
 def measure(python: str, script: str, *args: object, flames: Path | None = None) -> dict[str, Any]:
-    """Run a script of this folder and return the last line that is JSON; a library may print after it.
+    """Run a script of this folder; return the result that it prints.
 
     Args:
         flames: folder for the flame graphs of raylight's processes, whose figures are then too high.
     """
-    command = [python, str(HERE / script), *map(str, args)]
-    environment = os.environ | ({FLAMES: str(flames)} if flames else {})
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    environment = {FLAMES: str(flames)} if flames else {}
+    return run_script(str(HERE / script), *args, python=python, **environment)
+
+
+def run_rounds(programs: Programs, count: int) -> list[dict[str, dict[str, Any]]]:
+    """Run all programs in every round; return the results of each round."""
+    rounds = []
+    for _ in range(count):
+        rounds.append({name: run() for name, run in programs.items()})
+        print("  ".join(f"{name} {result['step']:.3f}" for name, result in rounds[-1].items()), flush=True)
+    return rounds
 
 
 def report(rounds: list[dict[str, dict[str, Any]]], peer: str, cpu: bool) -> None:

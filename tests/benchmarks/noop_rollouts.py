@@ -16,12 +16,10 @@ With `--flame`, py-spy only records the store, a runner and the driver meanwhile
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
 import signal
-import statistics
 import subprocess
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Any
 
 from bare_rollouts import bare, one_store
 from flames import Recorders, children, flame_folder
+from harness import execute, make_parser, spread
 
 import raylight as rl
 
@@ -48,9 +47,9 @@ class TimedRollouts(rl.Algorithm):
         self.per_second = 0.0
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        await self._batch(self.warm_up)
+        await execute(self.get_store(), tasks(self.warm_up))
         started = time.perf_counter()
-        await self._batch(self.count)
+        await execute(self.get_store(), tasks(self.count))
         self.per_second = self.count / (time.perf_counter() - started)
         if self.flames is not None:
             await self._record(self.flames)
@@ -60,16 +59,12 @@ class TimedRollouts(rl.Algorithm):
         names = {"StoreActor": "noop_store", "RunnerActor": "noop_runner", "driver": "noop_driver"}
         recorders = Recorders(folder, {names[kind]: pid for kind, pid in pids.items()})
         while recorders.are_running:
-            await self._batch(self.count)
+            await execute(self.get_store(), tasks(self.count))
         recorders.finish()
 
-    async def _batch(self, count: int) -> None:
-        store = self.get_store()
-        requests = [rl.EnqueueRolloutRequest(input=f"task {i}", mode="train") for i in range(count)]
-        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_until_decided(rollout_ids=ids)
-        states = await store.get_rollout_states(ids)
-        assert {state.status for state in states} == {"succeeded"}, "a no-op rollout did not succeed"
+
+def tasks(count: int) -> list[str]:
+    return [f"task {i}" for i in range(count)]
 
 
 @rl.rollout
@@ -120,9 +115,7 @@ def peer(python: Path, script: Path, count: int, runners: int, strategy: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--runners", type=int, default=2)
     parser.add_argument("--peer", type=Path, help="virtual environment of agent-lightning 0.3")
@@ -146,7 +139,7 @@ def main() -> None:
             theirs = peer(args.peer / "bin" / "python", args.peer_script, count, runners, strategy)
             ratios[strategy].append(mine / theirs)
     for strategy, found in ratios.items():
-        print(f"ratio to {strategy}: {statistics.median(found):.1f} ({min(found):.1f} to {max(found):.1f})")
+        print(f"ratio to {strategy}: {spread(found)}")
     print(f"driver's peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 

@@ -21,9 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from harness import join_ranks, make_parser, memory_kib, save_random
+
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.experience.settings import PolicySettings
-from raylight.quickstart import STARTER_MODEL
 
 VOCABULARY = 16_000
 TOLERANCE = 0.15
@@ -43,10 +44,8 @@ ENGINE = {"max_concurrent": 32, "max_model_len": 512, "num_cpus": 1}
 
 def random_model(folder: Path, layers: int, mixture: bool) -> str:
     """Save a model with random weights. Return its path."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+    from transformers import Qwen2Config, Qwen3MoeConfig
 
-    torch.manual_seed(0)
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 768,
@@ -59,21 +58,11 @@ def random_model(folder: Path, layers: int, mixture: bool) -> str:
     config: Any = Qwen2Config(**common, intermediate_size=3072)
     if mixture:
         config = Qwen3MoeConfig(**common, head_dim=64, num_experts=8, moe_intermediate_size=384)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    for file in Path(STARTER_MODEL).glob("*token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return str(folder)
-
-
-def peak() -> int:
-    """Return the peak memory of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return save_random(config, folder)
 
 
 def run_learner(rank: int, task: dict[str, Any]) -> None:
     """Update twice as one rank, and print the peak."""
-    import torch
     import torch.distributed as dist
     from learner_tokens import as_batch
 
@@ -82,11 +71,9 @@ def run_learner(rank: int, task: dict[str, Any]) -> None:
     from raylight.learner.policy import Policy
     from raylight.learner.state_files import HostCopies
 
-    torch.set_num_threads(1)
     keep_freed_memory()
     config = LearnerConfig(**task["learner"])
-    store = dist.FileStore(task["rendezvous"], config.n)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=config.n)
+    join_ranks(task["rendezvous"], rank, config.n)
     policy = Policy(task["model"], config, PolicySettings(**task["settings"]), 10)
     draw = random.Random(0)
 
@@ -98,7 +85,7 @@ def run_learner(rank: int, task: dict[str, Any]) -> None:
     for _ in range(2):
         policy.update(as_batch(rows, policy.version))
         copies.copy(state.collect(policy))
-    print(peak(), flush=True)
+    print(memory_kib("VmHWM") * 1024, flush=True)
     dist.destroy_process_group()
 
 
@@ -125,7 +112,7 @@ def run_engine(task: dict[str, Any]) -> None:
         engine.close()
 
     asyncio.run(sample())
-    print(peak(), flush=True)
+    print(memory_kib("VmHWM") * 1024, flush=True)
 
 
 def planned_learner(model: str, task: dict[str, Any]) -> int:
@@ -162,9 +149,7 @@ def measure(task: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--only", help="names of configurations, separated by semicolons")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--task", help=argparse.SUPPRESS)

@@ -16,7 +16,6 @@ rollout, as median and range of the rounds, and the differences. Takes about a m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -24,8 +23,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from capture import deploy, start_attempts
-from runners import cpu_seconds
+from capture import deploy
+from harness import cpu_seconds, execute, make_parser, spread, start_attempts, start_store
 
 import raylight as rl
 
@@ -74,15 +73,6 @@ def start_runners(store: Any, n: int) -> list[Any]:
     return [(actor, actor.serve.remote()) for actor in actors]
 
 
-async def execute(store: Any, count: int) -> None:
-    """Have the runners execute rollouts."""
-    requests = [rl.EnqueueRolloutRequest(input=i, mode="train") for i in range(count)]
-    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-    await store.wait_until_decided(rollout_ids=ids)
-    states = await store.get_rollout_states(ids)
-    assert {state.status for state in states} == {"succeeded"}, [state.failure for state in states][:3]
-
-
 Work = Callable[[], Awaitable[Any]]
 
 
@@ -101,9 +91,7 @@ async def _wait(work: Work) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--count", type=int, default=1280)
     parser.add_argument("--runners", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -111,16 +99,11 @@ def main() -> None:
     import ray
 
     from raylight.agent.attempt_keys import attempt_key, attempt_path
-    from raylight.config import StoreConfig
-    from raylight.store.actor import start_store
-    from raylight.store.client import StoreClient
 
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         try:
-            store = StoreClient(
-                start_store("overhead", f"{folder}/store.db", StoreConfig(lease_seconds=3600))
-            )
+            store = start_store("overhead", folder)
             bare_url, captured_url = deploy(store, SECRET, 0.0)
             model = rl.LLM(endpoint=f"{captured_url}/v1", model="m", traced=True)
             asyncio.run(store.add_resources({"llm": model}))
@@ -140,7 +123,7 @@ def main() -> None:
                 return lambda: loop.run.remote(models)
 
             def run_rollouts(count: int) -> Work:
-                return lambda: execute(store, count)
+                return lambda: execute(store, range(count))
 
             modes = {"bare": run_bare, "captured": run_captured, "rollouts": run_rollouts}
             figures: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
@@ -165,7 +148,7 @@ def report(figures: dict[str, list[tuple[float, float]]]) -> None:
         for name, rounds in figures.items():
             values = [figure[place] for figure in rounds]
             medians[name] = statistics.median(values)
-            print(f"{name:9} {medians[name]:6.2f} {unit} ({min(values):.2f} to {max(values):.2f})")
+            print(f"{name:9} {spread(values, 2)} {unit}")
         overhead = medians["rollouts"] - medians["bare"]
         capture = medians["captured"] - medians["bare"]
         print(f"overhead  {overhead:6.2f} {unit}, of it capture {capture:.2f}\n")

@@ -9,15 +9,13 @@ of runners until the cores are full. Takes one and a half minutes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import os
 import tempfile
 import time
 from typing import Any
 
-import psutil
+from harness import cpu_seconds, execute, make_parser
 
 import raylight as rl
 
@@ -42,28 +40,11 @@ class Waves(rl.Algorithm):
         self.seconds = self.cpu_s = 0.0
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        await self._execute(self.runners * WARM_UP, 0.0)
+        await execute(self.get_store(), [0.0] * self.runners * WARM_UP)
         used, started = cpu_seconds(), time.perf_counter()
-        await self._execute(self.runners * AT_ONCE * self.waves, WAIT_S)
+        await execute(self.get_store(), [WAIT_S] * self.runners * AT_ONCE * self.waves)
         self.seconds = time.perf_counter() - started
         self.cpu_s = cpu_seconds() - used
-
-    async def _execute(self, count: int, seconds: float) -> None:
-        store = self.get_store()
-        requests = [rl.EnqueueRolloutRequest(input=seconds, mode="train")] * count
-        ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-        await store.wait_until_decided(rollout_ids=ids)
-        states = await store.get_rollout_states(ids)
-        assert {state.status for state in states} == {"succeeded"}, "a rollout did not succeed"
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time that this process and those below it have used."""
-    used = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            used += sum(process.cpu_times()[:2])
-    return used
 
 
 def measure(runners: int, waves: int) -> float:
@@ -89,9 +70,7 @@ def measure(runners: int, waves: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--runners", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--waves", type=int, default=6, help="rollouts in each place of a runner")
     args = parser.parse_args()

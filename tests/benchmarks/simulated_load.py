@@ -35,6 +35,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import psutil
+from harness import make_parser, memory_kib
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -111,12 +112,12 @@ class Memory:
     def sample(self) -> None:
         found: Counter[str] = Counter()
         for process in [self._driver, *self._driver.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error, OSError, KeyError):  # it has ended
-                sizes = memory_of(process.pid)
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
                 kind = "driver" if process.pid == self._driver.pid else kind_of(process)
-                found[kind] += sizes["VmRSS"] - sizes["RssShmem"]
+                shared = memory_kib("RssShmem", process.pid)
+                found[kind] += memory_kib("VmRSS", process.pid) - shared
                 if kind == "raylet":
-                    found["object store"] += sizes["RssShmem"]
+                    found["object store"] += shared
         self.times.append(time.monotonic())
         self._samples.append(found)
 
@@ -137,12 +138,6 @@ class Memory:
             lines.append((values[-1], f"{sizes}{slope:9.3f} ± {error:.3f}"))
         head = f"{'MB':24}{'from':>9}{'to':>9}   growth per 1,000 rollouts\n"
         return head + "\n".join(line for _, line in sorted(lines, reverse=True))
-
-
-def memory_of(pid: int) -> dict[str, int]:
-    """Return the sizes in kB of a process's status."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -189,9 +184,7 @@ def report(args: argparse.Namespace, memory: Memory) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--runners", type=int, default=2)
     parser.add_argument("--steps", type=int, default=113)

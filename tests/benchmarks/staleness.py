@@ -21,7 +21,6 @@ Results are kept in `--out`; a repeated command computes only those that are mis
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import itertools
@@ -36,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from convergence import Sampler
+from harness import join_ranks, make_parser, mean_and_deviation
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
@@ -133,9 +132,7 @@ def exported(policy: Any) -> dict[str, Any]:
 
 def start_process() -> None:
     """Make this process the only rank of a group of its own."""
-    torch.set_num_threads(1)
-    file = Path(tempfile.mkdtemp(prefix="staleness-"), "ranks")
-    dist.init_process_group("gloo", store=dist.FileStore(str(file), 1), rank=0, world_size=1)
+    join_ranks(Path(tempfile.mkdtemp(prefix="staleness-"), "ranks"))
 
 
 def run(case: Case, out: Path) -> tuple[Case, list[float]]:
@@ -166,8 +163,7 @@ def print_table(results: dict[Case, list[float]]) -> None:
                 for case, rewards in results.items()
                 if (case.correction, case.staleness) == (correction, staleness)
             ]
-            deviation = f" ± {statistics.stdev(ends):.3f}" if len(ends) > 1 else ""
-            cells.append(f"{statistics.fmean(ends):.3f}{deviation}")
+            cells.append(mean_and_deviation(ends))
         print(f"| {staleness} | {' | '.join(cells)} |", flush=True)
 
 
@@ -204,9 +200,7 @@ def draw(results: dict[Case, list[float]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds; they count from 0")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=1e-4)

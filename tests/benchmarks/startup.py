@@ -15,11 +15,9 @@ takes half a minute.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from harness import ROOT, make_parser, spread
 
 from raylight.quickstart import STARTER_MODEL
 
-HERE = Path(__file__).parents[2]
 SAMPLE_INTERVAL_S = 0.2
 FLOOR = """
 import ray, torch, transformers
@@ -159,28 +157,21 @@ def report(name: str, starts: list[Start], floors: list[Start]) -> None:
     """Print the medians of one program, with their range."""
     seconds, cpu_s = [start.seconds for start in starts], [start.cpu_s for start in starts]
     ratios = [start.seconds / floor.seconds for start, floor in zip(starts, floors, strict=True)]
-    print(
-        f"| {name} | {_spread(seconds)} | {_spread(cpu_s)} | {_spread(ratios)} |",
-        flush=True,
-    )
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+    print(f"| {name} | {spread(seconds)} | {spread(cpu_s)} | {spread(ratios)} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout of raylight")
     args = parser.parse_args()
-    checkouts = {"quickstart": HERE} | ({str(args.against): args.against.resolve()} if args.against else {})
+    checkouts = {"quickstart": ROOT} | ({str(args.against): args.against.resolve()} if args.against else {})
     floors: list[Start] = []
     bounds: list[Start] = []
     starts: dict[str, list[Start]] = {name: [] for name in checkouts}
     for _ in range(args.rounds):
-        floors.append(measure([sys.executable, "-c", FLOOR], HERE))
-        bounds.append(measure([sys.executable, "-c", BOUND, STARTER_MODEL], HERE))
+        floors.append(measure([sys.executable, "-c", FLOOR], ROOT))
+        bounds.append(measure([sys.executable, "-c", BOUND, STARTER_MODEL], ROOT))
         for name, checkout in checkouts.items():
             with tempfile.TemporaryDirectory() as folder:
                 options = ["--steps", "2", "--output-dir", folder, "--address", "local"]

@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from harness import checkouts, make_parser, medians, record_of, run_script
 
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 20, 1_600, 400
 SHORT_PROMPT = 500
@@ -34,8 +32,7 @@ Record = tuple[Any, Any, Any]
 
 def make_records(rollout: Any, case: str, rng: random.Random) -> list[Record]:
     """Return keys, generations and spans of a rollout's calls."""
-    from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, OUTPUT_MESSAGES, REQUEST_PARAMETERS
-    from raylight.types import CallKey, Generation, Span
+    from raylight.types import CallKey
 
     tokens, messages, records = [], [], []
     for turn in range(TURNS if case == "long" else 1):
@@ -45,38 +42,11 @@ def make_records(rollout: Any, case: str, rng: random.Random) -> list[Record]:
         output = [rng.randrange(150_000) for _ in range(ANSWER_TOKENS if case == "long" else 50)]
         answer = {"role": "assistant", "content": _text(len(output), rng)}
         key = CallKey(rollout.rollout_id, rollout.attempt.attempt_id, f"{rng.getrandbits(128):032x}")
-        call = Generation(
-            key=key,
-            model="policy",
-            prompt_ids=list(tokens),  # type: ignore[arg-type]  # the baseline has lists
-            output_ids=output,  # type: ignore[arg-type]
-            logprobs=[-rng.random() for _ in output],  # type: ignore[arg-type]
-            weight_versions=[3] * len(output),  # type: ignore[arg-type]
-            finish_reason="stop",
-            start_time=float(turn),
-            end_time=turn + 1.0,
-            sampling={"temperature": 1.0},
-        )
-        attributes = {
-            INPUT_MESSAGES: json.dumps(messages),
-            OUTPUT_MESSAGES: json.dumps([answer]),
-            REQUEST_PARAMETERS: json.dumps({"model": "policy", "temperature": 1.0}),
-            DIALECT: "chat",
-            CALL_ID: key.call_id,
-        }
-        span = Span.from_attributes(
-            name="openai.chat.completion",
-            attributes=attributes,
-            rollout_id=key.rollout_id,
-            attempt_id=key.attempt_id,
-            span_id=key.call_id[:16],
-            trace_id=key.call_id,
-            start_time=call.start_time,
-            end_time=call.end_time,
-        )
+        logprobs = [-rng.random() for _ in output]
+        messages.append(answer)
+        call, span = record_of(key, list(tokens), output, logprobs, turn, messages)
         records.append((key, call, span))
         tokens += output
-        messages.append(answer)
     return records
 
 
@@ -136,18 +106,8 @@ async def _record(store: Any, records: list[Record]) -> None:
         await store.capture([], [(key, call, span)])
 
 
-def measure_checkout(checkout: Path, case: str, n_rollouts: int) -> dict[str, float]:
-    """Measure a checkout in a process of its own."""
-    command = [sys.executable, __file__, "--case", case, "--rollouts", str(n_rollouts)]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    result = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return json.loads(result.stdout)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--baseline", type=Path)
@@ -157,19 +117,18 @@ def main() -> None:
         asyncio.run(measure(args.case, 1))  # imports modules
         print(json.dumps(asyncio.run(measure(args.case, args.rollouts))))
         return
-    checkouts = {"this checkout": Path(__file__).parents[2]}
-    if args.baseline:
-        checkouts = {"baseline": args.baseline.resolve(), **checkouts}
+    roots = checkouts(args.baseline)
     for case in CASES:
         count = args.rollouts * (1 if case == "long" else TURNS)
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
         for _ in range(args.repeats):
-            for name, checkout in checkouts.items():
-                runs[name].append(measure_checkout(checkout, case, count))
+            for name, root in roots.items():
+                measured = run_script(__file__, "--case", case, "--rollouts", count, checkout=root)
+                runs[name].append(measured)
         print(f"{case}: medians of {args.repeats}")
         for name, results in runs.items():
-            medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
-            print(f"  {name:14}" + "".join(f"{value:12,.1f} {key}" for key, value in medians.items()))
+            figures = medians(results).items()
+            print(f"  {name:14}" + "".join(f"{value:12,.1f} {key}" for key, value in figures))
 
 
 if __name__ == "__main__":

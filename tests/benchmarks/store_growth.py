@@ -11,7 +11,6 @@ five minutes and 3 GB of disk.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import make_parser
 
 from raylight.semconv import ANNOTATION, reward_attributes
 from raylight.store.client import StoreClient
@@ -123,9 +123,7 @@ async def reopen(path: Path) -> None:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--count", type=int, default=100_000)
     count = parser.parse_args().count
     with tempfile.TemporaryDirectory() as folder:

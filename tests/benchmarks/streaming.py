@@ -37,6 +37,9 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import psutil
+from harness import cpu_seconds, make_parser, spread, start_attempts, start_store
+
 SECRET = "secret"
 MODEL = "policy"
 REQUESTS_PER_CALLER = 4
@@ -147,25 +150,18 @@ async def vllm_engine(callers: int) -> AsyncIterator[tuple[Any, Any]]:
 
 async def serve(kind: str, callers: int, folder: str) -> None:
     """Serve until the standard input ends. Print the addresses and the processes as JSON."""
-    import psutil
     import ray
     import uvicorn
 
     from raylight.agent.attempt_keys import attempt_key, attempt_path
-    from raylight.config import StoreConfig
     from raylight.serving.capture.recorder import Recorder
     from raylight.serving.gateway.gateway import build_gateway
-    from raylight.store.actor import start_store
-    from raylight.store.client import StoreClient
-    from raylight.types import EnqueueRolloutRequest
 
     make_engine = transformers_engine if kind == "transformers" else vllm_engine
     async with make_engine(callers) as (engine, (bare, engine_app)):
         ray.init(address="local", log_to_driver=False, logging_level="ERROR", num_cpus=2)
-        store = StoreClient(start_store("streaming", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")])
-        (rollout,) = await store.dequeue_many_rollouts(limit=1, worker_id="benchmark")
-        ids = (rollout.rollout_id, rollout.attempt.attempt_id)
+        store = start_store("streaming", folder)
+        (ids,) = await start_attempts(store, 1)
         recorder = Recorder(store.capture)
         gateway = build_gateway(engine_app, engine, SECRET, recorder, None)
         servers = [
@@ -211,21 +207,9 @@ async def serve(kind: str, callers: int, folder: str) -> None:
 @contextlib.contextmanager
 def server(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                "--serve",
-                folder,
-                "--engine",
-                options.engine,
-                "--callers",
-                str(options.callers),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, __file__, "--serve", folder]
+        command += ["--engine", options.engine, "--callers", str(options.callers)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -267,10 +251,8 @@ async def send_all(
         return time.perf_counter() - start, events
 
 
-def cpu_seconds(processes: dict[str, int]) -> dict[str, float]:
-    import psutil
-
-    return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in processes.items()}
+def cpu_of_each(processes: dict[str, int]) -> dict[str, float]:
+    return {name: cpu_seconds([psutil.Process(pid)]) for name, pid in processes.items()}
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -297,9 +279,9 @@ def measure(options: argparse.Namespace) -> None:
             for name in names:
                 target, headers, content = modes[name]
                 url = f"{info[target]}/{PATHS[options.dialect]}"
-                before = cpu_seconds(info["processes"])
+                before = cpu_of_each(info["processes"])
                 seconds, events = asyncio.run(send_all(url, info["key"], headers, content, options.callers))
-                after = cpu_seconds(info["processes"])
+                after = cpu_of_each(info["processes"])
                 if turn:
                     rates[name].append(tokens / seconds)
                     costs[name].append({p: 1e6 * (after[p] - before[p]) / tokens for p in after})
@@ -320,16 +302,11 @@ def measure(options: argparse.Namespace) -> None:
     ):
         if name in rates and reference in rates:
             ratios = [ours / theirs for ours, theirs in zip(rates[name], rates[reference], strict=True)]
-            print(
-                f"{name} / {reference}: {statistics.median(ratios):.2f} "
-                f"({min(ratios):.2f} to {max(ratios):.2f})"
-            )
+            print(f"{name} / {reference}: {spread(ratios, 2)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="vllm")
     parser.add_argument("--dialect", choices=list(PATHS), default="chat")
     parser.add_argument("--callers", type=int, default=64)

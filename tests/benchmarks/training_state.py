@@ -22,29 +22,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import join_ranks, make_parser, memory_kib, reset_peak, save_random
+
 SIZES = {20: (256, 12), 125: (768, 12), 350: (1024, 24), 500: (1280, 18)}
 """Millions of parameters -> width and layers of the model."""
 
 
 def measure(work: Callable[[], Any]) -> tuple[float, float, Any]:
     """Return the seconds of some work, the increase of resident memory at its peak in MB, and its result."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
+    reset_peak()
+    before = memory_kib("VmRSS")
     start = time.perf_counter()
     result = work()
-    return time.perf_counter() - start, (status("VmHWM") - before) / 1024, result
-
-
-def status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return time.perf_counter() - start, (memory_kib("VmHWM") - before) / 1024, result
 
 
 def make_model(folder: Path, millions: int) -> None:
     """Write a model with random weights."""
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
-    from raylight.quickstart import STARTER_MODEL
+    from transformers import Qwen3Config
 
     width, layers = SIZES[millions]
     config = Qwen3Config(
@@ -57,8 +52,7 @@ def make_model(folder: Path, millions: int) -> None:
         head_dim=64,
         tie_word_embeddings=True,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(STARTER_MODEL).save_pretrained(folder)
+    save_random(config, folder)
 
 
 class Ranked:
@@ -156,9 +150,8 @@ def run_rank(rank: int, ranks: int, meet: str, model: str, folder: str, way: str
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     torch.manual_seed(rank)
-    dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
+    join_ranks(meet, rank, ranks)
     save, load = (save_sharded, load_sharded) if way == "sharded" else (save_gathered, load_gathered)
     policy = Ranked(model, ranks, trained=phase != "load")
     row: dict[str, float] = {}
@@ -200,7 +193,7 @@ def run(folder: Path, millions: int, ranks: int, way: str) -> list[dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--millions", type=int, nargs="+", default=[20, 125], choices=SIZES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", help="folder of the disk to write to")

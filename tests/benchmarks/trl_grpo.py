@@ -5,7 +5,6 @@
 TRL samples in its own process. Prints the seconds per step of 128 rollouts, after the warm-up, as JSON.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from harness import make_parser
 from loop_runs import WARM_UP
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -66,10 +66,24 @@ def train(
     print(json.dumps({"step": (ends[-1] - ends[0]) / (len(ends) - 1)}))
 
 
+def train_chat(
+    model: str,
+    n_tasks: int,
+    question: Callable[[int], str],
+    reward_of: Callable[[str], float],
+    **settings: Any,
+) -> None:
+    """Train with TRL on the tasks of `loop_runs.chat_agent`."""
+
+    def reward(completions: list, **rest: object) -> list[float]:
+        return [reward_of(text[0]["content"]) for text in completions]
+
+    rows = [{"prompt": [{"role": "user", "content": question(i)}]} for i in range(n_tasks)]
+    train(model, rows, reward, **settings)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=25)
     steps = parser.parse_args().steps
     tasks, _ = additions(0)

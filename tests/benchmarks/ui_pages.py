@@ -12,7 +12,6 @@ directory, and uses it again. Building 100,000 rollouts takes four minutes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
@@ -27,6 +26,7 @@ from typing import Any
 
 import psutil
 import yaml
+from harness import make_parser, record_of
 
 sys.path.append(str(Path(__file__).parents[1] / "helpers"))
 
@@ -85,15 +85,8 @@ async def record(file: Path, rollouts: int, tokens: int, steps: int) -> None:
 
 async def execute(store: Any, rollout: Any, tokens: int) -> None:
     """Record two calls and a reward of a rollout; the long one has an answer of many tokens."""
-    from raylight.semconv import (
-        ANNOTATION,
-        CALL_ID,
-        DIALECT,
-        INPUT_MESSAGES,
-        OUTPUT_MESSAGES,
-        reward_attributes,
-    )
-    from raylight.types import CallKey, Generation, Span
+    from raylight.semconv import ANNOTATION, reward_attributes
+    from raylight.types import CallKey, Span
 
     number = int(rollout.rollout_id.rpartition("-")[2])
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
@@ -103,30 +96,13 @@ async def execute(store: Any, rollout: Any, tokens: int) -> None:
     answer = {"role": "assistant", "content": f"Let me think about it. The answer is {number}." * 4}
     messages = [question]
     for turn in range(2):
-        key = CallKey(ids["rollout_id"], ids["attempt_id"], f"call-{turn}")
+        key = CallKey(ids["rollout_id"], ids["attempt_id"], f"{turn:032x}")
         output = [turn + 1] * length
-        call = Generation(
-            key,
-            "policy",
-            prompt,
-            output,
-            [-0.5] * length,
-            [0] * length,
-            "stop",
-            turn,
-            turn + 0.5,
-            {"temperature": 1.0},
-        )
-        attributes = {
-            CALL_ID: key.call_id,
-            DIALECT: "chat",
-            INPUT_MESSAGES: json.dumps(messages),
-            OUTPUT_MESSAGES: json.dumps([answer]),
-        }
-        span = Span.from_attributes(name="openai.chat.completion", attributes=attributes, **ids)
+        messages.append(answer)
+        call, span = record_of(key, prompt, output, [-0.5] * length, turn, messages)
         await store.capture([(key, float(turn))], [(key, call, span)])
         prompt = [*prompt, *output, 7]
-        messages = [*messages, answer, {"role": "user", "content": "Are you sure?"}]
+        messages.append({"role": "user", "content": "Are you sure?"})
     reward = Span.from_attributes(
         name=ANNOTATION, attributes=dict(reward_attributes({"primary": number / GROUP})), **ids
     )
@@ -230,9 +206,7 @@ def measure(folder: Path, in_browser: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path)

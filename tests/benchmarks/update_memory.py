@@ -14,11 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,20 +23,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import ROOT, Pairs, checkouts, join_ranks, make_parser, memory_kib, run_script
 from learner_tokens import as_batch, save_model
 
 ROW_TOKENS = 512
-MIB = 2**20
 
 
-def make_rows(tokens: int, vocabulary: int) -> list[tuple[list[int], list[int]]]:
+def make_rows(tokens: int, vocabulary: int) -> Pairs:
     draw = random.Random(0)
     prompt = ROW_TOKENS // 4
     rows = [[draw.randrange(vocabulary) for _ in range(ROW_TOKENS)] for _ in range(tokens // ROW_TOKENS)]
     return [(row[:prompt], row[prompt:]) for row in rows]
 
 
-def learner_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: int) -> Callable[[], Any]:
+def learner_update(model: str, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from raylight.config import LearnerConfig
     from raylight.experience.settings import PolicySettings
     from raylight.learner.policy import Policy
@@ -50,7 +46,7 @@ def learner_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: 
     return lambda: policy.update(as_batch(rows, policy.version))
 
 
-def trl_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: int) -> Callable[[], Any]:
+def trl_update(model: str, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from transformers import AutoModelForCausalLM
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
@@ -75,52 +71,34 @@ def trl_update(model: str, rows: list[tuple[list[int], list[int]]], tokens: int)
     return update
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Measure one contestant in this process."""
-    torch.set_num_threads(args.threads)
     (shape,) = args.shapes
     vocabulary, tokens = map(int, shape.split("x"))
     rows = make_rows(tokens, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/rendezvous", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        join_ranks(f"{folder}/rendezvous", threads=args.threads)
         build = trl_update if args.contestant == "trl" else learner_update
         update = build(args.model, rows, tokens)
-        before = peak_bytes()
+        before = memory_kib("VmHWM")
         seconds = []
         for _ in range(2):
             start = time.process_time()
             update()
             seconds.append(time.process_time() - start)
         dist.destroy_process_group()
-    return {"seconds": min(seconds), "bytes": peak_bytes() - before}
-
-
-def run_process(
-    contestant: str, path: str, model: str, shape: str, args: argparse.Namespace
-) -> dict[str, float]:
-    command = [sys.executable, __file__, "--contestant", contestant, "--model", model]
-    command += ["--shapes", shape, "--threads", str(args.threads)]
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return {"seconds": min(seconds), "kib": memory_kib("VmHWM") - before}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--shapes", nargs="+", default=["32768x4096", "151936x2048"], help="vocabulary x tokens of an update"
     )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--before", help="worktree of another commit")
+    parser.add_argument("--before", type=Path, help="worktree of another commit")
     parser.add_argument("--trl", action="store_true")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -128,27 +106,21 @@ def main() -> None:
     if args.contestant:
         print(json.dumps(measure(args)))
         return
-    here = str(Path(__file__).resolve().parents[2])
-    contestants = {"now": here} | ({"before": args.before} if args.before else {})
-    contestants |= {"trl": here} if args.trl else {}
+    contestants = checkouts(args.before) | ({"trl": ROOT} if args.trl else {})
     print(f"{'shape':>14} {'':8} {'CPU seconds':>11} {'peak MiB':>9}")
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            save_model(
-                Path(folder),
-                vocab_size=int(shape.split("x")[0]),
-                hidden_size=args.hidden,
-                intermediate_size=2 * args.hidden,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-            )
+            sizes = {"hidden_size": args.hidden, "intermediate_size": 2 * args.hidden}
+            sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+            save_model(Path(folder), vocab_size=int(shape.split("x")[0]), **sizes)
+            options = ["--model", folder, "--shapes", shape, "--threads", args.threads]
             found: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
             for _ in range(args.rounds):
                 for name, path in contestants.items():
-                    found[name].append(run_process(name, path, folder, shape, args))
+                    found[name].append(run_script(__file__, "--contestant", name, *options, checkout=path))
             for name, results in found.items():
                 seconds = min(result["seconds"] for result in results)
-                peak = min(result["bytes"] for result in results) / MIB
+                peak = min(result["kib"] for result in results) / 1024
                 print(f"{shape:>14} {name:8} {seconds:11.2f} {peak:9.0f}", flush=True)
 
 

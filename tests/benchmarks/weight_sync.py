@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import make_parser, memory_kib, reset_peak
 from training_state import SIZES, make_model
 
 STARTER = 0.25
@@ -57,8 +58,8 @@ class Memory:
     def start(self) -> None:
         for pid in self._roles:
             try:
-                Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
-                self._before[pid] = resident(pid, "VmRSS")
+                reset_peak(pid)
+                self._before[pid] = memory_kib("VmRSS", pid)
             except (ProcessLookupError, FileNotFoundError):
                 continue  # the process has ended
 
@@ -67,16 +68,11 @@ class Memory:
         found = dict.fromkeys(ROLES, 0)
         for pid, before in self._before.items():
             try:
-                increase = resident(pid, "VmHWM") - before
+                increase = memory_kib("VmHWM", pid) - before
             except (ProcessLookupError, FileNotFoundError):
                 continue
             found[self._roles[pid]] = max(found[self._roles[pid]], increase)
         return found
-
-
-def resident(pid: int, name: str) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def role(process: psutil.Process) -> str:
@@ -207,9 +203,7 @@ def run_process(cell: dict[str, Any], checkout: str) -> list[dict[str, Any]] | s
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--millions", type=float, nargs="+", default=[STARTER, 20], choices=[STARTER, *SIZES])
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])

@@ -79,9 +79,10 @@ class FuzzCounts:
             counts = "".join(f"{self.by_route[route, status]:8}" for status in statuses)
             lines.append(f"{route:30}{counts}")
         total = sum(self.by_route.values())
-        totals = "".join(
-            f"{sum(n for (_, s), n in self.by_route.items() if s == status):8}" for status in statuses
-        )
+        by_status = Counter[int]()
+        for (_, status), number in self.by_route.items():
+            by_status[status] += number
+        totals = "".join(f"{by_status[status]:8}" for status in statuses)
         rss = f"{self.rss_mb[0]:.0f} to {self.rss_mb[-1]:.0f} MB" if self.rss_mb else "not measured"
         return "\n".join(
             [
@@ -279,11 +280,8 @@ def find_problem(case: FuzzCase, answer: WireAnswer) -> str | None:
     if status == 0:
         return None if case.broken_http else "the connection was closed without an answer"
     if status >= 500:
-        return (
-            None
-            if any(allowed in text for allowed in DELIBERATE.get(status, ()))
-            else "a failure of the server"
-        )
+        is_deliberate = any(allowed in text for allowed in DELIBERATE.get(status, ()))
+        return None if is_deliberate else "a failure of the server"
     if status < 400:
         return "a failure in the stream" if any(one in text for one in SERVER_FAILURES) else None
     if case.method == "HEAD":

@@ -39,92 +39,45 @@ SPAN = {
     "endTimeUnixNano": "1700000001000000000",
     "attributes": [{"key": "a", "value": {"intValue": "3"}}],
 }
+TOOLS = {"tools": [{"type": "function", "function": FUNCTION}]}
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+STOPPED = {"system": "s", "stop_sequences": ["x"], "top_k": 5}
+SHORT_CHAT = {"messages": HI, "max_tokens": 3}
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "1"},
+]
+TOOL_RESPONSE = {
+    "tools": [{"type": "function", **FUNCTION}],
+    "tool_choice": "auto",
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": "low"},
+}
+BLOCKS = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
+]
+TOOL_MESSAGE = {
+    "tool_choice": {"type": "auto"},
+    "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+}
 EXAMPLES: list[tuple[str, dict[str, Any]]] = [
-    (
-        CHAT,
-        {"messages": HI, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "n": 2},
-    ),
-    (
-        CHAT,
-        {"messages": HI, "max_tokens": 3, "stop": ["x"], "logprobs": True, "top_logprobs": 2, "user": "u"},
-    ),
-    (
-        CHAT,
-        {"messages": HI, "max_tokens": 3, "presence_penalty": 0.1, "logit_bias": {"5": 1.0}, "min_p": 0.1},
-    ),
+    (CHAT, SHORT_CHAT | {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "n": 2}),
+    (CHAT, SHORT_CHAT | {"stop": ["x"], "logprobs": True, "top_logprobs": 2, "user": "u"}),
+    (CHAT, SHORT_CHAT | {"presence_penalty": 0.1, "logit_bias": {"5": 1.0}, "min_p": 0.1}),
     (CHAT, {"messages": TALK, "max_tokens": 3, "response_format": AS_JSON}),
-    (
-        CHAT,
-        {
-            "messages": HI,
-            "max_tokens": 3,
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "tool_choice": "auto",
-            "parallel_tool_calls": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    ),
-    (
-        CHAT,
-        {
-            "messages": HI,
-            "max_tokens": 3,
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "tool_choice": "required",
-        },
-    ),
+    (CHAT, SHORT_CHAT | TOOLS | {"tool_choice": "auto", "parallel_tool_calls": True} | STREAMED),
+    (CHAT, SHORT_CHAT | TOOLS | {"tool_choice": "required"}),
     (COMPLETIONS, {"prompt": "hi", "max_tokens": 3, "n": 2, "temperature": 0, "logprobs": 2, "seed": 1}),
     (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 3, "stream": True, "stop": "x"}),
     (COMPLETIONS, {"prompt": [[1, 2], [3]], "max_tokens": 3, "min_tokens": 1, "ignore_eos": True}),
     (RESPONSES, {"input": "hi", "max_output_tokens": 3, "temperature": 0.5, "instructions": "i"}),
-    (
-        RESPONSES,
-        {
-            "stream": True,
-            "max_output_tokens": 3,
-            "tools": [{"type": "function", **FUNCTION}],
-            "tool_choice": "auto",
-            "text": {"format": {"type": "text"}},
-            "reasoning": {"effort": "low"},
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
-                {"type": "function_call_output", "call_id": "c1", "output": "1"},
-            ],
-        },
-    ),
-    (
-        MESSAGES,
-        {
-            "messages": HI,
-            "max_tokens": 3,
-            "system": "s",
-            "stop_sequences": ["x"],
-            "top_k": 5,
-            "metadata": {"user_id": "u"},
-            "temperature": 0.5,
-            "top_p": 0.9,
-        },
-    ),
-    (
-        MESSAGES,
-        {
-            "max_tokens": 3,
-            "stream": True,
-            "tool_choice": {"type": "auto"},
-            "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
-            "thinking": {"type": "enabled", "budget_tokens": 5},
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}]},
-                {
-                    "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}],
-                },
-                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "1"}]},
-            ],
-        },
-    ),
+    (RESPONSES, {"stream": True, "max_output_tokens": 3} | TOOL_RESPONSE | {"input": ITEMS}),
+    (MESSAGES, SHORT_CHAT | STOPPED | {"metadata": {"user_id": "u"}, "temperature": 0.5, "top_p": 0.9}),
+    (MESSAGES, {"max_tokens": 3, "stream": True} | TOOL_MESSAGE | {"messages": BLOCKS}),
     (COUNT, {"messages": HI, "system": "s"}),
     (TOKENIZE, {"prompt": "hi", "add_special_tokens": True, "return_token_strs": True}),
     (TOKENIZE, {"messages": HI}),
@@ -172,75 +125,40 @@ CONTENT_TYPES = (
     *("application/json; charset=utf-16", "application/json;;;", "APPLICATION/JSON", "application/jsonp"),
     *("application/x-protobuf", "text/event-stream", "application/json, text/html", "\xff"),
 )
-HEADERS: list[tuple[str, str]] = [
-    *(("x-raylight-token-in", "perhaps"), ("x-raylight-token-in", "off"), ("x-request-id", "x" * 5000)),
-    *(
-        ("x-stainless-retry-count", "1"),
-        ("x-stainless-retry-count", "-1"),
-        ("x-stainless-retry-count", "9" * 500),
-    ),
-    *(("accept", "text/html"), ("accept-encoding", "gzip, br"), ("connection", "upgrade")),
-    *(
-        ("content-encoding", "gzip"),
-        ("content-encoding", "br"),
-        ("transfer-encoding", "gzip"),
-        ("te", "trailers"),
-    ),
-    *(
-        ("host", ""),
-        ("host", "a" * 3000),
-        ("cookie", "a=b;" * 1000),
-        ("x-forwarded-for", "\xff"),
-        ("expect", "x"),
-    ),
-    *(
-        ("content-length", "-1"),
-        ("content-length", "1e3"),
-        ("content-length", "9" * 40),
-        ("range", "bytes=0-1"),
-    ),
-    *(
-        ("authorization", "Bearer"),
-        ("authorization", "Basic Og=="),
-        ("x-api-key", "wrong"),
-        ("traceparent", "00-x"),
-    ),
-    *(("x-data-parallel-rank", "999"), ("x-http-method-override", "GET"), ("bad name", "x"), ("x", "a\x00b")),
-]
+HEADER_VALUES = {
+    "x-raylight-token-in": ["perhaps", "off"],
+    "x-request-id": ["x" * 5000],
+    "x-stainless-retry-count": ["1", "-1", "9" * 500],
+    "accept": ["text/html"],
+    "accept-encoding": ["gzip, br"],
+    "connection": ["upgrade"],
+    "content-encoding": ["gzip", "br"],
+    "transfer-encoding": ["gzip"],
+    "te": ["trailers"],
+    "host": ["", "a" * 3000],
+    "cookie": ["a=b;" * 1000],
+    "x-forwarded-for": ["\xff"],
+    "expect": ["x"],
+    "content-length": ["-1", "1e3", "9" * 40],
+    "range": ["bytes=0-1"],
+    "authorization": ["Bearer", "Basic Og=="],
+    "x-api-key": ["wrong"],
+    "traceparent": ["00-x"],
+    "x-data-parallel-rank": ["999"],
+    "x-http-method-override": ["GET"],
+    "bad name": ["x"],
+    "x": ["a\x00b"],
+}
+HEADERS = [(name, value) for name, values in HEADER_VALUES.items() for value in values]
 PATHS = (
-    *(
-        "/",
-        "//",
-        "/v1",
-        "/v1/",
-        "/v1/v1/models",
-        "/V1/models",
-        "/v1/../metrics",
-        "/v1/%2e%2e/metrics",
-        "/health",
-    ),
-    *(
-        "/v1/chat/completions/",
-        "/v1/chat//completions",
-        "/v1/chat/completions%00",
-        "/v1/chat/completions?a=%ff",
-    ),
-    *(
-        "/v1/models/policy",
-        "/v1/models/%ff",
-        "/v1/models/a/b",
-        "/v1/responses/resp_1",
-        "/v1/messages/batches",
-    ),
+    *("/", "//", "/v1", "/v1/", "/v1/v1/models", "/V1/models", "/v1/../metrics", "/v1/%2e%2e/metrics"),
+    *("/health", "/v1/chat/completions/", "/v1/chat//completions", "/v1/chat/completions%00"),
+    *("/v1/chat/completions?a=%ff", "/v1/models/policy", "/v1/models/%ff", "/v1/models/a/b"),
+    *("/v1/responses/resp_1", "/v1/messages/batches"),
     *("/v1/embeddings", "/v1/inference/generate", "/inference/v1/generate", "/v1/chat/completions/render"),
     *("/render", "/metrics", "/docs", "/openapi.json", "/v1/models?x=" + "y" * 5000, "/" + "a/" * 2000, "/%"),
-    *(
-        "/rollout/a/attempt/b/v1/models",
-        "/rollout//attempt//v1/models",
-        "*",
-        "http://other/v1/models",
-        "/\xff",
-    ),
+    *("/rollout/a/attempt/b/v1/models", "/rollout//attempt//v1/models", "*", "http://other/v1/models"),
+    "/\xff",
 )
 Sending = Literal["whole", "chunked", "bad chunks", "too short", "too long", "half", "leaves", "slow headers"]
 
@@ -378,9 +296,8 @@ def _duplicate_keys(draw: random.Random, path: str, body: dict[str, Any]) -> Fuz
     name = draw.choice(list(body))
     twice = f"{json.dumps(name)}: {json.dumps(_junk(draw))}, "
     content = json.dumps(body)
-    content = (
-        content[0] + twice + content[1:] if draw.random() < 0.5 else content[:-1] + ", " + twice[:-2] + "}"
-    )
+    first, last = content[0] + twice + content[1:], content[:-1] + ", " + twice[:-2] + "}"
+    content = first if draw.random() < 0.5 else last
     return FuzzCase("duplicate keys", path, path, content.encode())
 
 
@@ -447,9 +364,8 @@ def _method(draw: random.Random, path: str, body: dict[str, Any]) -> FuzzCase:
 def _sending(draw: random.Random, path: str, body: dict[str, Any]) -> FuzzCase:
     ways: tuple[Sending, ...] = ("chunked", "bad chunks", "too short", "too long", "half", "slow headers")
     sending = draw.choice(ways)
-    return FuzzCase(
-        "sending", path, path, _encode(body), sending=sending, broken_http=sending not in ("chunked", "half")
-    )
+    broken = sending not in ("chunked", "half")
+    return FuzzCase("sending", path, path, _encode(body), sending=sending, broken_http=broken)
 
 
 def _leaves(draw: random.Random, path: str, body: dict[str, Any]) -> FuzzCase:

@@ -57,18 +57,10 @@ def trace() -> Iterator[AttemptTrace]:
 def test_an_emitter_returns_what_it_adds(trace: AttemptTrace, emit: Any) -> None:
     core = emit()
     (span,) = trace.spans
-    assert (span.name, span.attributes, span.start_time, span.status) == (
-        core.name,
-        core.attributes,
-        core.start_time,
-        core.status,
-    )
-    assert (span.rollout_id, span.attempt_id, span.trace_id, span.parent_id) == (
-        "ro-1",
-        "at-1",
-        trace.trace_id,
-        None,
-    )
+    for name in ("name", "attributes", "start_time", "status"):
+        assert getattr(span, name) == getattr(core, name)
+    assert (span.rollout_id, span.attempt_id) == ("ro-1", "at-1")
+    assert (span.trace_id, span.parent_id) == (trace.trace_id, None)
     assert core.status.status_code == "OK"
     assert core.end_time == core.start_time
 
@@ -94,18 +86,15 @@ def test_after_the_attempt_an_emitter_changes_nothing(trace: AttemptTrace) -> No
 
 
 def test_a_reward_is_written_in_agent_lightnings_keys(trace: AttemptTrace) -> None:
-    core = emit_reward(
-        {"style": 0.25, "main": 1},
-        primary_key="main",
-        attributes={"gen_ai.response.id": "r-1"},
-    )
+    response = {"gen_ai.response.id": "r-1"}
+    core = emit_reward({"style": 0.25, "main": 1}, primary_key="main", attributes=response)
     assert core.name == "agentlightning.annotation"
     assert core.attributes == {
         "agentlightning.reward.0.name": "main",
         "agentlightning.reward.0.value": 1.0,
         "agentlightning.reward.1.name": "style",
         "agentlightning.reward.1.value": 0.25,
-        "gen_ai.response.id": "r-1",
+        **response,
     }
     assert find_final_reward(trace.spans) == 1.0
 

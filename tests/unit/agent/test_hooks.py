@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from unit_helpers import make_rollout
+from unit_helpers import Odd, Unprintable, make_rollout
 
 from raylight.agent.hooks import HOOK_ARGUMENTS, Hook, HookDispatcher, LoggingHook
 from raylight.errors import HookError
@@ -135,16 +135,11 @@ async def test_a_failing_hook_is_logged_by_name_and_the_others_go_on(
 
 async def test_strict_hooks_fail_after_all_were_called() -> None:
     log: list[str] = []
-    hooks = HookDispatcher(
-        [
-            failing(True, log, "One", ValueError("first")),
-            failing(True, log, "Two", SystemExit(3)),
-            failing(False, log, "Three"),
-        ]
-    )
-    with pytest.raises(
-        HookError, match=r"One.on_trace_end: ValueError: first; Two.on_trace_end: SystemExit: 3"
-    ) as caught:
+    one = failing(True, log, "One", ValueError("first"))
+    two = failing(True, log, "Two", SystemExit(3))
+    hooks = HookDispatcher([one, two, failing(False, log, "Three")])
+    both = r"One.on_trace_end: ValueError: first; Two.on_trace_end: SystemExit: 3"
+    with pytest.raises(HookError, match=both) as caught:
         await hooks.call("on_trace_end", **AVAILABLE, spans=[])
     assert log == ["One", "Two", "Three"]
     assert isinstance(caught.value.__cause__, ValueError)
@@ -167,15 +162,6 @@ async def test_a_cancelled_rollout_is_not_a_failing_hook(caplog: pytest.LogCaptu
     assert caplog.messages == []
 
 
-class Odd(BaseException):
-    pass
-
-
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
 @pytest.mark.parametrize(
     "error", [asyncio.CancelledError(), KeyboardInterrupt(), Odd(), Unprintable()], ids=repr
 )
@@ -183,10 +169,9 @@ async def test_whatever_a_hook_raises_is_its_own_failure(error: BaseException) -
     """A CancelledError that the hook caused itself, by a task of its own, counts as its error."""
     log: list[str] = []
     await HookDispatcher([failing(False, log, "Lax", error)]).call("on_trace_end", **AVAILABLE, spans=[])
+    strict = HookDispatcher([failing(True, log, "Strict", error)])
     with pytest.raises(HookError, match=f"Strict.on_trace_end: {type(error).__name__}"):
-        await HookDispatcher([failing(True, log, "Strict", error)]).call(
-            "on_trace_end", **AVAILABLE, spans=[]
-        )
+        await strict.call("on_trace_end", **AVAILABLE, spans=[])
     assert log == ["Lax", "Strict"]
 
 
@@ -222,10 +207,7 @@ class Nothing:
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (
-            Unfillable(),
-            r"Unfillable.on_rollout_start takes the unknown argument 'spans'.*agent, runner, tracer, rollout",
-        ),
+        (Unfillable(), r"takes the unknown argument 'spans'.*agent, runner, tracer, rollout"),
         (Positional(), "by position only"),
         (Misspelled(), r"Misspelled.on_rollout_ended is never called; did you mean on_rollout_end"),
         (Nothing(), "Nothing is not a hook"),
@@ -257,15 +239,14 @@ async def test_the_logging_hook_tells_beginning_and_end(caplog: pytest.LogCaptur
     rollout = make_rollout("ro-9", mode="train")
     spans = [Span.from_attributes(attributes=reward_attributes({"r": 0.25}), name="x")]
     hooks = HookDispatcher([LoggingHook()])
+    given = AVAILABLE | {"rollout": rollout}
     with caplog.at_level(logging.INFO, "raylight"):
-        await hooks.call("on_rollout_start", agent=None, runner=None, tracer=None, rollout=rollout)
-        await hooks.call("on_rollout_end", agent=None, runner=None, tracer=None, rollout=rollout, spans=spans)
+        await hooks.call("on_rollout_start", **given)
+        await hooks.call("on_rollout_end", **given, spans=spans)
     assert caplog.messages == [
         "rollout ro-9, attempt at-1 begins, mode train",
         "rollout ro-9, attempt at-1 ends with 1 spans, reward 0.25",
     ]
     caplog.clear()
-    await HookDispatcher([LoggingHook(level=logging.DEBUG)]).call(
-        "on_rollout_start", **{**AVAILABLE, "rollout": rollout}
-    )
+    await HookDispatcher([LoggingHook(level=logging.DEBUG)]).call("on_rollout_start", **given)
     assert caplog.messages == []

@@ -34,18 +34,23 @@ def _no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
 
 
+@pytest.fixture
+def tracer(_no_provider: None) -> Iterator[OtelTracer]:
+    made = OtelTracer()
+    made.setup()
+    yield made
+    made.teardown()
+
+
 @pytest.fixture(params=["plain", "otel"])
 def trace(request: pytest.FixtureRequest) -> Iterator[AttemptTrace]:
     """The trace of an attempt, with and without OpenTelemetry: both record operations in the same way."""
-    tracer = OtelTracer() if request.param == "otel" else None
-    if tracer:
-        tracer.setup()
+    if request.param == "otel":
+        request.getfixturevalue("tracer")
     before = otel_context.get_current()
     with tracing(AttemptTrace("ro-1", "at-1")) as current:
         yield current
     assert otel_context.get_current() == before
-    if tracer:
-        tracer.teardown()
 
 
 def sdk() -> otel.Tracer:
@@ -71,9 +76,10 @@ def test_a_function_is_recorded_and_stays_itself(trace: AttemptTrace) -> None:
     assert str(inspect.signature(search)).startswith("(query")
     span = only(trace)
     assert (span.name, span.status.status_code, span.rollout_id) == ("agentlightning.operation", "OK", "ro-1")
-    assert {
+    found = {
         key: list(value) if isinstance(value, tuple) else value for key, value in span.attributes.items()
-    } == {
+    }
+    assert found == {
         NAME: "search",
         f"{IN}.query": "x",
         f"{IN}.limit": 2,
@@ -215,11 +221,8 @@ async def test_an_exception_is_recorded_and_goes_on(trace: AttemptTrace) -> None
     span = trace.spans[0]
     assert span.status.description == "ValueError: bad"
     (event,) = span.events
-    assert (event.name, event.attributes["exception.type"], event.attributes["exception.message"]) == (
-        "exception",
-        "ValueError",
-        "bad",
-    )
+    described = (event.attributes["exception.type"], event.attributes["exception.message"])
+    assert (event.name, *described) == ("exception", "ValueError", "bad")
     assert "in fails" in event.attributes["exception.stacktrace"]
     assert OUT not in span.attributes
     assert trace.spans[3].status.description == "Odd: (its message cannot be read: RuntimeError)"
@@ -235,14 +238,8 @@ def test_a_block_records_what_it_is_told(trace: AttemptTrace) -> None:
         with pytest.raises(EmitError, match="until its block ends"):
             op.span()
     span = only(trace)
-    attributes = {
-        NAME: "plan",
-        "user": 3,
-        f"{IN}.args.0": 1,
-        f"{IN}.args.1.a": 2,
-        f"{IN}.task": "t",
-        OUT: [1.5],
-    }
+    inputs = {f"{IN}.args.0": 1, f"{IN}.args.1.a": 2, f"{IN}.task": "t"}
+    attributes = {NAME: "plan", "user": 3, **inputs, OUT: [1.5]}
     assert {**span.attributes, OUT: list(span.attributes[OUT])} == attributes
     core = op.span()
     assert isinstance(core, SpanCoreFields)
@@ -291,12 +288,8 @@ async def test_outside_of_an_attempt_functions_run_as_they_are() -> None:
         for i in range(n):
             yield i
 
-    assert (plain(1), await later(2), list(items(2)), [i async for i in items_later(2)]) == (
-        1,
-        2,
-        [0, 1],
-        [0, 1],
-    )
+    assert (plain(1), await later(2)) == (1, 2)
+    assert list(items(2)) == [i async for i in items_later(2)] == [0, 1]
     with operation(name="block") as op:
         op.set_output(3)
     assert op.span().attributes == {NAME: "block", OUT: 3}
@@ -335,18 +328,17 @@ def test_nested_operations_get_their_parents(trace: AttemptTrace) -> None:
     assert len({span.trace_id for span in trace.spans[:-1]}) == 1
 
 
-def test_siblings_of_concurrent_tasks_do_not_nest_in_one_another(trace: AttemptTrace) -> None:
+async def test_siblings_of_concurrent_tasks_do_not_nest_in_one_another(trace: AttemptTrace) -> None:
     @operation
     async def child(n: int) -> None:
         await asyncio.sleep(0)
         emit_message(str(n))
         await asyncio.sleep(0)
 
-    @operation
-    async def parent() -> None:
-        await asyncio.gather(*(child(n) for n in range(10)))
-
-    asyncio.run(parent())
+    with operation():
+        async with asyncio.TaskGroup() as group:
+            for n in range(10):
+                group.create_task(child(n))
     *spans, root = trace.spans
     children = {span.span_id: span.attributes[f"{IN}.n"] for span in spans if NAME in span.attributes}
     assert {span.parent_id for span in spans if NAME in span.attributes} == {root.span_id}
@@ -380,9 +372,7 @@ def test_an_operation_within_a_librarys_span_hangs_below_it() -> None:
     assert second.parent_id == otel.format_span_id(deeper.get_span_context().span_id)
 
 
-def test_a_tracer_hangs_libraries_below_the_operation() -> None:
-    tracer = OtelTracer()
-    tracer.setup()
+def test_a_tracer_hangs_libraries_below_the_operation(tracer: OtelTracer) -> None:
     with (
         tracing(AttemptTrace("ro-1", "at-1")) as trace,
         sdk().start_as_current_span("root"),
@@ -394,7 +384,6 @@ def test_a_tracer_hangs_libraries_below_the_operation() -> None:
         thread = threading.Thread(target=lambda: sdk().start_span("elsewhere", context=parent).end())
         thread.start()  # it knows only OpenTelemetry's context
         thread.join()
-    tracer.teardown()
     by_name = {span.name: span for span in trace.spans}
     assert len(by_name) == len(trace.spans) == 5
     op = by_name["agentlightning.operation"]
@@ -404,16 +393,14 @@ def test_a_tracer_hangs_libraries_below_the_operation() -> None:
     assert len({span.trace_id for span in trace.spans}) == 1
 
 
-def test_after_the_tracer_an_operation_is_recorded_without_it() -> None:
-    tracer = OtelTracer()
-    tracer.setup()
+def test_after_the_tracer_an_operation_is_recorded_without_it(tracer: OtelTracer) -> None:
     tracer.teardown()
     with tracing(AttemptTrace("ro-1", "at-1")) as trace, operation():
         pass
     assert len(trace.spans) == 1
 
 
-async def test_attempts_interleaved_on_one_loop_never_mix() -> None:
+async def test_attempts_interleaved_on_one_loop_never_mix(tracer: OtelTracer) -> None:
     @operation
     async def work(number: int) -> None:
         await asyncio.sleep(0)
@@ -426,11 +413,7 @@ async def test_attempts_interleaved_on_one_loop_never_mix() -> None:
                 await work(number)
         return trace
 
-    tracer = OtelTracer()
-    tracer.setup()
-    traces = await asyncio.gather(*(agent(number) for number in range(20)))
-    tracer.teardown()
-    for number, trace in enumerate(traces):
+    for number, trace in enumerate(await asyncio.gather(*(agent(number) for number in range(20)))):
         assert len(trace.spans) == 12
         assert {span.rollout_id for span in trace.spans} == {f"ro-{number}"}
         assert {span.attributes.get(f"{IN}.number", number) for span in trace.spans} == {number}
@@ -463,10 +446,8 @@ def test_a_generator_is_recorded_while_its_own_code_runs(trace: AttemptTrace) ->
     assert got == [0, 1]
     assert inspect.isgeneratorfunction(count)
     *messages, span = trace.spans
-    assert [(get_message_value(m), m.parent_id) for m in messages] == [
-        ("own", span.span_id),
-        ("consumer's", None),
-    ] * 2
+    said = [(get_message_value(message), message.parent_id) for message in messages]
+    assert said == [("own", span.span_id), ("consumer's", None)] * 2
     assert {**span.attributes, OUT: list(span.attributes[OUT])} == {NAME: "count", f"{IN}.n": 2, OUT: [0, 1]}
 
 

@@ -15,6 +15,7 @@ from raylight.agent.resources import LLM, ProxyLLM
 from raylight.errors import ConfigError
 
 TRACED = LLM(endpoint="http://e:8000/run", model="policy", traced=True)
+TOKENIZER = LLM(name="m", tokenizer_only=True, sampling_parameters={"top_p": 0.5})
 ROUTE = "http://e:8000/run/rollout/ro-1/attempt/at-1"
 
 
@@ -32,13 +33,7 @@ def test_kinds_are_told_apart_by_agent_lightnings_words() -> None:
         LLM(resource_type="proxy_llm")
 
 
-@pytest.mark.parametrize(
-    "llm",
-    [
-        LLM(name="m", tokenizer_only=True, sampling_parameters={"top_p": 0.5}),
-        ProxyLLM(endpoint="http://p/v1"),
-    ],
-)
+@pytest.mark.parametrize("llm", [TOKENIZER, ProxyLLM(endpoint="http://p/v1")])
 def test_a_model_travels(llm: LLM) -> None:
     assert pickle.loads(pickle.dumps(llm)) == llm
     assert type(llm).model_validate_json(llm.model_dump_json()) == llm
@@ -51,12 +46,9 @@ def test_a_key_is_not_shown() -> None:
 
 def test_base_url_takes_ids_of_any_model() -> None:
     llm = LLM(endpoint="http://judge/v1")
-    assert (
-        llm.get_base_url()
-        == llm.get_base_url("ro-1", "at-1")
-        == llm.get_base_url(None, None)
-        == "http://judge/v1"
-    )
+    for ids in ((), ("ro-1", "at-1"), (None, None)):
+        assert llm.get_base_url(*ids) == "http://judge/v1"
+    assert llm.for_attempt("ro-1", "at-1", "secret") is llm
     assert llm.with_attempted_rollout(make_rollout()) is llm
 
 
@@ -64,7 +56,9 @@ def test_an_attempt_replaces_another_ones_address() -> None:
     first = TRACED.for_attempt("ro-0", "at-0", "s")
     second = first.for_attempt("ro-1", "at-1", "s")
     assert second == TRACED.for_attempt("ro-1", "at-1", "s")
-    assert second.endpoint == f"{ROUTE}/v1"
+    assert (second.endpoint, second.model) == (f"{ROUTE}/v1", "policy")
+    assert second.api_key == attempt_key("s", "ro-1", "at-1")
+    assert (TRACED.endpoint, TRACED.api_key) == ("http://e:8000/run", "unused")
 
 
 @pytest.mark.parametrize(
@@ -90,10 +84,8 @@ def test_an_agent_is_named_in_the_address_before_or_after_the_attempt_is_known()
 def test_the_last_agent_counts() -> None:
     scoped = TRACED.for_attempt("ro-1", "at-1", "s")
     assert scoped.for_agent("a").for_agent("b").endpoint == f"{ROUTE}/agent/b/v1"
-    assert (
-        TRACED.for_agent("a").for_agent("b").for_attempt("ro-1", "at-1", "s").endpoint
-        == f"{ROUTE}/agent/b/v1"
-    )
+    before = TRACED.for_agent("a").for_agent("b")
+    assert before.for_attempt("ro-1", "at-1", "s").endpoint == f"{ROUTE}/agent/b/v1"
 
 
 def test_a_fixed_model_is_the_same_for_every_agent() -> None:
@@ -143,10 +135,8 @@ def test_a_proxy_of_the_attempt_stays_so_whatever_is_asked_of_it() -> None:
 
 def test_a_traced_proxy_gets_the_attempts_key() -> None:
     proxy = ProxyLLM(endpoint="http://p:1", traced=True).for_attempt("ro-1", "at-1", "s")
-    assert (proxy.endpoint, proxy.api_key) == (
-        "http://p:1/rollout/ro-1/attempt/at-1/v1",
-        attempt_key("s", "ro-1", "at-1"),
-    )
+    assert proxy.endpoint == "http://p:1/rollout/ro-1/attempt/at-1/v1"
+    assert proxy.api_key == attempt_key("s", "ro-1", "at-1")
 
 
 def test_a_proxy_refuses_half_an_address() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from unit_helpers import within
 
 EMPTY_BODY: Message = {"type": "http.request", "body": b"{}", "more_body": False}
 """A whole request with an empty JSON object."""
@@ -41,16 +44,28 @@ def replying(*messages: Message) -> ASGIApp:
 
 
 async def talk(
-    app: ASGIApp, scope: Scope, *received: Message, sent: list[Message] | None = None
+    app: ASGIApp,
+    scope: Scope,
+    *received: Message,
+    sent: list[Message] | None = None,
+    silent: bool = False,
 ) -> list[Message]:
-    """Return what an application sends after it receives some messages; `sent` may be given to watch it."""
+    """Return what an application sends after it receives some messages.
+
+    Args:
+        sent: list to which the answer is added as it comes.
+        silent: True for a client that sends nothing more, but stays.
+    """
     incoming, answers = list(received), [] if sent is None else sent
 
     async def receive() -> Message:
+        if silent and not incoming:
+            await asyncio.Event().wait()
         return incoming.pop(0)
 
     async def send(message: Message) -> None:
         answers.append(message)
 
-    await app(scope, receive, send)
+    async with within():
+        await app(scope, receive, send)
     return answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,19 +11,12 @@ from raylight.http.bounds import BOUNDS, MAX_LOGPROBS, Number, check_answer_size
 from raylight.http.errors import RequestError
 
 NUMBERS = {name: bound for name, bound in BOUNDS.items() if isinstance(bound, Number)}
-EXTREMES: list[Any] = [
-    2**63,
-    2**64 - 1,
-    -(2**63) - 1,
-    1e308,
-    -1e308,
-    float("inf"),
-    float("nan"),
-    True,
-    "3",
-    [1],
-    {},
-]
+EXTREMES: list[Any] = [2**63, 2**64 - 1, -(2**63) - 1, 1e308, -1e308, math.inf, math.nan, True, "3", [1], {}]
+TOP = 2**31 - 1
+WHOLE = "it must be a whole number from"
+SHORTER = "at most 1000 characters are allowed, not 1001"
+ABOVE, BELOW_INTEGER = "decimal_above_max_value", "integer_below_min_value"
+LONG_ARRAY, LONG_STRING = "array_above_max_length", "string_above_max_length"
 
 
 def problem_of(**fields: Any) -> RequestError:
@@ -53,64 +47,24 @@ def test_a_bound_itself_passes_unless_it_is_excluded(name: str, bound: Number) -
 @pytest.mark.parametrize(
     ("fields", "message", "code"),
     [
-        (
-            {"top_k": 2**63},
-            f"top_k: it must be a whole number from -1 to 2147483647, not {2**63}",
-            "integer_above_max_value",
-        ),
+        ({"top_k": 2**63}, f"top_k: {WHOLE} -1 to {TOP}, not {2**63}", "integer_above_max_value"),
         ({"top_p": 0}, "top_p: it must be a number above 0 up to 1, not 0", "decimal_below_min_value"),
-        (
-            {"max_tokens": 2.5},
-            "max_tokens: it must be a whole number from 1 to 2147483647, not 2.5",
-            "invalid_type",
-        ),
-        (
-            {"logit_bias": {"7": 101}},
-            "logit_bias.7: it must be a number from -100 to 100, not 101",
-            "decimal_above_max_value",
-        ),
+        ({"max_tokens": 2.5}, f"max_tokens: {WHOLE} 1 to {TOP}, not 2.5", "invalid_type"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7: it must be a number from -100 to 100, not 101", ABOVE),
         ({"logit_bias": {"-1": 1}}, "logit_bias: keys are token ids, not '-1'", "invalid_value"),
-        ({"stop": ["a"] * 65}, "stop: at most 64 entries are allowed, not 65", "array_above_max_length"),
-        (
-            {"stop": "a" * 1001},
-            "stop: at most 1000 characters are allowed, not 1001",
-            "string_above_max_length",
-        ),
-        (
-            {"stop_sequences": ["a", "a" * 1001]},
-            "stop_sequences[1]: at most 1000 characters are allowed, not 1001",
-            "string_above_max_length",
-        ),
-        (
-            {"prompt": [[1], [2, -3]]},
-            "prompt[1][1]: it must be a whole number from 0 to 2147483647, not -3",
-            "integer_below_min_value",
-        ),
-        (
-            {"prompt": ["a"] * 1025},
-            "prompt: at most 1024 entries are allowed, not 1025",
-            "array_above_max_length",
-        ),
-        (
-            {"tokens": [2**40]},
-            f"tokens[0]: it must be a whole number from 0 to 2147483647, not {2**40}",
-            "integer_above_max_value",
-        ),
+        ({"stop": ["a"] * 65}, "stop: at most 64 entries are allowed, not 65", LONG_ARRAY),
+        ({"stop": "a" * 1001}, f"stop: {SHORTER}", LONG_STRING),
+        ({"stop_sequences": ["a", "a" * 1001]}, f"stop_sequences[1]: {SHORTER}", LONG_STRING),
+        ({"prompt": [[1], [2, -3]]}, f"prompt[1][1]: {WHOLE} 0 to {TOP}, not -3", BELOW_INTEGER),
+        ({"prompt": ["a"] * 1025}, "prompt: at most 1024 entries are allowed, not 1025", LONG_ARRAY),
+        ({"tokens": [2**40]}, f"tokens[0]: {WHOLE} 0 to {TOP}, not {2**40}", "integer_above_max_value"),
         (
             {"thinking": {"budget_tokens": 0}},
-            "thinking.budget_tokens: it must be a whole number from 1 to 2147483647, not 0",
-            "integer_below_min_value",
+            f"thinking.budget_tokens: {WHOLE} 1 to {TOP}, not 0",
+            BELOW_INTEGER,
         ),
-        (
-            {"logprobs": "yes"},
-            "logprobs: it must be a whole number from -1 to 2147483647, not 'yes'",
-            "invalid_type",
-        ),
-        (
-            {"messages": [0] * 10_001},
-            "messages: at most 10000 entries are allowed, not 10001",
-            "array_above_max_length",
-        ),
+        ({"logprobs": "yes"}, f"logprobs: {WHOLE} -1 to {TOP}, not 'yes'", "invalid_type"),
+        ({"messages": [0] * 10_001}, "messages: at most 10000 entries are allowed, not 10001", LONG_ARRAY),
     ],
 )
 def test_an_error_has_the_path_the_bounds_and_openais_code(

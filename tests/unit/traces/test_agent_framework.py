@@ -15,7 +15,8 @@ pytest.importorskip("agent_framework")
 from agent_framework import Agent, AgentExecutor, Executor, WorkflowBuilder, WorkflowContext, handler
 from agent_framework.observability import OBSERVABILITY_SETTINGS, disable_instrumentation
 from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
-from capture_helpers import send_event, send_json
+from asgi_helpers import response_body, stream_start
+from capture_helpers import add_token, send_event, send_json
 from dialect_helpers import Say, call
 from gateway_helpers import MINE, within
 from starlette.types import Receive, Scope, Send
@@ -58,26 +59,17 @@ class Sampling:
         sample = exchange.sample(0, [1], {"temperature": 1.0})
         if self.barrier is not None:
             await self.barrier.wait()
-        sample.output_ids.append(token)
-        sample.logprobs.append(-0.5)
-        sample.weight_versions.append(1)
+        add_token(sample, token, version=1)
         sample.finish_reason = "stop"
-        number: Any = dict(scope["headers"])[
-            b"x-request-id"
-        ].decode()  # engines take their answers' ids from it
+        # engines take their answers' ids from it
+        number: Any = dict(scope["headers"])[b"x-request-id"].decode()
         if not asked.get("stream"):
             await send_json(send, say.answer(number))
             return
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream")],
-            }
-        )
+        await send(stream_start())
         for piece in (*say.chunks(number), "[DONE]"):
             await send_event(send, piece)
-        await send({"type": "http.response.body", "body": b""})
+        await send(response_body())
 
 
 class Traced:
@@ -144,12 +136,8 @@ async def test_an_agent_with_a_tool(kind: type[Any]) -> None:
         Agent(client=traced.client(kind), name="solver", instructions="Solve.", tools=[add]), "1+2"
     )
     assert answer.text == "It is 3."
-    assert [span.name for span in traced.own] == [
-        "chat policy",
-        "execute_tool add",
-        "chat policy",
-        "invoke_agent solver",
-    ]
+    names = [span.name for span in traced.own]
+    assert names == ["chat policy", "execute_tool add", "chat policy", "invoke_agent solver"]
     assert traced.agents == ["solver", "solver"]
     tool = traced.own[1].attributes
     assert json.loads(tool["gen_ai.tool.call.arguments"]) == {"a": 1, "b": 2}
@@ -164,13 +152,8 @@ async def test_executors_of_a_workflow_name_the_calls_of_their_agents(kind: type
     writer = AgentExecutor(Agent(client=client, name="Author", instructions="Write."), id="writer")
     reviewer = AgentExecutor(Agent(client=client, instructions="Review.", tools=[add]), id="reviewer")
     await traced.run(WorkflowBuilder(start_executor=writer).add_edge(writer, reviewer).build(), "a poem")
-    names = {span.name for span in traced.own}
-    assert {
-        "workflow.run",
-        "executor.process writer",
-        "executor.process reviewer",
-        "invoke_agent Author",
-    } <= names
+    executors = {"executor.process writer", "executor.process reviewer"}
+    assert {"workflow.run", "invoke_agent Author", *executors} <= {span.name for span in traced.own}
     assert traced.agents == ["writer", "reviewer", "reviewer"]
     trained = AgentFilter("^reviewer$")
     assert [trained.keeps(agent) for agent in traced.agents] == [False, True, True]
@@ -237,13 +220,8 @@ async def test_messages_are_told_once_and_with_their_tools(contents: bool) -> No
     assert ("gen_ai.tool.call.arguments" in traced.own[1].attributes) is contents
     first, second = TraceToMessages().adapt(traced.spans)
     assert [message["role"] for message in first["messages"]] == ["system", "user", "assistant"]
-    assert [message["role"] for message in second["messages"]] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [message["role"] for message in second["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
     for conversation in (first, second):
         assert [tool["function"]["name"] for tool in conversation["tools"] or []] == ["add"]
 
@@ -281,9 +259,5 @@ def test_it_travels_with_its_settings() -> None:
     tracer.setup()
     copy = pickle.loads(pickle.dumps(tracer))
     tracer.teardown()
-    assert (copy.service_name, copy.contents, copy.export_timeout, copy._is_set_up) == (
-        "service",
-        False,
-        1.0,
-        False,
-    )
+    assert (copy.service_name, copy.contents, copy.export_timeout) == ("service", False, 1.0)
+    assert not copy._is_set_up

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from template_helpers import result, says, user
 
 from raylight.traces.attributes import parse_literal, unflatten, unflatten_list
 from raylight.traces.messages import TraceToMessages, openai_messages, read_call
@@ -16,8 +17,15 @@ from raylight.types import Span
 
 _sequence = itertools.count(1)
 ROOMS = {"type": "object", "properties": {"date": {"type": "string"}}, "required": ["date"]}
-CALL = {"id": "call_1", "type": "function", "function": {"name": "rooms", "arguments": '{"date": "today"}'}}
-TOOL = {"type": "function", "function": {"name": "rooms", "description": "Free rooms", "parameters": ROOMS}}
+CALL: Any = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "rooms", "arguments": '{"date": "today"}'},
+}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "rooms", "description": "Free rooms", "parameters": ROOMS},
+}
 CONVERSATION = [
     {"role": "system", "content": "You book rooms."},
     {"role": "user", "content": "Find one."},
@@ -27,21 +35,10 @@ CONVERSATION = [
 ANSWER = {"role": "assistant", "content": "Lyra is free."}
 
 
-def span(
-    attributes: dict[str, Any],
-    name: str = "openai.chat.completion",
-    parent: str | None = None,
-    span_id: str = "",
-) -> Span:
+def span(attributes: dict[str, Any], name: str = "openai.chat.completion", **fields: Any) -> Span:
     number = next(_sequence)
-    return Span(
-        sequence_id=number,
-        trace_id="t",
-        span_id=span_id or f"s{number}",
-        parent_id=parent,
-        name=name,
-        attributes=attributes,
-    )
+    common = {"sequence_id": number, "trace_id": "t", "span_id": f"s{number}"}
+    return Span(name=name, attributes=attributes, **common | fields)
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:
@@ -76,35 +73,27 @@ OPENLLMETRY = (
     | flat("gen_ai.completion.0", ANSWER | {"finish_reason": "stop"})
 )
 """Attributes of opentelemetry-instrumentation-openai; AgentOps has similar ones."""
+
+
+def turn(role: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a message in OpenTelemetry's current convention."""
+    return {"role": role, "parts": list(parts), **more}
+
+
+TOOL_PART = {"type": "tool_call", "id": "call_1", "name": "rooms", "arguments": {"date": "today"}}
+RESULT_PART = {"type": "tool_call_response", "id": "call_1", "response": [{"id": "Lyra"}]}
+OTEL_TURNS = [
+    turn("user", {"type": "text", "content": "Find one."}),
+    turn("assistant", {"type": "reasoning", "content": "hm"}, TOOL_PART),
+    turn("tool", RESULT_PART),
+]
+OTEL_ANSWER = turn("assistant", {"type": "text", "content": "Lyra is free."}, finish_reason="stop")
 OTEL = {
     "gen_ai.operation.name": "chat",
     "gen_ai.response.id": "chatcmpl-1",
     "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "You book rooms."}]),
-    "gen_ai.input.messages": json.dumps(
-        [
-            {"role": "user", "parts": [{"type": "text", "content": "Find one."}]},
-            {
-                "role": "assistant",
-                "parts": [
-                    {"type": "reasoning", "content": "hm"},
-                    {"type": "tool_call", "id": "call_1", "name": "rooms", "arguments": {"date": "today"}},
-                ],
-            },
-            {
-                "role": "tool",
-                "parts": [{"type": "tool_call_response", "id": "call_1", "response": [{"id": "Lyra"}]}],
-            },
-        ]
-    ),
-    "gen_ai.output.messages": json.dumps(
-        [
-            {
-                "role": "assistant",
-                "parts": [{"type": "text", "content": "Lyra is free."}],
-                "finish_reason": "stop",
-            }
-        ]
-    ),
+    "gen_ai.input.messages": json.dumps(OTEL_TURNS),
+    "gen_ai.output.messages": json.dumps([OTEL_ANSWER]),
     "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
 }
 """Attributes of OpenTelemetry's current convention, which agent-framework follows."""
@@ -113,66 +102,36 @@ PROXY = {
     "llm.hosted_vllm.model": "policy",
     "llm.hosted_vllm.messages": str(CONVERSATION),
     "llm.hosted_vllm.tools": str([TOOL]),
-    "llm.hosted_vllm.choices": str(
-        [{"index": 0, "message": ANSWER | {"tool_calls": []}, "finish_reason": "stop"}]
-    ),
+    "llm.hosted_vllm.choices": str([{"message": ANSWER | {"tool_calls": []}, "finish_reason": "stop"}]),
 }
 """Attributes of agent-lightning's LLM proxy, with LiteLLM's Python notation."""
 WEAVE = flat("agentlightning.operation.input", {"messages": CONVERSATION, "tools": [TOOL]}) | flat(
     "agentlightning.operation.output", {"id": "chatcmpl-1", "choices": [{"message": ANSWER}]}
 )
+TOOL_USE = {"type": "tool_use", "id": "call_1", "name": "rooms", "input": {"date": "today"}}
+TOOL_RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": '[{"id": "Lyra"}]'}
 ANTHROPIC = {
     "gen_ai.response.id": "msg_1",
     "gen_ai.system_instructions": "You book rooms.",
-    "gen_ai.input.messages": json.dumps(
-        [
-            {"role": "user", "content": "Find one."},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "tool_use", "id": "call_1", "name": "rooms", "input": {"date": "today"}}
-                ],
-            },
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": '[{"id": "Lyra"}]'}],
-            },
-        ]
-    ),
-    "gen_ai.output.messages": json.dumps(
-        [{"role": "assistant", "content": [{"type": "text", "text": "Lyra is free."}]}]
-    ),
+    "gen_ai.input.messages": json.dumps([user("Find one."), says([TOOL_USE]), user([TOOL_RESULT])]),
+    "gen_ai.output.messages": json.dumps([says([{"type": "text", "text": "Lyra is free."}])]),
     "gen_ai.tool.definitions": json.dumps(
         [{"name": "rooms", "description": "Free rooms", "input_schema": ROOMS}]
     ),
 }
+ITEMS = [
+    CONVERSATION[0],
+    {"type": "message"} | user([{"type": "input_text", "text": "Find one."}]),
+    {"type": "reasoning", "summary": []},
+    {"type": "function_call", "call_id": "call_1", "id": "fc_1", **CALL["function"]},
+    {"type": "function_call_output", "call_id": "call_1", "output": '[{"id": "Lyra"}]'},
+]
+ANSWER_ITEM = {"type": "message"} | says([{"type": "output_text", "text": "Lyra is free."}])
 RESPONSES = {
     "gen_ai.response.id": "resp_1",
-    "gen_ai.input.messages": json.dumps(
-        [
-            {"role": "system", "content": "You book rooms."},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Find one."}]},
-            {"type": "reasoning", "summary": []},
-            {
-                "type": "function_call",
-                "call_id": "call_1",
-                "id": "fc_1",
-                "name": "rooms",
-                "arguments": '{"date": "today"}',
-            },
-            {"type": "function_call_output", "call_id": "call_1", "output": '[{"id": "Lyra"}]'},
-        ]
-    ),
-    "gen_ai.output.messages": json.dumps(
-        [
-            {
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "Lyra is free."}],
-            }
-        ]
-    ),
-    "gen_ai.tool.definitions": json.dumps([{"type": "function", **TOOL["function"]}]),
+    "gen_ai.input.messages": json.dumps(ITEMS),
+    "gen_ai.output.messages": json.dumps([ANSWER_ITEM]),
+    "gen_ai.tool.definitions": OTEL["gen_ai.tool.definitions"],
 }
 
 
@@ -184,55 +143,41 @@ def test_every_convention_gives_the_same_conversation(attributes: dict[str, Any]
 
 def test_tool_calls_of_an_answer_that_agentops_has_as_spans_below() -> None:
     tool = {"tool.name": "rooms", "tool.parameters": '{"date": "today"}', "tool.call.type": "function"}
+    asked = flat("gen_ai.prompt", CONVERSATION[:2]) | {"gen_ai.completion.0.role": "assistant"}
     spans = [
-        span(tool | {"tool.call.id": "call_1"}, "tool_call.rooms", "c"),
-        span(tool | {"tool.call.id": "call_2"}, "tool_call.rooms", "c"),
-        span(
-            flat("gen_ai.prompt", CONVERSATION[:2]) | {"gen_ai.completion.0.role": "assistant"}, span_id="c"
-        ),
+        span(tool | {"tool.call.id": "call_1"}, "tool_call.rooms", parent_id="c"),
+        span(tool | {"tool.call.id": "call_2"}, "tool_call.rooms", parent_id="c"),
+        span(asked, span_id="c"),
     ]
     (item,) = TraceToMessages().adapt(spans)
-    calls = [CALL, CALL | {"id": "call_2"}]
-    assert item == {
-        "messages": [*CONVERSATION[:2], {"role": "assistant", "content": None, "tool_calls": calls}],
-        "tools": None,
-    }
+    answer = says(None, CALL, CALL | {"id": "call_2"})
+    assert item == {"messages": [*CONVERSATION[:2], answer], "tools": None}
 
 
 def test_every_call_is_an_item_in_order_and_a_call_that_two_spans_tell_of_is_one() -> None:
-    bare = span(
-        {"gen_ai.response.id": "chatcmpl-1", "gen_ai.request.model": "policy"}
-        | flat("gen_ai.prompt", CONVERSATION[:2])
-    )
-    other = span(flat("gen_ai.prompt", CONVERSATION[:2]) | flat("gen_ai.completion.0", ANSWER))
+    asked = flat("gen_ai.prompt", CONVERSATION[:2])
+    bare = span({"gen_ai.response.id": "chatcmpl-1", "gen_ai.request.model": "policy"} | asked)
+    other = span(asked | flat("gen_ai.completion.0", ANSWER))
     items = TraceToMessages().adapt([bare, other, span(CAPTURED)])
     assert [len(item["messages"]) for item in items] == [5, 3]
 
 
 def test_spans_without_messages_and_of_agents_or_tools_are_left_out() -> None:
     agent = CAPTURED | {"gen_ai.operation.name": "invoke_agent"}
-    spans = [
-        span(agent),
-        span({"gen_ai.request.model": "policy"}),
-        span({"agentlightning.reward.0.value": 1.0}),
-        span({}),
-    ]
-    assert TraceToMessages().adapt(spans) == []
+    others = [{"gen_ai.request.model": "policy"}, {"agentlightning.reward.0.value": 1.0}, {}]
+    assert TraceToMessages().adapt([span(attributes) for attributes in (agent, *others)]) == []
     assert TraceToMessages().adapt([]) == []
 
 
 @pytest.mark.parametrize(
     ("recorded", "message"),
     [
-        ({"tool_calls": [flat_call(CALL)]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
-        (
-            {"content": "x", "tool_call_id": "call_1"},
-            {"role": "tool", "content": "x", "tool_call_id": "call_1"},
-        ),
-        ({"content": "x"}, {"role": "user", "content": "x"}),
-        ({"role": "user"}, {"role": "user", "content": ""}),
-        ("x", {"role": "user", "content": "x"}),
-        ({"role": "assistant", "content": ""}, {"role": "assistant", "content": ""}),
+        ({"tool_calls": [flat_call(CALL)]}, says(None, CALL)),
+        ({"content": "x", "tool_call_id": "call_1"}, result("x", "call_1")),
+        ({"content": "x"}, user("x")),
+        ({"role": "user"}, user("")),
+        ("x", user("x")),
+        (says(""), says("")),
         ({"role": "user", "name": "Ann", "content": "x"}, {"role": "user", "name": "Ann", "content": "x"}),
     ],
 )
@@ -244,22 +189,15 @@ def test_messages_without_role_or_content_are_mended(recorded: Any, message: dic
 IMAGE = [{"type": "text", "text": "How many?"}, {"type": "image_url", "image_url": {"url": "file:///a.png"}}]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": IMAGE},
-        {"role": "user", "content": json.dumps(IMAGE)},
-        {
-            "role": "user",
-            "parts": [
-                {"type": "text", "content": "How many?"},
-                {"type": "uri", "modality": "image", "uri": "file:///a.png"},
-            ],
-        },
-    ],
-)
+IMAGE_PARTS = [
+    {"type": "text", "content": "How many?"},
+    {"type": "uri", "modality": "image", "uri": "file:///a.png"},
+]
+
+
+@pytest.mark.parametrize("message", [user(IMAGE), user(json.dumps(IMAGE)), turn("user", *IMAGE_PARTS)])
 def test_images(message: dict[str, Any]) -> None:
-    assert openai_messages([message], "user") == [{"role": "user", "content": IMAGE}]
+    assert openai_messages([message], "user") == [user(IMAGE)]
 
 
 def test_an_image_in_a_span_becomes_a_data_url() -> None:
@@ -286,14 +224,10 @@ def test_of_several_choices_the_first_is_the_answer() -> None:
 
 
 def test_a_completion_of_plain_text() -> None:
-    attributes = {
-        "gen_ai.input.messages": "Once upon",
-        "gen_ai.output.messages": json.dumps([{"text": " a time"}]),
-    }
-    assert TraceToMessages()([span(attributes)])[0]["messages"] == [
-        {"role": "user", "content": "Once upon"},
-        {"role": "assistant", "content": " a time"},
-    ]
+    answer = json.dumps([{"text": " a time"}])
+    attributes = {"gen_ai.input.messages": "Once upon", "gen_ai.output.messages": answer}
+    (item,) = TraceToMessages()([span(attributes)])
+    assert item["messages"] == [user("Once upon"), says(" a time")]
 
 
 def test_tools_that_are_no_functions_stay() -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from typing import Any
 
@@ -30,7 +30,7 @@ from opentelemetry.sdk.trace import (
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, NoOpTracerProvider, Status, StatusCode
-from opentelemetry.util._once import Once
+from unit_helpers import make_rollout
 
 from raylight.errors import ConfigError, TracerError
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID
@@ -38,14 +38,11 @@ from raylight.traces import otel as capture_module
 from raylight.traces import tracer as tracer_module
 from raylight.traces.context import AttemptTrace, current_trace, tracing
 from raylight.traces.tracer import DummyTracer, OtelTracer
-from raylight.types import Attempt, Rollout, Span
+from raylight.types import Rollout, Span
 
 
 @pytest.fixture(autouse=True)
-def _no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start every test without a global tracer provider."""
-    monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
-    monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
+def _no_last_trace(no_provider: None) -> None:
     tracer_module._LAST.set(None)
 
 
@@ -58,8 +55,7 @@ def tracer() -> Iterator[OtelTracer]:
 
 
 def rollout(number: int = 0) -> Rollout:
-    attempt = Attempt(rollout_id=f"r{number}", attempt_id=f"a{number}", sequence_id=1, start_time=0.0)
-    return Rollout(rollout_id=f"r{number}", input=None, start_time=0.0, attempt=attempt)
+    return make_rollout(f"r{number}", attempt_id=f"a{number}")
 
 
 def sdk() -> otel.Tracer:
@@ -68,6 +64,15 @@ def sdk() -> otel.Tracer:
 
 def names(trace: AttemptTrace) -> list[str]:
     return [span.name for span in trace.spans]
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Run functions at the same time, each in a thread."""
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 # ---- what is caught
@@ -123,7 +128,7 @@ def test_a_span_goes_to_the_attempt_that_started_it(tracer: OtelTracer) -> None:
     assert names(two) == []
 
 
-def test_attempts_interleaved_on_one_loop_never_mix(tracer: OtelTracer) -> None:
+async def test_attempts_interleaved_on_one_loop_never_mix(tracer: OtelTracer) -> None:
     async def agent(number: int) -> AttemptTrace:
         with tracer.attempt(rollout(number)) as trace:
             for step in range(5):
@@ -137,10 +142,7 @@ def test_attempts_interleaved_on_one_loop_never_mix(tracer: OtelTracer) -> None:
         with sdk().start_as_current_span(f"{number}"):
             await asyncio.sleep(0)
 
-    async def main() -> list[AttemptTrace]:
-        return await asyncio.gather(*(agent(number) for number in range(20)))
-
-    for number, trace in enumerate(asyncio.run(main())):
+    for number, trace in enumerate(await asyncio.gather(*(agent(number) for number in range(20)))):
         assert names(trace) == [f"{number}"] * 15
         assert {span.rollout_id for span in trace.spans} == {f"r{number}"}
         assert len({span.trace_id for span in trace.spans}) == 5
@@ -159,20 +161,10 @@ def test_attempts_in_threads_never_mix(tracer: OtelTracer) -> None:
                     pass
         traces[number] = trace
 
-    threads = [threading.Thread(target=agent, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(agent, number) for number in range(8)))
     for number, trace in traces.items():
         assert names(trace) == [f"{number}"] * 400
         assert len({span.span_id for span in trace.spans}) == 400
-
-
-def in_thread(work: Any) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
 
 
 def test_a_thread_with_opentelemetrys_context_keeps_the_attempt(tracer: OtelTracer) -> None:
@@ -188,7 +180,7 @@ def test_a_thread_with_opentelemetrys_context_keeps_the_attempt(tracer: OtelTrac
             sdk().start_span("explicit", context=carried).end()
             sdk().start_span("orphan").end()
 
-        in_thread(attached)
+        in_threads(attached)
     assert names(trace) == ["grandchild", "child", "explicit", "parent"]
 
 
@@ -196,7 +188,7 @@ def test_a_child_of_a_span_that_has_ended_keeps_the_attempt(tracer: OtelTracer) 
     with tracer.attempt(rollout()) as trace:
         with sdk().start_as_current_span("parent"):
             carried = otel_context.get_current()
-        in_thread(lambda: sdk().start_span("child", context=carried).end())
+        in_threads(lambda: sdk().start_span("child", context=carried).end())
     assert names(trace) == ["parent", "child"]
 
 
@@ -204,7 +196,7 @@ def test_a_parent_known_by_its_ids_alone_is_found(tracer: OtelTracer) -> None:
     """The agent calls a server in its own process, which receives the parent by a header."""
     with tracer.attempt(rollout()) as trace, sdk().start_as_current_span("client") as client:
         remote = otel.set_span_in_context(NonRecordingSpan(client.get_span_context()), otel_context.Context())
-        in_thread(lambda: sdk().start_span("server", context=remote).end())
+        in_threads(lambda: sdk().start_span("server", context=remote).end())
     assert names(trace) == ["server", "client"]
 
 
@@ -222,7 +214,7 @@ def test_the_attempt_goes_before_the_parent(tracer: OtelTracer) -> None:
 def test_copied_context_in_a_thread(tracer: OtelTracer) -> None:
     with tracer.attempt(rollout()) as trace:
         carried = copy_context()
-        in_thread(lambda: carried.run(lambda: sdk().start_span("in a pool").end()))
+        in_threads(lambda: carried.run(lambda: sdk().start_span("in a pool").end()))
     assert names(trace) == ["in a pool"]
 
 
@@ -256,10 +248,7 @@ def test_an_error_in_conversion_is_counted_and_never_reaches_the_agent(
         monkeypatch.undo()
     assert names(trace) == []
     assert tracer.failed == 2
-    assert [record.exc_info is not None and bool(record.exc_info) for record in caplog.records] == [
-        True,
-        False,
-    ]
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False]
 
 
 def test_an_error_at_the_start_is_counted_too(tracer: OtelTracer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +345,7 @@ def test_two_tracers_and_many_setups_hear_a_span_once() -> None:
 
 def test_setup_from_many_threads_is_one_setup() -> None:
     tracer = OtelTracer()
-    threads = [threading.Thread(target=tracer.setup) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[tracer.setup] * 16)
     with tracer.attempt(rollout()) as trace:
         sdk().start_span("once").end()
     assert names(trace) == ["once"]
@@ -369,18 +354,21 @@ def test_setup_from_many_threads_is_one_setup() -> None:
     tracer.teardown()
 
 
-def test_a_provider_that_takes_no_processors_is_an_error() -> None:
-    otel.set_tracer_provider(NoOpTracerProvider())
-    with pytest.raises(TracerError, match=r"NoOpTracerProvider.*DummyTracer"):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (NoOpTracerProvider, r"NoOpTracerProvider.*DummyTracer"),
+        (
+            lambda: TracerProvider(active_span_processor=ConcurrentMultiSpanProcessor()),
+            "ConcurrentMultiSpanProcessor",
+        ),
+    ],
+    ids=["no processors", "processors in threads"],
+)
+def test_a_provider_that_does_not_call_processors_in_order_is_an_error(make: Any, message: str) -> None:
+    otel.set_tracer_provider(make())
+    with pytest.raises(TracerError, match=message):
         OtelTracer().setup()
-
-
-def test_a_provider_with_processors_in_threads_is_an_error() -> None:
-    provider = TracerProvider(active_span_processor=ConcurrentMultiSpanProcessor())
-    otel.set_tracer_provider(provider)
-    with pytest.raises(TracerError, match="ConcurrentMultiSpanProcessor"):
-        OtelTracer().setup()
-    provider.shutdown()
 
 
 def test_a_disabled_sdk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +402,7 @@ def test_bad_arguments() -> None:
         OtelTracer(export_endpoint="collector:4318")
 
 
-def test_the_last_trace_is_of_this_context_only() -> None:
+async def test_the_last_trace_is_of_this_context_only() -> None:
     tracer = DummyTracer()
 
     async def one(number: int) -> list[Span]:
@@ -424,10 +412,8 @@ def test_the_last_trace_is_of_this_context_only() -> None:
         await asyncio.sleep(0)
         return tracer.get_last_trace()
 
-    async def main() -> list[list[Span]]:
-        return await asyncio.gather(*(one(number) for number in range(3)))
-
-    assert [[span.name for span in spans] for spans in asyncio.run(main())] == [["0"], ["1"], ["2"]]
+    traces = await asyncio.gather(*(one(number) for number in range(3)))
+    assert [[span.name for span in spans] for spans in traces] == [["0"], ["1"], ["2"]]
 
 
 # ---- travelling

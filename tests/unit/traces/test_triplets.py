@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from template_helpers import says, user
 
 from raylight.errors import ConfigError
 from raylight.semconv import ANNOTATION, VIRTUAL, reward_attributes
@@ -25,6 +26,7 @@ from raylight.traces.triplets import (
 from raylight.types import Span, Triplet
 
 _sequence = itertools.count(1)
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///a.png"}}
 
 
 def span(
@@ -45,6 +47,17 @@ def span(
     )
 
 
+def reward_task(span_id: str, times: tuple[float, float], value: float, parent: str | None = None) -> Span:
+    """Return AgentOps' span of a function that computes a reward."""
+    output = json.dumps({"type": "reward", "value": value})
+    return span("grade.task", span_id, parent, times, agentops__task__output=output)
+
+
+def named(span_id: str, times: tuple[float, float], agent: str, parent: str | None = None) -> Span:
+    """Return the span of a named agent."""
+    return span(agent, span_id, parent, times, agent__name=agent)
+
+
 def captured(
     response: str, prompt: list[int], output: list[int], times: tuple[float, float], parent: str | None = None
 ) -> Span:
@@ -56,8 +69,8 @@ def captured(
         times,
         gen_ai__request__model="policy",
         gen_ai__response__id=response,
-        gen_ai__input__messages=json.dumps([{"role": "user", "content": "2+2?"}]),
-        gen_ai__output__messages=json.dumps([{"role": "assistant", "content": "4"}]),
+        gen_ai__input__messages=json.dumps([user("2+2?")]),
+        gen_ai__output__messages=json.dumps([says("4")]),
         prompt_token_ids=prompt,
         response_token_ids=output,
         response_logprobs=[-0.5] * len(output),
@@ -76,17 +89,9 @@ def rewards_of(triplets: list[Triplet]) -> dict[str, float | None]:
 
 def test_a_captured_call_is_a_triplet_with_tokens_logprobs_and_versions() -> None:
     (triplet,) = TraceToTriplet().adapt([captured("r1", [1, 2], [3, 4], (0, 1)), reward(0.5, 2)])
-    assert triplet.prompt == {
-        "token_ids": [1, 2],
-        "raw_content": [{"role": "user", "content": "2+2?"}],
-        "image_urls": [],
-    }
-    assert triplet.response == {
-        "token_ids": [3, 4],
-        "raw_content": [{"role": "assistant", "content": "4"}],
-        "logprobs": [-0.5, -0.5],
-        "weight_versions": [3, 3],
-    }
+    assert triplet.prompt == {"token_ids": [1, 2], "raw_content": [user("2+2?")], "image_urls": []}
+    sampled = {"logprobs": [-0.5, -0.5], "weight_versions": [3, 3]}
+    assert triplet.response == {"token_ids": [3, 4], "raw_content": [says("4")], **sampled}
     assert triplet.reward == 0.5
     assert triplet.metadata == {
         "response_id": "r1",
@@ -135,14 +140,8 @@ def test_log_probs_that_do_not_fit_the_tokens_are_left_out_and_logged(
 
 
 def agentops_call(span_id: str, parent: str, times: tuple[float, float], response: str) -> Span:
-    image = [
-        {"type": "text", "text": "How many?"},
-        {"type": "image_url", "image_url": {"url": "file:///a.png"}},
-    ]
-    content = [
-        {"token": "3", "logprob": -0.25, "bytes": None, "top_logprobs": []},
-        {"token": "", "logprob": -0.125},
-    ]
+    image = [{"type": "text", "text": "How many?"}, IMAGE]
+    content = [{"token": "3", "logprob": -0.25, "top_logprobs": []}, {"token": "", "logprob": -0.125}]
     attributes = {
         "gen_ai.request.type": "chat",
         "gen_ai.system": "OpenAI",
@@ -160,9 +159,8 @@ def agentops_call(span_id: str, parent: str, times: tuple[float, float], respons
         "response_token_ids": (18, 151645),
         "logprobs.content": json.dumps(content),
     }
-    return span("openai.chat.completion", span_id, parent, times).model_copy(
-        update={"attributes": attributes}
-    )
+    made = span("openai.chat.completion", span_id, parent, times)
+    return made.model_copy(update={"attributes": attributes})
 
 
 def test_agentops_spans() -> None:
@@ -170,13 +168,7 @@ def test_agentops_spans() -> None:
         span("run.session", "s", None, (0, 10)),
         span("planner.agent", "a", "s", (1, 9), agentops__span__kind="agent", operation__name="planner"),
         agentops_call("c", "a", (2, 3), "chatcmpl-1"),
-        span(
-            "grade.task",
-            "g",
-            "a",
-            (4, 5),
-            agentops__task__output=json.dumps({"type": "reward", "value": 0.7}),
-        ),
+        reward_task("g", (4, 5), 0.7, "a"),
     ]
     (triplet,) = TracerTraceToTriplet(agent_match="plan").adapt(spans)
     assert triplet.prompt["token_ids"] == [151644, 8948]
@@ -185,11 +177,8 @@ def test_agentops_spans() -> None:
     assert triplet.response["logprobs"] == [-0.25, -0.125]
     assert triplet.response["raw_content"] == [{"role": "assistant", "content": "3", "finish_reason": "stop"}]
     assert (triplet.reward, triplet.metadata["agent_name"]) == (0.7, "planner")
-    assert triplet.metadata["request"] == {
-        "type": "chat",
-        "model": "Qwen/Qwen2-VL-2B-Instruct",
-        "temperature": 0.0,
-    }
+    model = "Qwen/Qwen2-VL-2B-Instruct"
+    assert triplet.metadata["request"] == {"type": "chat", "model": model, "temperature": 0.0}
 
 
 def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() -> None:
@@ -197,23 +186,13 @@ def test_agent_framework_names_the_agent_of_a_call_that_the_engine_captured() ->
     spans = [
         span("workflow.run", "w", None, (0, 10)),
         span("executor.process writer", "e", "w", (1, 4), executor__id="writer"),
-        span(
-            "invoke_agent Writer",
-            "i",
-            "e",
-            (1, 4),
-            gen_ai__operation__name="invoke_agent",
-            gen_ai__agent__name="Writer",
-        ),
-        span(
-            "chat policy", "c", "i", (2, 3), gen_ai__operation__name="chat", gen_ai__response__id="chatcmpl-1"
-        ),
+        span("invoke_agent Writer", "i", "e", (1, 4), gen_ai__agent__name="Writer"),
+        span("chat policy", "c", "i", (2, 3), gen_ai__response__id="chatcmpl-1"),
         span("executor.process critic", "f", "w", (5, 8), executor__id="critic"),
         captured("chatcmpl-1", [1], [2], (6.1, 6.9)),
     ]
-    (triplet,) = TracerTraceToTriplet(
-        llm_call_match=r"openai\.chat\.completion", repair_hierarchy=False
-    ).adapt(spans)
+    adapter = TracerTraceToTriplet(llm_call_match=r"openai\.chat\.completion", repair_hierarchy=False)
+    (triplet,) = adapter.adapt(spans)
     assert triplet.metadata["agent_name"] == "writer"  # the executor's name comes before the agent's
     assert triplet.response["token_ids"] == [2]
 
@@ -299,9 +278,7 @@ def test_weave_spans() -> None:
     (triplet,) = TracerTraceToTriplet().adapt([agent, call])
     assert (triplet.prompt["token_ids"], triplet.response["token_ids"]) == ([1, 2], [3])
     assert triplet.prompt["raw_content"] == [{"role": "user", "content": "Hello"}]
-    assert triplet.response["raw_content"] == [
-        {"token_ids": [3], "message": {"role": "assistant", "content": "Hi"}}
-    ]
+    assert triplet.response["raw_content"] == [{"token_ids": [3], "message": says("Hi")}]
     assert triplet.metadata["agent_name"] == "helper"
     assert triplet.metadata["request"] == {"model": "policy"}
 
@@ -310,50 +287,38 @@ def test_weave_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "attributes"),
+    ("name", "attributes", "agent"),
     [
-        ("x", {"gen_ai.agent.name": "writer"}),
-        ("x", {"agent.name": "writer"}),
-        ("x", {"agentops.span.kind": "agent", "operation.name": "writer"}),
-        ("x", {"recipient_agent_type": "writer"}),
-        ("x", {"langchain.chain.type": "writer"}),
-        ("x", {"executor.id": "writer"}),
-        ("x", {"type": "agent", "agentlightning.operation.input.name": "writer"}),
-        ("langchain.Chain.LangGraph", {"lc_name": "writer"}),
+        ("x", {"gen_ai.agent.name": "writer"}, "writer"),
+        ("x", {"agent.name": "writer"}, "writer"),
+        ("x", {"agentops.span.kind": "agent", "operation.name": "writer"}, "writer"),
+        ("x", {"recipient_agent_type": "writer"}, "writer"),
+        ("x", {"langchain.chain.type": "writer"}, "writer"),
+        ("x", {"executor.id": "writer"}, "writer"),
+        ("x", {"type": "agent", "agentlightning.operation.input.name": "writer"}, "writer"),
+        ("langchain.Chain.LangGraph", {"lc_name": "writer"}, "writer"),
+        ("x", {"operation.name": "x"}, None),
+        ("x", {"agent.name": ""}, None),
+        ("x", {"agent.name": 3}, None),
+        ("x", {"lc_name": "x"}, None),
     ],
 )
-def test_conventions_of_agent_names(name: str, attributes: dict[str, Any]) -> None:
-    spans = [
-        span(name, "a", None, (0, 9)).model_copy(update={"attributes": attributes}),
-        captured("r", [1], [2], (1, 2), "a"),
-    ]
-    assert TracerTraceToTriplet().adapt(spans)[0].metadata["agent_name"] == "writer"
-
-
-@pytest.mark.parametrize(
-    "attributes", [{"operation.name": "x"}, {"agent.name": ""}, {"agent.name": 3}, {"lc_name": "x"}]
-)
-def test_what_names_no_agent(attributes: dict[str, Any]) -> None:
-    spans = [
-        span("x", "a", None, (0, 9)).model_copy(update={"attributes": attributes}),
-        captured("r", [1], [2], (1, 2), "a"),
-    ]
-    assert TracerTraceToTriplet().adapt(spans)[0].metadata["agent_name"] is None
+def test_conventions_of_agent_names(name: str, attributes: dict[str, Any], agent: str | None) -> None:
+    outer = span(name, "a", None, (0, 9)).model_copy(update={"attributes": attributes})
+    (triplet,) = TracerTraceToTriplet().adapt([outer, captured("r", [1], [2], (1, 2), "a")])
+    assert triplet.metadata["agent_name"] == agent
 
 
 def test_the_nearest_agent_decides_and_unnamed_calls_are_left_out_by_a_filter() -> None:
     spans = [
-        span("planner", "p", None, (0, 10), agent__name="planner"),
-        span("helper", "h", "p", (1, 5), agent__name="helper"),
+        named("p", (0, 10), "planner"),
+        named("h", (1, 5), "helper", "p"),
         captured("inner", [1], [2], (2, 3), "h"),
         captured("outer", [3], [4], (6, 7), "p"),
         captured("stray", [5], [6], (20, 21)),
     ]
-    assert [t.metadata["agent_name"] for t in TracerTraceToTriplet().adapt(spans)] == [
-        "helper",
-        "planner",
-        None,
-    ]
+    agents = [triplet.metadata["agent_name"] for triplet in TracerTraceToTriplet().adapt(spans)]
+    assert agents == ["helper", "planner", None]
     assert list(rewards_of(TracerTraceToTriplet(agent_match="^planner$").adapt(spans))) == ["outer"]
     assert list(rewards_of(TracerTraceToTriplet(agent_match="p").adapt(spans))) == ["inner", "outer"]
 
@@ -407,10 +372,8 @@ def test_a_sibling_reward_stays_below_its_parent() -> None:
     assert rewards_of(TraceToTriplet(reward_match="first_sibling").adapt(spans)) == {"a": 0.1, "b": 0.2}
     assert rewards_of(TraceToTriplet(reward_match="first_occurrence").adapt(spans)) == {"a": 0.1, "b": 0.2}
     crossed = [*spans[:3], reward(0.1, 4.5, "1"), *spans[4:]]
-    assert rewards_of(TraceToTriplet(reward_match=RewardMatchPolicy.FIRST_SIBLING).adapt(crossed)) == {
-        "a": 0.1,
-        "b": 0.2,
-    }
+    siblings = TraceToTriplet(reward_match=RewardMatchPolicy.FIRST_SIBLING)
+    assert rewards_of(siblings.adapt(crossed)) == {"a": 0.1, "b": 0.2}
     assert rewards_of(TraceToTriplet().adapt(crossed)) == {"a": 0.2, "b": 0.1}
 
 
@@ -426,13 +389,7 @@ def test_the_calls_of_a_judge_are_left_out(judge_parent: str | None) -> None:
     """The same holds if only the judge's client span is within the reward, and the engine's clock is off."""
     spans = [
         captured("a", [1], [2], (0, 1)),
-        span(
-            "grade",
-            "grade",
-            None,
-            (2, 5),
-            agentops__task__output=json.dumps({"type": "reward", "value": 0.5}),
-        ),
+        reward_task("grade", (2, 5), 0.5),
         span("openai.chat", "client", "grade", (3, 4), gen_ai__response__id="judge"),
         captured("judge", [1], [2], (3.1, 3.9) if judge_parent else (30, 31), judge_parent),
     ]
@@ -477,9 +434,8 @@ def test_wrong_arguments_are_errors_at_once(arguments: dict[str, str]) -> None:
 
 
 def numbered(made: Span, sequence: int) -> Span:
-    return made.model_copy(
-        update={"sequence_id": sequence, "start_time": 100.0 - sequence}
-    )  # clocks that disagree
+    # clocks that disagree
+    return made.model_copy(update={"sequence_id": sequence, "start_time": 100.0 - sequence})
 
 
 def test_rewards_by_sequence() -> None:
@@ -611,16 +567,8 @@ def test_the_tree_as_text() -> None:
 
 def choices_of_one_response() -> list[Span]:
     """raylight captures three choices as three calls; the client has one span, with the response id."""
-    spans = [
-        span(
-            "openai.chat",
-            "o",
-            None,
-            (0, 4),
-            gen_ai__agent__name="writer",
-            gen_ai__response__id="chatcmpl-abc",
-        )
-    ]
+    ids = {"gen_ai__agent__name": "writer", "gen_ai__response__id": "chatcmpl-abc"}
+    spans = [span("openai.chat", "o", None, (0, 4), **ids)]
     for index, call_id in enumerate(["abc", "def", "ghi"]):
         made = captured("chatcmpl-abc", [1], [2 + index], (1, 3)).model_copy(update={"span_id": call_id})
         made.attributes["raylight.call_id"] = call_id
@@ -638,15 +586,17 @@ def test_each_choice_of_a_response_is_a_triplet(adapter: Any) -> None:
 
 
 def test_the_choices_of_a_judge_are_all_left_out() -> None:
-    grade = span(
-        "grade", "g", None, (10, 20), agentops__task__output=json.dumps({"type": "reward", "value": 0.5})
-    )
     client = span("openai.chat", "o", "g", (11, 14), gen_ai__response__id="chatcmpl-abc")
-    assert TracerTraceToTriplet().adapt([grade, client, *choices_of_one_response()[1:]]) == []
+    assert (
+        TracerTraceToTriplet().adapt(
+            [reward_task("g", (10, 20), 0.5), client, *choices_of_one_response()[1:]]
+        )
+        == []
+    )
 
 
 def test_raw_content_is_kept_as_it_was_recorded() -> None:
-    parts = json.dumps([{"type": "image_url", "image_url": {"url": "file:///a.png"}}])
+    parts = json.dumps([IMAGE])
     recorded = {
         "gen_ai.prompt.0.role": "user",
         "gen_ai.prompt.0.content": parts,

@@ -30,26 +30,12 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 from template_helpers import make_tokenizer, says, template, user
 
+from raylight import semconv
 from raylight.engines.capture_context import CURRENT, AttemptScope
 from raylight.errors import StoreLostError
 from raylight.experience.trajectory import build_trajectories
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError
-from raylight.semconv import (
-    AGENT_NAME,
-    CALL_ID,
-    DIALECT,
-    FINISH_REASONS,
-    INPUT_MESSAGES,
-    OUTPUT_MESSAGES,
-    PROMPT_SOURCE,
-    REQUEST_MODEL,
-    REQUEST_PARAMETERS,
-    RESPONSE_ID,
-    RESPONSE_TOKEN_IDS,
-    TIME_TO_FIRST_TOKEN,
-    TOOL_DEFINITIONS,
-)
 from raylight.serving.capture import captured_request, conversation_loader, retry_queue
 from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
 from raylight.serving.capture.middleware import CaptureMiddleware, count_choices
@@ -182,19 +168,19 @@ async def test_a_call_is_recorded_token_for_token(bench: Bench, streamed: bool) 
     assert (span.rollout_id, span.attempt_id) == ("ro-1", "at-1")
     assert (span.start_time, span.end_time) == (10.0, generation.end_time)
     told = dict(span.attributes)
-    assert json.loads(told.pop(INPUT_MESSAGES)) == ASKED["messages"]
-    assert json.loads(told.pop(OUTPUT_MESSAGES)) == [says("hello")]
+    assert json.loads(told.pop(semconv.INPUT_MESSAGES)) == ASKED["messages"]
+    assert json.loads(told.pop(semconv.OUTPUT_MESSAGES)) == [says("hello")]
     stream = {"stream": True} if streamed else {}
-    assert json.loads(told.pop(REQUEST_PARAMETERS)) == {"model": "policy"} | stream
-    assert told.pop(TIME_TO_FIRST_TOKEN, None) == (1.0 if streamed else None)
+    assert json.loads(told.pop(semconv.REQUEST_PARAMETERS)) == {"model": "policy"} | stream
+    assert told.pop(semconv.TIME_TO_FIRST_TOKEN, None) == (1.0 if streamed else None)
     assert told == {
-        CALL_ID: key.call_id,
-        AGENT_NAME: "planner",
-        REQUEST_MODEL: "policy",
-        RESPONSE_ID: f"chatcmpl-{key.call_id}",
-        DIALECT: "chat",
-        PROMPT_SOURCE: "rendered",
-        FINISH_REASONS: ["stop"],
+        semconv.CALL_ID: key.call_id,
+        semconv.AGENT_NAME: "planner",
+        semconv.REQUEST_MODEL: "policy",
+        semconv.RESPONSE_ID: f"chatcmpl-{key.call_id}",
+        semconv.DIALECT: "chat",
+        semconv.PROMPT_SOURCE: "rendered",
+        semconv.FINISH_REASONS: ["stop"],
     }
 
 
@@ -216,9 +202,9 @@ async def test_what_was_translated_says_so_and_has_the_id_that_the_agent_sees(
     await Call(bench.translated(dialect), ASKED | {"tools": TOOLS}).answered()
     await bench.sink.has(1, 1)
     span = bench.sink.closed[0][2]
-    assert (span.name, span.attributes[DIALECT]) == (name, dialect)
-    assert span.attributes[RESPONSE_ID] == prefix + span.attributes[CALL_ID]
-    assert json.loads(span.attributes[TOOL_DEFINITIONS]) == TOOLS
+    assert (span.name, span.attributes[semconv.DIALECT]) == (name, dialect)
+    assert span.attributes[semconv.RESPONSE_ID] == prefix + span.attributes[semconv.CALL_ID]
+    assert json.loads(span.attributes[semconv.TOOL_DEFINITIONS]) == TOOLS
     assert read_call(span.attributes).completeness == (True, True)
 
 
@@ -230,7 +216,7 @@ async def test_every_choice_is_a_call(bench: Bench, streamed: bool) -> None:
     assert len({key.call_id for key, _, _ in bench.sink.closed}) == 3
     for key, generation, span in bench.sink.closed:
         assert generation.key == key
-        assert span.attributes[CALL_ID] == key.call_id
+        assert span.attributes[semconv.CALL_ID] == key.call_id
     keys = {call_key_of(span.attributes) for _, _, span in bench.sink.closed}
     assert len(keys) == 3
 
@@ -238,9 +224,9 @@ async def test_every_choice_is_a_call(bench: Bench, streamed: bool) -> None:
 async def test_completions_are_recorded_too(bench: Bench) -> None:
     _, generation, span = await bench.record({"model": "policy", "prompt": "once"}, "/v1/completions")
     assert generation.output_ids.tolist() == [ord(letter) for letter in "hello"]
-    assert (span.name, span.attributes[DIALECT]) == ("openai.completion", "completions")
-    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [says("hello")]
-    assert json.loads(span.attributes[INPUT_MESSAGES]) == [{"role": "user", "content": "once"}]
+    assert (span.name, span.attributes[semconv.DIALECT]) == ("openai.completion", "completions")
+    assert json.loads(span.attributes[semconv.OUTPUT_MESSAGES]) == [says("hello")]
+    assert json.loads(span.attributes[semconv.INPUT_MESSAGES]) == [{"role": "user", "content": "once"}]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +393,7 @@ async def test_when_the_client_leaves_sampling_ends_and_what_there_was_is_record
         [ord("h")],
         [-0.5],
     )
-    assert span.attributes[FINISH_REASONS] == ["aborted"]
+    assert span.attributes[semconv.FINISH_REASONS] == ["aborted"]
 
 
 async def test_an_application_that_listens_but_does_not_end_is_cancelled(
@@ -481,7 +467,7 @@ async def test_an_engine_that_fails_in_mid_stream_leaves_an_aborted_call(bench: 
     await bench.sink.has(1, 1)
     _, generation, span = bench.sink.closed[0]
     assert (generation.finish_reason, generation.output_ids.tolist()) == ("aborted", [ord("h"), ord("e")])
-    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
+    assert json.loads(span.attributes[semconv.OUTPUT_MESSAGES]) == [{"role": "assistant", "content": "he"}]
 
 
 @pytest.fixture
@@ -512,8 +498,8 @@ async def test_a_late_stream_of_another_dialect_has_its_id_from_the_start(late: 
     await call.answered()
     await late.sink.has(1, 1)
     span = late.sink.closed[0][2]
-    assert call.headers[ANSWER_ID].decode() == span.attributes[CALL_ID]
-    assert span.attributes[RESPONSE_ID] == f"resp_{span.attributes[CALL_ID]}"
+    assert call.headers[ANSWER_ID].decode() == span.attributes[semconv.CALL_ID]
+    assert span.attributes[semconv.RESPONSE_ID] == f"resp_{span.attributes[semconv.CALL_ID]}"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -574,8 +560,8 @@ async def test_a_model_that_runs_elsewhere_leaves_a_span_without_tokens(bench: B
     call, generation, span = await bench.record()
     assert (call.status, generation) == (200, None)
     assert call_key_of(span.attributes) == call.json["id"]
-    assert json.loads(span.attributes[OUTPUT_MESSAGES]) == [says("hello")]
-    assert span.attributes[FINISH_REASONS] == ["stop"]
+    assert json.loads(span.attributes[semconv.OUTPUT_MESSAGES]) == [says("hello")]
+    assert span.attributes[semconv.FINISH_REASONS] == ["stop"]
 
 
 # conversations
@@ -587,7 +573,7 @@ async def test_a_conversation_that_is_known_goes_to_the_engine_as_tokens() -> No
     _, generation, span = await bench.record()
     assert bench.app.requests == [ASKED | {"kv_transfer_params": {"prompt_token_ids": [7, 8, 9]}}]
     assert b"content-length" not in bench.app.headers[0]  # that of the body without the tokens
-    assert (generation.prompt_ids.tolist(), span.attributes[PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
+    assert (generation.prompt_ids.tolist(), span.attributes[semconv.PROMPT_SOURCE]) == ([7, 8, 9], "spliced")
     assert bench.app.contexts[0].body == ASKED
     ((scope, body, message, tokens),) = known.remembered
     assert (scope, body, message) == (INSIDE, ASKED, says("hello"))
@@ -601,7 +587,7 @@ async def test_it_can_be_switched_off_by_request() -> None:
     _, generation, span = await bench.record(x_raylight_token_in="off")
     assert generation.history.kind == "token_in_off"
     assert bench.app.requests == [ASKED]
-    assert span.attributes[PROMPT_SOURCE] == "rendered"
+    assert span.attributes[semconv.PROMPT_SOURCE] == "rendered"
     assert (await bench.call(x_raylight_token_in="perhaps").answered()).status == 400
 
 
@@ -609,7 +595,7 @@ async def test_a_conversation_of_which_only_the_beginning_is_known_says_so() -> 
     known = Known([7])
     known.whole = False
     _, _, span = await Bench(known).record()
-    assert span.attributes[PROMPT_SOURCE] == "partly"
+    assert span.attributes[semconv.PROMPT_SOURCE] == "partly"
 
 
 async def test_completions_are_never_spliced() -> None:
@@ -763,7 +749,7 @@ class Replicas:
 
     async def sources(self) -> list[str]:
         spans = sorted(await self.store.query_spans("ro-1"), key=lambda span: span.start_time)
-        return [span.attributes[PROMPT_SOURCE] for span in spans]
+        return [span.attributes[semconv.PROMPT_SOURCE] for span in spans]
 
     async def trajectories(self) -> int:
         (left,) = await self.store.collect(["ro-1"])
@@ -837,7 +823,7 @@ async def test_another_replica_gets_from_the_store_what_the_first_one_remembered
     assert second.remembered[:2] == first.remembered
     assert second.prompt_lengths[:2] == first.prompt_lengths
     spans = await store.query_spans("ro-1")
-    assert sum(RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
+    assert sum(semconv.RESPONSE_TOKEN_IDS in span.attributes for span in spans) == 4, (
         "what was cut off is shown without its tokens"
     )
     assert (await store.statistics())["generations"] == 5

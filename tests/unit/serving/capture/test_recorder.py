@@ -64,17 +64,6 @@ async def test_a_call_is_known_when_the_store_has_it(sink: Sink, recorder: Recor
     assert (recorder.stats.opened, recorder.stats.unsent) == (1, 0)
 
 
-async def test_closing_never_waits_for_the_store(sink: Sink, recorder: Recorder) -> None:
-    key = make_key()
-    await opened(recorder, key)
-    sink.gate.clear()
-    recorder.close([(key, None, None)])  # not even awaitable
-    await settle()
-    assert sink.closed == []
-    sink.gate.set()
-    await sink.has(1, 1)
-
-
 async def test_records_are_sent_in_order_in_batches_one_at_a_time(sink: Sink, recorder: Recorder) -> None:
     keys = [make_key() for _ in range(20)]
     closed: list[ClosedCall] = [(key, make_generation([1], [2], key=key), SPAN) for key in keys]

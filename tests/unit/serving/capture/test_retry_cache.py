@@ -43,6 +43,36 @@ class Bench:
     ) -> Call:
         return Call(self.cache, body, path, attempt, x_stainless_retry_count=str(tries))
 
+    async def join(self, body: Any = ASKED) -> tuple[Call, Call]:
+        """Return a request that is being sampled, and a retry that joins it."""
+        self.app.gate.clear()
+        first = self.call(body)
+        await self.app.sampling.wait()
+        again = self.call(body, tries=1)
+        await settle()
+        return first, again
+
+    async def cut_off(self) -> None:
+        """Make a request whose client leaves while it is sampled."""
+        self.app.gate.clear()
+        self.app.sampling.clear()
+        call = self.call()
+        await self.app.sampling.wait()
+        call.left.set()
+        await call.answered()
+        self.app.gate.set()
+
+    async def lose(self, place: int, of: int) -> list[Call]:
+        """Return equal requests that are answered at once; the answer of one is lost."""
+        self.app.gate.clear()
+        calls = [self.call() for _ in range(of)]
+        await settle()
+        calls[place].lose_answer = True
+        self.app.gate.set()
+        for call in calls:
+            await call.answered()
+        return calls
+
     @property
     def sampled(self) -> int:
         return len(self.app.requests)
@@ -120,13 +150,7 @@ async def test_retries_of_equal_requests_find_an_answer_each(bench: Bench) -> No
 
 
 async def test_the_answer_that_is_known_to_be_lost_is_the_one_that_is_given_again(bench: Bench) -> None:
-    bench.app.gate.clear()
-    calls = [bench.call() for _ in range(3)]
-    await settle()
-    calls[1].lose_answer = True
-    bench.app.gate.set()
-    for call in calls:
-        await call.answered()
+    calls = await bench.lose(1, of=3)
     assert calls[1].sent == []
     again = await bench.call(tries=1).answered()
     await bench.sink.has(3, 3)
@@ -137,11 +161,7 @@ async def test_the_answer_that_is_known_to_be_lost_is_the_one_that_is_given_agai
 @pytest.mark.parametrize("body", [ASKED, STREAMED])
 async def test_a_retry_joins_what_is_still_being_sampled(bench: Bench, body: Any) -> None:
     """A proxy hid that the client had disconnected."""
-    bench.app.gate.clear()
-    first = bench.call(body)
-    await bench.app.sampling.wait()
-    again = bench.call(body, tries=1)
-    await settle()
+    first, again = await bench.join(body)
     first.left.set()  # the loss is noticed only now, but another request waits for the answer
     await settle()
     bench.app.gate.set()
@@ -154,11 +174,7 @@ async def test_a_retry_joins_what_is_still_being_sampled(bench: Bench, body: Any
 
 
 async def test_sampling_ends_when_both_have_left(bench: Bench) -> None:
-    bench.app.gate.clear()
-    first = bench.call()
-    await bench.app.sampling.wait()
-    again = bench.call(tries=1)
-    await settle()
+    first, again = await bench.join()
     first.left.set()
     await settle()
     assert bench.app.cancelled == 0
@@ -171,24 +187,15 @@ async def test_sampling_ends_when_both_have_left(bench: Bench) -> None:
 
 
 async def test_a_retry_of_what_was_cut_off_is_sampled_anew_and_only_that_is_whole(bench: Bench) -> None:
-    bench.app.gate.clear()
-    first = bench.call()
-    await bench.app.sampling.wait()
-    first.left.set()
-    await first.answered()
-    bench.app.gate.set()
+    await bench.cut_off()
     assert (await bench.call(tries=1).answered()).status == 200
     await bench.sink.has(2, 2)
     assert [generation.finish_reason for _, generation, _ in bench.sink.closed] == ["aborted", "stop"]
 
 
 async def test_a_retry_that_had_joined_is_sampled_anew_when_the_engine_fails(bench: Bench) -> None:
-    bench.app.gate.clear()
     bench.app.breaks_at = 1
-    first = bench.call()
-    await bench.app.sampling.wait()
-    again = bench.call(tries=1)
-    await settle()
+    first, again = await bench.join()
     bench.app.breaks_at, broken = None, asyncio.create_task(_expect_broken(first))
     await settle()
     first.task.cancel()
@@ -214,12 +221,8 @@ async def test_an_answer_that_failed_in_mid_stream_is_not_given_again(bench: Ben
 
 
 async def test_a_retry_that_has_begun_to_get_what_breaks_off_breaks_off_too(bench: Bench) -> None:
-    bench.app.gate.clear()
     bench.app.breaks_at = 1
-    first = bench.call(STREAMED)
-    await bench.app.sampling.wait()
-    again = bench.call(STREAMED, tries=1)
-    await settle()
+    first, again = await bench.join(STREAMED)
     assert len(again.sent) == len(first.sent) > 0
     bench.app.gate.set()
     with pytest.raises(RuntimeError):
@@ -265,13 +268,7 @@ async def test_answers_are_kept_for_a_while() -> None:
 
 
 async def test_what_arrived_a_while_ago_was_not_lost_and_what_did_not_arrive_was(bench: Bench) -> None:
-    bench.app.gate.clear()
-    calls = [bench.call() for _ in range(2)]
-    await settle()
-    calls[0].lose_answer = True
-    bench.app.gate.set()
-    for call in calls:
-        await call.answered()
+    calls = await bench.lose(0, of=2)
     bench.now = 60.0
     lost = await bench.call(tries=1).answered()
     assert (bench.sampled, lost.json["id"] == calls[1].json["id"]) == (2, False)
@@ -281,13 +278,7 @@ async def test_what_arrived_a_while_ago_was_not_lost_and_what_did_not_arrive_was
 
 async def test_a_retry_of_what_was_cut_off_does_not_take_the_answer_of_an_equal_request(bench: Bench) -> None:
     whole = await bench.call().answered()
-    bench.app.gate.clear()
-    bench.app.sampling.clear()
-    cut = bench.call()
-    await bench.app.sampling.wait()
-    cut.left.set()
-    await cut.answered()
-    bench.app.gate.set()
+    await bench.cut_off()
     assert (await bench.call(tries=1).answered()).json["id"] != whole.json["id"]
 
 
@@ -328,11 +319,7 @@ async def test_of_what_broke_off_only_that_it_did_is_kept_and_that_not_for_long(
     assert len(bench.cache._answers) == 1
     bench.now = 2000.0
     bench.cache._drop_old()
-    assert (bench.cache._answers, bench.cache._ended_bytes, bench.cache._ended_of_attempt) == (
-        {},
-        0,
-        {},
-    )
+    assert (bench.cache._answers, bench.cache._ended_of_attempt, bench.cache._ended_bytes) == ({}, {}, 0)
 
 
 async def test_outside_of_attempts_nothing_is_kept(bench: Bench) -> None:
@@ -368,6 +355,12 @@ class Losing:
 
         return library.AsyncClient(transport=Transport())
 
+    def openai(self) -> AsyncOpenAI:
+        http = self.client(httpx)
+        return at_once(
+            AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http, max_retries=3)
+        )
+
 
 @pytest.fixture
 async def losing(bench: Bench) -> Losing:
@@ -390,10 +383,7 @@ def at_once(client: Any) -> Any:
 async def test_openais_sdk_loses_two_answers_and_one_generation_is_recorded(
     bench: Bench, losing: Losing, streamed: bool
 ) -> None:
-    async with losing.client(httpx) as http, within():
-        client = at_once(
-            AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http, max_retries=3)
-        )
+    async with losing.openai() as client, within():
         made = await client.chat.completions.create(**ASKED, stream=streamed)
         if streamed:
             said = "".join([chunk.choices[0].delta.content or "" async for chunk in made])
@@ -408,8 +398,7 @@ async def test_openais_sdk_loses_two_answers_and_one_generation_is_recorded(
 
 async def test_the_sdks_second_request_is_another_one(bench: Bench, losing: Losing) -> None:
     losing.losses = 0
-    async with losing.client(httpx) as http, within():
-        client = at_once(AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http))
+    async with losing.openai() as client, within():
         for _ in range(2):
             await client.chat.completions.create(**ASKED)
     await bench.sink.has(2, 2)
@@ -449,7 +438,6 @@ async def test_openais_sdk_is_turned_away_and_comes_again(bench: Bench, losing: 
         await inner(scope, receive, send)
 
     bench.cache._app = busy
-    async with losing.client(httpx) as http, within():
-        client = at_once(AsyncOpenAI(base_url="http://replica/v1", api_key="k", http_client=http))
+    async with losing.openai() as client, within():
         assert (await client.chat.completions.create(**ASKED)).choices[0].message.content == "hello"
     assert bench.sampled == 1

@@ -7,7 +7,16 @@ from sys import getsizeof
 from typing import Any
 
 import pytest
-from conversation_helpers import SCOPE, TOKENIZERS, TOOL_TEMPLATES, Conversations, Spoken, Table, speak
+from conversation_helpers import (
+    SCOPE,
+    TOKENIZERS,
+    TOOL_TEMPLATES,
+    Conversations,
+    Splice,
+    Spoken,
+    Table,
+    speak,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_helpers import ADD, call_of, result, says, user
@@ -20,6 +29,7 @@ from raylight.serving.conversations.turn_tree import OVERHEAD
 
 FIRST = {"messages": [user("U1")]}
 TOKENS = [1, 2, 3]
+TWO_CALLS = [call_of("f", "{}"), call_of("g", "{}")]
 
 spoken = st.builds(
     Spoken,
@@ -40,10 +50,8 @@ def test_ten_turns_are_one_trajectory(name: str, turns: list[Spoken]) -> None:
     for said in turns:
         table.turn(said)
     for before, call in zip(table.calls, table.calls[1:], strict=False):
-        assert (
-            call.prompt_ids.tolist()[: len(before.prompt_ids) + len(before.output_ids)]
-            == before.token_ids.tolist()
-        )
+        earlier = before.token_ids.tolist()
+        assert call.prompt_ids.tolist()[: len(earlier)] == earlier
     trajectories = build_trajectories(table.calls)
     assert trajectories.relations == ["start"] + ["extension"] * 9
     assert len(trajectories.rows) == 1
@@ -94,10 +102,16 @@ def known(message: dict[str, Any], name: str = "chatml", **body: Any) -> Convers
     return found
 
 
-def ending(found: Conversations, body: dict[str, Any]) -> str:
-    """Return a prompt's new turns."""
+def spliced(found: Conversations, body: dict[str, Any]) -> Splice:
+    """Return a prompt that must be known."""
     splice = found.splice(SCOPE, body)
     assert splice is not None
+    return splice
+
+
+def ending(found: Conversations, body: dict[str, Any]) -> str:
+    """Return a prompt's new turns."""
+    splice = spliced(found, body)
     return str(TOKENIZERS["thinking"].decode(splice.tokens[len(TOKENS) :]))
 
 
@@ -112,24 +126,18 @@ def then(message: Any, *new: dict[str, Any], **body: Any) -> dict[str, Any]:
         (says("A"), says([{"type": "text", "text": "A"}])),
         (says("A"), says([{"type": "thinking", "thinking": "so"}, {"type": "output_text", "text": "A"}])),
         (says(None), says("")),
-        (
-            says("A") | {"reasoning_content": "so", "refusal": None},
-            says("A") | {"reasoning": "other", "name": "bob"},
-        ),
+        (says("A") | {"reasoning_content": "so", "refusal": None}, says("A") | {"reasoning": "other"}),
+        (says("A"), says("A") | {"name": "bob"}),
         (says("<think>so</think>\n\nA"), says("A")),
         (says("so</think>\n\nA"), says("A")),
-        (
-            says(None, call_of("f", '{"a":1.0,"b":{}}')),
-            says("", call_of("f", '{ "b": {},\n "a": 1 }', "other id")),
-        ),
+        (says(None, call_of("f", '{"a":1.0,"b":{}}')), says("", call_of("f", '{ "b": {},\n "a": 1 }', "x"))),
         (says(None, call_of("f", "")), says(None, call_of("f", "{}"))),
         (says(None, call_of("f", "not JSON ")), says(None, call_of("f", "not JSON"))),
         (says("A") | {"tool_calls": []}, says("A") | {"tool_calls": None}),
     ],
 )
 def test_the_same_answer_in_other_words(answer: dict[str, Any], echo: dict[str, Any]) -> None:
-    prompt = known(answer, "tools").splice(SCOPE, then(echo))
-    assert prompt is not None
+    prompt = spliced(known(answer, "tools"), then(echo))
     assert prompt.tokens[: len(TOKENS)] == TOKENS
 
 
@@ -144,10 +152,7 @@ def test_the_same_answer_in_other_words(answer: dict[str, Any], echo: dict[str, 
         (says("A", call_of("f", "{}")), says("A", call_of("g", "{}"))),
         (says("A", call_of("f", '{"a":1}')), says("A", call_of("f", '{"a":"1"}'))),
         (says("A", call_of("f", '{"a":1}')), says("A", call_of("f", '{"a":true}'))),
-        (
-            says("A", call_of("f", "{}"), call_of("g", "{}")),
-            says("A", call_of("g", "{}"), call_of("f", "{}")),
-        ),
+        (says("A", *TWO_CALLS), says("A", *reversed(TWO_CALLS))),
         (says("see <think>x</think> B"), says("B")),
     ],
 )
@@ -160,10 +165,7 @@ def test_other_messages_before_the_answer_are_another_conversation() -> None:
     assert found.splice(SCOPE, {"messages": [user("other"), says("A"), user("U2")]}) is None
     assert found.splice(SCOPE, {"messages": [user("U1") | {"name": "bob"}, says("A"), user("U2")]}) is None
     assert found.splice(SCOPE, {"messages": [says("A"), user("U2")]}) is None
-    assert (
-        found.splice(SCOPE, {"messages": [user([{"type": "text", "text": "U1 "}]), says("A"), user("U2")]})
-        is not None
-    )
+    spliced(found, {"messages": [user([{"type": "text", "text": "U1 "}]), says("A"), user("U2")]})
 
 
 def test_results_belong_to_calls_by_place_not_by_label() -> None:
@@ -172,10 +174,8 @@ def test_results_belong_to_calls_by_place_not_by_label() -> None:
     found.store(SCOPE, body, says("A"), TOKENS)
     renamed = [call_of("f", "{}", "x"), call_of("g", "{}", "y")]
     tail = [says("A"), user("U2")]
-    assert found.splice(
-        SCOPE,
-        {"messages": [user("U1"), says(None, *renamed), result("same", "x"), result("same", "y"), *tail]},
-    )
+    again = [user("U1"), says(None, *renamed), result("same", "x"), result("same", "y"), *tail]
+    assert found.splice(SCOPE, {"messages": again})
     swapped = {"messages": [user("U1"), says(None, *calls), result("same", "b"), result("same", "a"), *tail]}
     assert found.splice(SCOPE, swapped) is None
 
@@ -191,11 +191,8 @@ def test_what_renders_otherwise_is_another_conversation(root: dict[str, Any]) ->
 
 
 def test_a_new_name_of_the_model_changes_nothing() -> None:
-    assert (
-        known(says("A"), model="policy@1").splice(SCOPE, then(says("A"), model="policy@2", temperature=0.5))
-        is not None
-    )
-    assert known(says("A"), tools=[]).splice(SCOPE, then(says("A"))) is not None
+    spliced(known(says("A"), model="policy@1"), then(says("A"), model="policy@2", temperature=0.5))
+    spliced(known(says("A"), tools=[]), then(says("A")))
 
 
 def test_the_engines_defaults_are_the_templates_too() -> None:
@@ -315,17 +312,13 @@ def test_something_new_must_come_after_the_answer() -> None:
 
 def test_the_longest_known_conversation_is_continued_and_a_fork_finds_its_own() -> None:
     found, first = known(says("A")), then(says("A"))
-    prompt = found.splice(SCOPE, first)
-    assert prompt is not None
+    prompt = spliced(found, first)
     found.store(SCOPE, first, says("B"), [*prompt.tokens, 9])
-    longest = found.splice(SCOPE, {"messages": [*first["messages"], says("B"), user("U3")]})
-    assert longest is not None
+    longest = spliced(found, {"messages": [*first["messages"], says("B"), user("U3")]})
     assert longest.tokens[: len(prompt.tokens) + 1] == [*prompt.tokens, 9]
-    fork = found.splice(SCOPE, then(says("A"), user("another way")))
-    assert fork is not None
+    fork = spliced(found, then(says("A"), user("another way")))
     assert fork.tokens[: len(TOKENS)] == TOKENS
-    edited = found.splice(SCOPE, {"messages": [*first["messages"], says("edited"), user("U3")]})
-    assert edited is not None
+    edited = spliced(found, {"messages": [*first["messages"], says("edited"), user("U3")]})
     assert "edited" in TOKENIZERS["chatml"].decode(edited.tokens[len(TOKENS) :])
     assert (longest.complete, fork.complete, edited.complete) == (True, True, False)
 
@@ -340,22 +333,19 @@ def test_what_is_missing_is_the_last_answer_that_is_not_known() -> None:
     assert missing is not None
     assert missing == found.missing(SCOPE, {"messages": [*second["messages"], user("and U4")]})
     assert missing != found.missing(SCOPE, {"messages": [*first["messages"], says("C"), user("U3")]})
-    splice = found.splice(SCOPE, second)
-    assert splice is not None
+    splice = spliced(found, second)
     assert (splice.tokens[: len(TOKENS)], splice.complete) == (TOKENS, False)
     assert vars(found.counts) == {"spliced": 0, "partly": 1, "rendered": 0, "refused_by_template": 0}
     found.store(SCOPE, first, says("B"), [*TOKENS, 9])
     assert found.missing(SCOPE, second) is None
-    whole = found.splice(SCOPE, second)
-    assert whole is not None
+    whole = spliced(found, second)
     assert (whole.tokens[: len(TOKENS) + 1], whole.complete) == ([*TOKENS, 9], True)
 
 
 def test_of_equal_answers_the_latest_counts() -> None:
     found = known(says("A"))
     found.store(SCOPE, FIRST, says("A "), [4, 5])
-    prompt = found.splice(SCOPE, then(says("A")))
-    assert prompt is not None
+    prompt = spliced(found, then(says("A")))
     assert prompt.tokens[:2] == [4, 5]
 
 
@@ -364,18 +354,14 @@ def test_parallel_answers_are_all_known() -> None:
     for n in range(4):
         found.store(SCOPE, FIRST, says(f"A{n}"), [1, 2, 10 + n])
     for n in range(4):
-        prompt = found.splice(SCOPE, then(says(f"A{n}")))
-        assert prompt is not None
+        prompt = spliced(found, then(says(f"A{n}")))
         assert prompt.tokens[:3] == [1, 2, 10 + n]
 
 
 def test_attempts_and_agents_are_apart() -> None:
     found = known(says("A"))
-    for other in (
-        AttemptScope("ro-1", "at-2"),
-        AttemptScope("ro-2", "at-1"),
-        AttemptScope("ro-1", "at-1", "judge"),
-    ):
+    for ids in (("ro-1", "at-2"), ("ro-2", "at-1"), ("ro-1", "at-1", "judge")):
+        other = AttemptScope(*ids)
         assert found.splice(other, then(says("A"))) is None
         assert not found.has(other, FIRST, says("A"))
         assert found.missing(other, then(says("A"))) is not None

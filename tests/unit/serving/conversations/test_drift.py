@@ -15,16 +15,8 @@ from raylight.types import HistoryNote
 Messages = list[dict[str, Any]]
 SYSTEM = {"role": "system", "content": "Be brief. It is 10:15."}
 CALLING = says("Adding.", call_of("add", '{"a": 1}'))
-TURNS: Messages = [
-    SYSTEM,
-    user("U1"),
-    CALLING,
-    result("3"),
-    says("It is 3."),
-    user("U2"),
-    says("A2"),
-    user("U3"),
-]
+FIRST_TURN = [SYSTEM, user("U1"), CALLING, result("3"), says("It is 3.")]
+TURNS: Messages = [*FIRST_TURN, user("U2"), says("A2"), user("U3")]
 """A conversation of three sampled answers, with the next message."""
 
 

@@ -12,6 +12,12 @@ from raylight.serving.conversations.rendering import MAX_SHAPES, Renderer, Unsup
 CALL = call_of("add", {"a": 1, "b": [2]})
 ASKED = [user("U1"), says("A1"), user("U2")]
 CALLED = [user("U1"), says("", CALL), result("3.5")]
+CHATML_U2 = "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"
+HEADERS_U2 = (
+    "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU2"
+    "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+CHANNELS_RESULT = "<|call|><|start|>functions.add to=assistant<|message|>3.5<|end|><|start|>assistant"
 TURNS = "{%- for m in messages %}{{ '<|im_start|>' + m.role + ' ' + m.content + '<|im_end|>' }}{% endfor %}"
 
 WITHIN = TURNS.replace(
@@ -45,40 +51,19 @@ def extended(chat_template: str, tokens: str, messages: list[dict[str, Any]], an
 @pytest.mark.parametrize(
     ("name", "messages", "text"),
     [
-        ("chatml", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        ("tools", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "tools",
-            CALLED,
-            "<|im_end|>\n<|im_start|>user\n<tool_response>\n3.5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        ),
-        ("thinking", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "thinking",
-            CALLED,
-            "<|im_end|>\n<|im_start|>user\n<tool_response>\n3.5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        ),
-        ("collapsing", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "headers",
-            ASKED,
-            "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nU2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        (
-            "headers",
-            CALLED,
-            '<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"3.5"<|eot_id|>'
-            "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
+        ("chatml", ASKED, CHATML_U2),
+        ("tools", ASKED, CHATML_U2),
+        ("tools", CALLED, CHATML_U2.replace("U2", "<tool_response>\n3.5\n</tool_response>")),
+        ("thinking", ASKED, CHATML_U2),
+        ("thinking", CALLED, CHATML_U2.replace("U2", "<tool_response>\n3.5\n</tool_response>")),
+        ("collapsing", ASKED, CHATML_U2),
+        ("headers", ASKED, HEADERS_U2),
+        ("headers", CALLED, HEADERS_U2.replace("user", "ipython").replace("U2", '"3.5"')),
         ("strict", ASKED, "</s>[INST] U2[/INST]"),
         ("strict", CALLED, '</s>[TOOL_RESULTS]{"content": "3.5", "call_id": "call_0"}[/TOOL_RESULTS]'),
         ("channels", ASKED, "<|end|><|start|>user<|message|>U2<|end|><|start|>assistant"),
-        (
-            "channels",
-            CALLED,
-            "<|call|><|start|>functions.add to=assistant<|message|>3.5<|end|><|start|>assistant",
-        ),
-        ("parts", ASKED, "<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
+        ("channels", CALLED, CHANNELS_RESULT),
+        ("parts", ASKED, CHATML_U2),
         ("open_turns", ASKED, "<|user|>\nU2<|assistant|>\n"),
         ("open_turns", CALLED, "<|observation|>\n3.5<|assistant|>\n"),
     ],
@@ -140,10 +125,10 @@ def test_parts_of_text_are_text_and_text_is_in_parts_for_those_who_read_parts() 
 @pytest.mark.parametrize(
     ("sampled", "prompt"),
     [
-        ("A1<|im_end|>", "A1<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        ("A1", "A1<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        (" A1 \n\n", " A1 \n\n<|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
-        ("A1<|end|>", "A1<|end|><|im_end|>\n<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n"),
+        ("A1<|im_end|>", "A1" + CHATML_U2),
+        ("A1", "A1" + CHATML_U2),
+        (" A1 \n\n", " A1 \n\n" + CHATML_U2),
+        ("A1<|end|>", "A1<|end|>" + CHATML_U2),
     ],
     ids=["ended", "cut short", "with space", "ended by another token"],
 )
@@ -154,20 +139,13 @@ def test_a_turn_ends_once(sampled: str, prompt: str) -> None:
 def test_an_ending_of_several_tokens_is_sampled_whole_or_in_part() -> None:
     twice = TURNS.replace("<|im_end|>", "<|end|><|im_end|>")
     end = "<|end|><|im_end|><|im_start|>user U2<|end|><|im_end|>"
-    assert (
-        extended(twice, "A1<|end|><|im_end|>", ASKED)
-        == extended(twice, "A1<|end|>", ASKED)
-        == extended(twice, "A1", ASKED)
-    )
-    assert extended(twice, "A1", ASKED) == "A1" + end
+    for sampled in ("A1<|end|><|im_end|>", "A1<|end|>", "A1"):
+        assert extended(twice, sampled, ASKED) == "A1" + end
 
 
 def test_space_before_the_end_of_a_turn_is_not_added() -> None:
-    assert (
-        extended(template("strict"), "A1</s>", ASKED)
-        == extended(template("strict"), "A1", ASKED)
-        == "A1</s>[INST] U2[/INST]"
-    )
+    for sampled in ("A1</s>", "A1"):
+        assert extended(template("strict"), sampled, ASKED) == "A1</s>[INST] U2[/INST]"
 
 
 def test_the_next_turns_beginning_may_have_been_sampled() -> None:

@@ -97,6 +97,13 @@ class RewritingTable(Table):
         return list(build_trajectories(self.calls).relations)
 
 
+def talk(table: RewritingTable, turns: list[Spoken]) -> RewritingTable:
+    """Have a conversation, and return its table."""
+    for said in turns:
+        table.turn(said)
+    return table
+
+
 texts = st.sampled_from(["the cat", " the\n\ncat  sat ", "x = [1, 2]\n  y", "é中", "</co"])
 answers = st.builds(
     lambda text, thought, ends: speak(text, thought=thought, ends=ends),
@@ -115,9 +122,7 @@ calling = st.builds(
 @given(turns=st.lists(answers, min_size=6, max_size=6))
 @settings(max_examples=10, deadline=None)
 def test_other_white_space_is_one_row(name: str, turns: list[Spoken]) -> None:
-    table = RewritingTable(name, respaced)
-    for said in turns:
-        table.turn(said)
+    table = talk(RewritingTable(name, respaced), turns)
     assert_one_row(table)
     assert table.sources == ["rendered"] + ["spliced"] * 5
     assert set(table.kinds[1:]) <= {"white_space", "continued"}
@@ -141,9 +146,7 @@ def test_an_appended_stop_word_is_one_row(name: str, turns: list[str], stopped: 
 @given(turns=st.lists(answers, min_size=6, max_size=6))
 @settings(max_examples=10, deadline=None)
 def test_a_merged_message_is_one_row(name: str, turns: list[Spoken]) -> None:
-    table = RewritingTable(name, annotated)
-    for said in turns:
-        table.turn(said)
+    table = talk(RewritingTable(name, annotated), turns)
     assert_one_row(table)
     assert set(table.kinds[1:]) <= {"suffix", "merged"}
     shown = TOKENIZERS[name].decode(table.calls[-1].prompt_ids.tolist())
@@ -154,9 +157,7 @@ def test_a_merged_message_is_one_row(name: str, turns: list[Spoken]) -> None:
 @given(turns=st.lists(calling, min_size=6, max_size=6))
 @settings(max_examples=10, deadline=None)
 def test_calls_as_text_are_one_row(name: str, turns: list[Spoken]) -> None:
-    table = RewritingTable(name, flattened)
-    for said in turns:
-        table.turn(said)
+    table = talk(RewritingTable(name, flattened), turns)
     assert_one_row(table)
     assert set(table.kinds[1:]) <= {"calls_as_text", "continued"}
     assert "Calling tools" not in TOKENIZERS[name].decode(table.calls[-1].prompt_ids.tolist())
@@ -175,10 +176,9 @@ def assert_shows(table: RewritingTable) -> None:
     """Assert that the last prompt shows what the agent sent, up to white space."""
     tokenizer = TOKENIZERS[table.name]
     *_, last = table.calls
+    shown = "".join(tokenizer.decode(last.prompt_ids.tolist()).split())
     for message in table.sent:
-        assert "".join(message["content"].split()) in "".join(
-            tokenizer.decode(last.prompt_ids.tolist()).split()
-        )
+        assert "".join(message["content"].split()) in shown
 
 
 def test_without_tolerance_they_are_other_messages() -> None:
@@ -193,20 +193,18 @@ def test_without_tolerance_they_are_other_messages() -> None:
 @pytest.mark.parametrize("text", ["the cat", "the cat\n", ""])
 def test_text_on_a_new_line_after_a_sampled_end_is_a_turn_of_its_own(text: str) -> None:
     echo = says(f"{text.strip()}\n{MARK}")
-    table = RewritingTable(
-        "chatml", lambda messages: [echo if m["role"] == "assistant" else m for m in messages]
-    )
-    for _ in range(2):
-        table.turn(speak(text))
+
+    def echoed(messages: Messages) -> Messages:
+        return [echo if m["role"] == "assistant" else m for m in messages]
+
+    table = talk(RewritingTable("chatml", echoed), [speak(text)] * 2)
     assert table.kinds == ["new", "merged"]
     shown = CHATML.decode(table.calls[-1].prompt_ids.tolist())
     assert f"{text}<|im_end|>\n<|im_start|>assistant\n{MARK}<|im_end|>" in shown
 
 
 def test_text_after_a_sampled_end_is_another_answer() -> None:
-    table = RewritingTable("chatml", marked)
-    table.turn(speak("the cat"))
-    table.turn(speak("the cat"))
+    table = talk(RewritingTable("chatml", marked), [speak("the cat")] * 2)
     note = table.notes[1]
     assert (note.kind, note.message, note.offset, note.sent) == ("answer_edited", 1, 7, MARK)
     assert "had ended" in note.reason
@@ -239,9 +237,7 @@ def test_an_empty_answer_that_was_asked_again_is_not_replaced(sent: str) -> None
 
 
 def test_a_rewritten_turn_is_found_again_at_once() -> None:
-    table = RewritingTable("chatml", marked)
-    for _ in range(4):
-        table.turn(speak("the cat", ends=False))
+    table = talk(RewritingTable("chatml", marked), [speak("the cat", ends=False)] * 4)
     size = table.conversations._attempts.currsize
     table.conversations._rewrites = None
     sent = table.conversations.read(SCOPE, {"messages": marked(table.messages)[:-2]})
@@ -250,9 +246,7 @@ def test_a_rewritten_turn_is_found_again_at_once() -> None:
 
 
 def test_a_suffix_does_not_reach_a_request_without_it() -> None:
-    table = RewritingTable("chatml", marked)
-    for _ in range(3):
-        table.turn(speak("the cat", ends=False))
+    table = talk(RewritingTable("chatml", marked), [speak("the cat", ends=False)] * 3)
     plain = table.conversations.prompt(table.conversations.read(SCOPE, {"messages": table.messages}))
     assert plain.tokens is not None
     assert MARK not in CHATML.decode(plain.tokens)
@@ -304,12 +298,10 @@ def test_calls_in_a_text(text: str, calls: list[Any]) -> None:
 
 
 def test_other_calls_as_text_are_an_edited_answer() -> None:
-    table = RewritingTable(
-        "tools",
-        lambda messages: [{**m, "content": m["content"].replace("1.5", "7")} for m in flattened(messages)],
-    )
-    for _ in range(2):
-        table.turn(speak("the cat", call='{"a":1.50}'))
+    def edited(messages: Messages) -> Messages:
+        return [{**m, "content": m["content"].replace("1.5", "7")} for m in flattened(messages)]
+
+    table = talk(RewritingTable("tools", edited), [speak("the cat", call='{"a":1.50}')] * 2)
     assert table.notes[1].kind == "answer_edited"
 
 

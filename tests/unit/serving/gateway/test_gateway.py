@@ -183,6 +183,7 @@ NATIVE = [
     "/redoc",
     "/load",
     "/version",
+    "/metrics",
     "/ping",
     "/invocations",
     "/v1/embeddings",

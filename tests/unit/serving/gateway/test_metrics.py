@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_helpers import KEY, SECRET, Site, value_of, within
+from gateway_helpers import SECRET, Site, value_of, within
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -51,11 +51,6 @@ async def test_what_runs_is_in_flight(site: Site) -> None:
         await asyncio.wait([asking])
     assert site.value("requests_in_flight") == 0
     assert site.value("requests_total", route="chat", status="499") == 1
-
-
-async def test_there_is_no_page_of_them(site: Site) -> None:
-    assert (await site.get("/metrics")).status_code == 404
-    assert (await site.get("/metrics", KEY)).status_code == 401
 
 
 async def test_every_measurement_has_the_labels_of_the_table(site: Site) -> None:
