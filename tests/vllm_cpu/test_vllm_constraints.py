@@ -241,3 +241,26 @@ async def test_allowed_tokens_stay_with_their_request_when_rows_move() -> None:
     batch.condense()
     add("next")
     assert (allowed("next"), allowed("two"), allowed("one")) == ([*range(8)], [1, 2], [3])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_tokens": 24},
+        {"stop": ["e", "a", "o"]},
+        {"extra_body": {"stop_token_ids": list(range(97, 123))}},
+        {"logit_bias": {str(token): -100 for token in range(97, 123)}, "max_tokens": 24},
+        {"extra_body": {"min_tokens": 20}, "max_tokens": 24},
+        {"response_format": FORMAT},
+    ],
+    ids=["length", "stop string", "stop token", "banned tokens", "min_tokens", "schema"],
+)
+async def test_each_way_to_end_or_constrain_has_the_policys_logprobs(
+    bench: Any, settings: dict[str, Any]
+) -> None:
+    """At a temperature, compared with plain transformers over the whole vocabulary."""
+    await ask(bench, temperature=0.8, seed=1, **settings)
+    sample = bench.sample
+    recorded = sample.policy_logprobs or sample.logprobs
+    expected = expected_logprobs(bench.reference(), sample.prompt_ids.tolist(), sample.output_ids, 0.8)
+    assert torch.tensor(recorded) == pytest.approx(expected, abs=TOLERANCE)
