@@ -175,7 +175,7 @@ def test_verls_defaults_fill_unset_keys() -> None:
         algorithm.tasks_per_step,
         algorithm.mini_batches,
         algorithm.n_epochs,
-        algorithm.adv_estimator,
+        algorithm.advantage.name,
     ) == (1024, 4, 30, "gae")
     assert algorithm.critic is not None
     assert (algorithm.critic.lr, algorithm.critic.mini_batches, algorithm.lr) == (1e-5, 4, 1e-6)
