@@ -21,8 +21,6 @@ from raylight.planning.model_shape import ModelShape, adapter_parameters, measur
 FLOAT32 = 4
 """Bytes of a float32."""
 DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

@@ -319,7 +319,7 @@ def compare(options: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
-        store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
+        store = StoreClient(start_store("capture", f"{folder}/store.db", StoreConfig(lease_s=3600)))
         bare_store = None
         if options.bound:
             bare_store = ray.remote(BareStore).options(num_cpus=0).remote(f"{folder}/bare.db")

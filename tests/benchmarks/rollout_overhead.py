@@ -118,9 +118,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ray.init(address="local", log_to_driver=False, logging_level="ERROR")
         try:
-            store = StoreClient(
-                start_store("overhead", f"{folder}/store.db", StoreConfig(lease_seconds=3600))
-            )
+            store = StoreClient(start_store("overhead", f"{folder}/store.db", StoreConfig(lease_s=3600)))
             bare_url, captured_url = deploy(store, SECRET, 0.0)
             model = rl.LLM(endpoint=f"{captured_url}/v1", model="m", traced=True)
             asyncio.run(store.add_resources({"llm": model}))

@@ -162,7 +162,7 @@ async def serve(kind: str, callers: int, folder: str) -> None:
     make_engine = transformers_engine if kind == "transformers" else vllm_engine
     async with make_engine(callers) as (engine, (bare, engine_app)):
         ray.init(address="local", log_to_driver=False, logging_level="ERROR", num_cpus=2)
-        store = StoreClient(start_store("streaming", f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
+        store = StoreClient(start_store("streaming", f"{folder}/store.db", StoreConfig(lease_s=3600)))
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x", mode="train")])
         (rollout,) = await store.dequeue_many_rollouts(limit=1, worker_id="benchmark")
         ids = (rollout.rollout_id, rollout.attempt.attempt_id)

@@ -239,7 +239,7 @@ def test_packing_and_memory_settings_do_not_change_the_update(config, batch):
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
 def test_bf16_is_close_to_fp32(lora, batch):
-    exact, rough = make_policy(lora), make_policy({"dtype": "bf16", **lora}, max_logprob_mismatch=0.5)
+    exact, rough = make_policy(lora), make_policy({"dtype": "bfloat16", **lora}, max_logprob_mismatch=0.5)
     metrics = rough.update(batch)
     assert metrics["learner/grad_norm"] == pytest.approx(exact.update(batch)["learner/grad_norm"], rel=0.1)
     trained = {param.dtype for param in rough.engine.module.parameters() if param.requires_grad}

@@ -14,7 +14,6 @@ from raylight.base_config import Config
 from raylight.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.errors import ConfigError
 
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 C = TypeVar("C", bound=Config)
 
 
@@ -95,7 +94,7 @@ class MiniGRPO(AdapterSettings, GRPO):
             "port": self.port or None,
         }
         if self.dtype != "auto":
-            engine["dtype"] = DTYPES[self.dtype]
+            engine["dtype"] = self.dtype
         learner = {
             "kind": "local",
             "lora": self.lora,

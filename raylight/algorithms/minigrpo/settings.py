@@ -32,8 +32,8 @@ class AdapterSettings(Config):
     """Limit of tokens of a response; a request can only lower it."""
     max_tokens_per_micro_batch: int | None = Field(default=None, ge=8, le=MAX_COUNT)
     """Limit of tokens, padding included, of one forward and backward pass; None: `max_model_len`."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Data type of the frozen model and of computation; auto: bf16 on a GPU, fp32 on a CPU."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of the frozen model and of computation; auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """Torch device; auto: cuda if there is a GPU, else cpu."""
     gradient_checkpointing: bool = True

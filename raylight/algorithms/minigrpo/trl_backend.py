@@ -113,7 +113,9 @@ class TrlRun:
         from raylight.learner.adapter import peft_config
 
         device = select_device(self._settings.device)
-        half = self._settings.dtype == "bf16" or (self._settings.dtype == "auto" and device.type == "cuda")
+        half = self._settings.dtype == "bfloat16" or (
+            self._settings.dtype == "auto" and device.type == "cuda"
+        )
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype="bfloat16" if half else "float32", attn_implementation="sdpa"
         )

@@ -75,7 +75,7 @@ SHARED = {
     "engine.args.enable_sleep_mode": True,
     "learner.n": 1,
     "learner.num_gpus": 0.6,
-    "learner.dtype": "bf16",
+    "learner.dtype": "bfloat16",
     "learner.lora": None,
     "learner.packed": True,
     "learner.gradient_checkpointing": True,
@@ -436,9 +436,13 @@ def test_the_trainers_arguments_are_combined() -> None:
 
 def test_the_trainer_overrides_verls_defaults() -> None:
     trainer = Trainer(
-        algorithm=VERL(MATH), learner={"dtype": "fp32", "num_gpus": 0}, engine={"dtype": "float32"}
+        algorithm=VERL(MATH), learner={"dtype": "float32", "num_gpus": 0}, engine={"dtype": "float32"}
     )
-    assert (trainer.learner.dtype, trainer.engine.dtype, trainer.learner.num_gpus) == ("fp32", "float32", 0)
+    assert (trainer.learner.dtype, trainer.engine.dtype, trainer.learner.num_gpus) == (
+        "float32",
+        "float32",
+        0,
+    )
     assert Trainer(algorithm=VERL(BASE), num_epochs=3).algorithm.n_epochs == 3  # type: ignore[union-attr]
 
 
