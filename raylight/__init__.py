@@ -164,8 +164,11 @@ _PACKAGE_EXPORTS = {
 A package also offers the names of `raylight` that it defines. Version 0.2 had all names in `raylight`, where
 they are still found, with a warning, until 1.0.
 """
-_SUBMODULES = (*_PACKAGE_EXPORTS, "quickstart")
-"""Public modules and packages."""
+_SUBMODULES = {name: name for name in (*_PACKAGE_EXPORTS, "quickstart")} | {
+    "advantages": "experience.advantages",
+    "losses": "experience.losses",
+}
+"""Public modules and packages, by name."""
 
 
 def _modules_of(package: str) -> dict[str, str]:
@@ -203,7 +206,7 @@ def _lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(f"{__name__}.{_SUBMODULES[name]}")
     if (package := _PACKAGE_OF.get(name)) is not None:
         warnings.warn(
             f"{__name__}.{name} is now {__name__}.{package}.{name}; the old name works until 1.0",

@@ -10,6 +10,8 @@ from raylight import tasks as tasks
 from raylight import traces as traces
 from raylight import types as types
 from raylight import quickstart as quickstart
+from raylight.experience import advantages as advantages
+from raylight.experience import losses as losses
 from raylight.agent.decorators import llm_rollout as llm_rollout
 from raylight.agent.decorators import prompt_rollout as prompt_rollout
 from raylight.agent.decorators import rollout as rollout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
@@ -14,6 +15,16 @@ MAX_SHOWN = 120
 """Characters of a wrong value that an error message shows."""
 SECRET = ("key", "password", "token")
 """Endings of the names of settings whose values no message shows."""
+
+
+OLD_NAMES = {("StoreConfig", "lease_seconds"): "lease_s"}
+"""Names of settings until version 0.2, by class and old name; they are read until 1.0."""
+OLD_VALUES = {
+    (cls, "dtype", old): new
+    for cls in ("LearnerConfig", "MiniGRPO")
+    for old, new in (("fp32", "float32"), ("bf16", "bfloat16"))
+}
+"""Values until version 0.2, by class, setting and old value; they are read until 1.0."""
 
 
 class Config(BaseModel):
@@ -29,7 +40,7 @@ class Config(BaseModel):
             ConfigError: a key is unknown or a value is invalid; the message names each of them.
         """
         try:
-            super().__init__(**values)
+            super().__init__(**_renewed(type(self).__name__, values))
         except ValidationError as error:
             raise ConfigError(validation_message(type(self), error)) from None
 
@@ -61,6 +72,22 @@ class Config(BaseModel):
                     "argument; give it once"
                 )
         return cls(**settings | arguments)
+
+
+def _renewed(cls: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with today's names and values, and warn of old ones."""
+    renewed = {}
+    for name, value in values.items():
+        new = OLD_NAMES.get((cls, name), name)
+        changed = OLD_VALUES.get((cls, new, value), value) if isinstance(value, str) else value
+        if (new, changed) != (name, value):
+            warnings.warn(
+                f"raylight.{cls}: {name}={value!r} is now {new}={changed!r}; the old form works until 1.0",
+                DeprecationWarning,
+                stacklevel=4,
+            )
+        renewed[new] = changed
+    return renewed
 
 
 def validation_message(cls: type[BaseModel], error: ValidationError) -> str:

@@ -192,7 +192,7 @@ class RunnerConfig(Config):
     """Rollouts after which a runner ends. None: no limit."""
     stuck_after_s: float = Field(default=45.0, gt=0, le=MAX_SECONDS)
     """Seconds for which a runner's event loop may be blocked before the runner is killed and replaced. Keep
-    it below `StoreConfig.lease_seconds`."""
+    it below `StoreConfig.lease_s`."""
     placement_timeout_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Seconds within which the cluster must have resources for the runners."""
     start_timeout_s: float = Field(default=180.0, gt=0, le=MAX_SECONDS)
@@ -209,7 +209,7 @@ class RunnerConfig(Config):
 class StoreConfig(Config):
     """The store of a run."""
 
-    lease_seconds: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
+    lease_s: float = Field(default=60.0, gt=0, le=MAX_SECONDS)
     """Seconds without a span of an attempt or a heartbeat of its runner after which the attempt is
     requeued."""
     max_queued: int = Field(default=10_000, ge=1, le=MAX_COUNT)
@@ -284,9 +284,9 @@ class LearnerConfig(Config):
     all ranks are restarted."""
     max_restarts: int = Field(default=2, ge=0, le=MAX_COUNT)
     """Restarts of all ranks together, after one of them died or hung, before the run ends."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Data type of computation. Trained parameters and optimizer state are always float32. If not set: bf16
-    on a GPU."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of computation. Trained parameters and optimizer state are always float32. If not set:
+    bfloat16 on a GPU."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter with these settings instead of the whole model."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
@@ -299,7 +299,7 @@ class LearnerConfig(Config):
     metrics count dropped and truncated rows."""
     packed: bool = False
     """Concatenate the rows of a micro-batch instead of padding them to the longest. If not set: True on a GPU
-    in bf16, if all layers of the model keep rows apart without a mask."""
+    in bfloat16, if all layers of the model keep rows apart without a mask."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them. If not set: True on a GPU."""
     param_offload: bool = False

@@ -17,14 +17,18 @@ from raylight.errors import ConfigError
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Names of the linear layers of a block in Llama, Qwen, Mistral and similar models."""
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 READ_BY_TRL = (
     "model backend trl_prompt_of trl_reward_of lora lr weight_decay grad_clip group_size tasks_per_step "
-    "n_epochs n_steps ppo_epochs clip_ratio_low clip_ratio_high norm_adv_by_std kl_coef max_model_len "
+    "n_epochs n_steps ppo_epochs loss advantage kl_coef max_model_len "
     "max_new_tokens max_tokens_per_micro_batch dtype device gradient_checkpointing seed val_every "
     "val_before_train val_samples save_every"
 )
 """Settings that TRL's loop reads."""
+VARIANTS_OF_TRL = {
+    "loss": ("vanilla", {"name", "clip_ratio_low", "clip_ratio_high"}),
+    "advantage": ("grpo", {"name", "norm_adv_by_std"}),
+}
+"""Setting -> the variant that TRL's loop has, and what it reads of it."""
 C = TypeVar("C", bound=Config)
 
 
@@ -67,8 +71,8 @@ class MiniGRPO(GRPO):
     """Limit of tokens, padding included, of one forward and backward pass; None: `max_model_len`."""
     max_concurrent: int = Field(default=16, ge=1, le=MAX_CONCURRENT)
     """Sequences sampled concurrently; each has its part of the key-value cache."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Data type of the frozen model and of computation; auto: bf16 on a GPU, fp32 on a CPU."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of the frozen model and of computation; auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
     """Torch device; auto: cuda if there is a GPU, else cpu."""
     gradient_checkpointing: bool = True
@@ -110,13 +114,18 @@ class MiniGRPO(GRPO):
                 f"backend='trl' calls no agent and needs {' and '.join(missing)}; set them: prompt_of(task) "
                 "-> prompt, reward_of(task, text) -> float"
             )
-        if self.backend == "trl" and (
-            unread := sorted(self.model_fields_set.difference(READ_BY_TRL.split()))
-        ):
+        if self.backend == "trl" and (unread := self._unread_by_trl()):
             raise ValueError(
                 f"nothing reads {', '.join(unread)}: backend='trl' has its own loop and serves no model"
             )
         return self
+
+    def _unread_by_trl(self) -> list[str]:
+        unread = self.model_fields_set.difference(READ_BY_TRL.split())
+        for field, (name, keys) in VARIANTS_OF_TRL.items():
+            variant = getattr(self, field)
+            unread |= variant.model_fields_set - keys if variant.name == name else {f"{field}={variant.name}"}
+        return sorted(unread)
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -159,7 +168,7 @@ class MiniGRPO(GRPO):
             "port": self.port or None,
         }
         if self.dtype != "auto":
-            engine["dtype"] = DTYPES[self.dtype]
+            engine["dtype"] = self.dtype
         learner = {
             "kind": "local",
             "lora": self.lora,

@@ -61,7 +61,6 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """
 
     rejects_unused_settings: ClassVar[bool] = True
-    """True if a setting that would have no effect is an error."""
 
     model: str
     group_size: int = Field(default=8, ge=1, le=MAX_SAMPLES)
@@ -183,7 +182,9 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
         if self.has_teacher and self.teacher_model is None:
-            raise ValueError(f"adv_estimator {self.adv_estimator!r} needs a teacher; use rl.OPD(teacher=...)")
+            raise ValueError(
+                f"adv_estimator {self.advantage.name!r} needs a teacher; use rl.OPD(teacher=...)"
+            )
         return self
 
     @model_validator(mode="after")
@@ -284,5 +285,4 @@ class GRPO(PolicyAlgorithm):
     deviation. The loss is PPO's clipped objective.
     """
 
-    adv_estimator: Literal["grpo"] = "grpo"
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)

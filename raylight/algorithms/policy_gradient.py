@@ -16,6 +16,8 @@ from pydantic import Field, field_validator, model_validator
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
+from raylight.experience import advantages, losses
+from raylight.experience.losses import AnyLoss
 from raylight.experience.rewards import LengthPenalty, RewardRules
 from raylight.experience.settings import CriticSettings, KlType, LossAggregation
 
@@ -27,7 +29,7 @@ class DrGRPO(GRPO):
     a constant. This removes GRPO's biases towards easy questions and towards long answers.
     """
 
-    norm_adv_by_std: bool = False
+    advantage: advantages.GRPOAdvantage = advantages.GRPOAdvantage(norm_adv_by_std=False)
     loss_agg_mode: LossAggregation = "seq-mean-token-sum-norm"
     loss_scale_factor: int | None = Field(default=1024, ge=1, le=MAX_COUNT)
     """The constant, about the length of the longest response; it only scales the loss."""
@@ -41,8 +43,7 @@ class DAPO(GRPO):
     rises linearly over the last `overlong_buffer` tokens before `max_response_tokens`.
     """
 
-    clip_ratio_high: float = Field(default=0.28, ge=0, le=MAX_FACTOR)
-    clip_ratio_c: float = Field(default=10.0, gt=1, le=MAX_FACTOR)
+    loss: AnyLoss = losses.VanillaLoss(clip_ratio_high=0.28, clip_ratio_c=10.0)
     zero_variance_groups: Literal["keep", "drop"] = "drop"
     max_rounds: int = Field(default=10, ge=1, le=MAX_SAMPLES)
     max_response_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
@@ -86,7 +87,7 @@ class GDPO(PolicyAlgorithm):
     others, and rollouts with the same sum of different rewards have different advantages.
     """
 
-    adv_estimator: Literal["gdpo"] = "gdpo"
+    advantage: advantages.GDPOAdvantage
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
@@ -97,7 +98,7 @@ class RLOO(PolicyAlgorithm):
     sum over its tokens.
     """
 
-    adv_estimator: Literal["rloo"] = "rloo"
+    advantage: advantages.GroupBaseline = advantages.GroupBaseline(name="rloo")
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
     loss_agg_mode: LossAggregation = "seq-mean-token-sum"
 
@@ -110,7 +111,7 @@ class ReinforcePlusPlus(PolicyAlgorithm):
     Groups are not needed.
     """
 
-    adv_estimator: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    advantage: advantages.BatchBaseline = advantages.BatchBaseline()
     group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
 
 
@@ -121,7 +122,7 @@ class ReinforcePlusPlusBaseline(PolicyAlgorithm):
     loss uses the k2 estimator, as in the paper.
     """
 
-    adv_estimator: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    advantage: advantages.GroupBaseline = advantages.GroupBaseline(name="reinforce_plus_plus_baseline")
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
     kl_type: KlType = "k2"
 
@@ -134,7 +135,7 @@ class ReMax(PolicyAlgorithm):
     there.
     """
 
-    adv_estimator: Literal["remax"] = "remax"
+    advantage: advantages.GreedyBaseline = advantages.GreedyBaseline()
     group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
 
 
@@ -144,7 +145,7 @@ class OPO(PolicyAlgorithm):
     A = r - the mean reward of the group, weighted by the lengths of its rollouts.
     """
 
-    adv_estimator: Literal["opo"] = "opo"
+    advantage: advantages.GroupBaseline = advantages.GroupBaseline(name="opo")
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
@@ -156,7 +157,7 @@ class OTB(PolicyAlgorithm):
     before the update.
     """
 
-    adv_estimator: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    advantage: advantages.TokenBaseline = advantages.TokenBaseline()
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
@@ -167,8 +168,8 @@ class GPG(PolicyAlgorithm):
     loss is -A log-prob, with neither a ratio nor clipping.
     """
 
-    adv_estimator: Literal["gpg"] = "gpg"
-    loss_mode: Literal["gpg"] = "gpg"
+    advantage: advantages.GroupBaseline = advantages.GroupBaseline(name="gpg")
+    loss: losses.GPGLoss = losses.GPGLoss()
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
@@ -178,10 +179,8 @@ class GSPO(GRPO):
     GRPO with one ratio per row: the geometric mean of p over its tokens, clipped to [1 - 0.0003, 1 + 0.0004].
     """
 
-    loss_mode: Literal["gspo"] = "gspo"
+    loss: losses.GSPOLoss = losses.GSPOLoss(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     loss_agg_mode: LossAggregation = "seq-mean-token-mean"
-    clip_ratio_low: float = Field(default=3e-4, ge=0, le=MAX_FACTOR)
-    clip_ratio_high: float = Field(default=4e-4, ge=0, le=MAX_FACTOR)
 
 
 class CISPO(GRPO):
@@ -191,9 +190,8 @@ class CISPO(GRPO):
     contributes.
     """
 
-    loss_mode: Literal["cispo"] = "cispo"
-    clip_ratio_low: float = Field(default=10.0, ge=0, le=MAX_FACTOR)
-    """A value above 1 means no lower bound."""
+    loss: losses.CISPOLoss = losses.CISPOLoss(clip_ratio_low=10.0)
+    """`clip_ratio_low` above 1 means no lower bound."""
 
 
 class DPPO(GRPO):
@@ -205,13 +203,9 @@ class DPPO(GRPO):
     which the authors take 0.05 ("dppo_kl").
     """
 
-    loss_mode: Literal["dppo_tv", "dppo_kl"] = "dppo_tv"
-    clip_ratio_low: float = Field(default=0.15, ge=0, le=MAX_FACTOR)
-    """Bound where A is negative."""
-    clip_ratio_high: float = Field(default=0.15, ge=0, le=MAX_FACTOR)
-    """Bound where A is positive."""
-    clip_ratio_c: float = Field(default=20.0, gt=1, le=MAX_FACTOR)
-    """Upper bound of p."""
+    loss: losses.DPPOLoss = losses.DPPOLoss(clip_ratio_low=0.15, clip_ratio_high=0.15, clip_ratio_c=20.0)
+    """`clip_ratio_low` bounds the change where A is negative, `clip_ratio_high` where A is positive,
+    `clip_ratio_c` is the upper bound of p."""
     bypass_mode: bool = True
 
 
@@ -222,8 +216,7 @@ class DRO(GRPO):
     squared log of p.
     """
 
-    loss_mode: Literal["dro"] = "dro"
-    dro_beta: float = Field(default=0.05, gt=0, le=MAX_FACTOR)
+    loss: losses.DROLoss = losses.DROLoss(dro_beta=0.05)
 
 
 class SAPO(GRPO):
@@ -233,7 +226,7 @@ class SAPO(GRPO):
     `tau_pos` where A > 0 and `tau_neg` elsewhere; the larger `tau_neg` damps faster.
     """
 
-    loss_mode: Literal["sapo"] = "sapo"
+    loss: losses.SAPOLoss = losses.SAPOLoss()
     loss_agg_mode: LossAggregation = "seq-mean-token-mean"
 
 
@@ -244,10 +237,8 @@ class GMPO(GRPO):
     exp(0.4)].
     """
 
-    loss_mode: Literal["geo_mean"] = "geo_mean"
+    loss: losses.GMPOLoss = losses.GMPOLoss(clip_ratio_low=0.4, clip_ratio_high=0.4)
     loss_agg_mode: LossAggregation = "seq-mean-token-mean"
-    clip_ratio_low: float = Field(default=0.4, ge=0, le=MAX_FACTOR)
-    clip_ratio_high: float = Field(default=0.4, ge=0, le=MAX_FACTOR)
 
 
 class ClipCov(GRPO):
@@ -258,9 +249,7 @@ class ClipCov(GRPO):
     clipped to [0, 2].
     """
 
-    loss_mode: Literal["clip_cov"] = "clip_cov"
-    clip_ratio_low: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
-    clip_ratio_high: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    loss: losses.ClipCovLoss = losses.ClipCovLoss(clip_ratio_low=1.0, clip_ratio_high=1.0)
 
 
 class KLCov(GRPO):
@@ -270,9 +259,7 @@ class KLCov(GRPO):
     highest covariance of log-prob and advantage close to the old policy.
     """
 
-    loss_mode: Literal["kl_cov"] = "kl_cov"
-    kl_cov_ratio: float = Field(default=0.002, gt=0, le=1)
-    ppo_kl_coef: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    loss: losses.KLCovLoss = losses.KLCovLoss(kl_cov_ratio=0.002, ppo_kl_coef=1.0)
 
 
 class PPO(PolicyAlgorithm):
@@ -283,16 +270,14 @@ class PPO(PolicyAlgorithm):
     are not needed.
     """
 
-    adv_estimator: Literal["gae"] = "gae"
+    advantage: advantages.GAEAdvantage = advantages.GAEAdvantage(lam=0.95)
     group_size: int = Field(default=1, ge=1, le=MAX_SAMPLES)
-    lam: float = Field(default=0.95, ge=0, le=1)
     critic: CriticSettings | None = Field(default_factory=CriticSettings)
 
 
 OPD_REWARD_SETTINGS = (
     "failure_reward",
     "max_rounds",
-    "norm_adv_by_std",
     "turn_rewards",
     "zero_variance_groups",
 )
@@ -311,11 +296,8 @@ class OPD(PolicyAlgorithm):
     """
 
     teacher: TeacherConfig
-    adv_estimator: Literal["opd"] = "opd"
+    advantage: advantages.OPDAdvantage = advantages.OPDAdvantage(gamma=0.0)
     group_size: int = Field(default=4, ge=1, le=MAX_SAMPLES)
-    gamma: float = Field(default=0.0, ge=0, le=1)
-    """Weight of the log ratio of the next token in a token's advantage, of the one after that squared, and so
-    on. 1 is the divergence of the whole answer."""
 
     @field_validator("teacher", mode="before")
     @classmethod
@@ -332,6 +314,7 @@ class OPD(PolicyAlgorithm):
             return self
         fields = PolicyAlgorithm.model_fields
         unread = [name for name in OPD_REWARD_SETTINGS if getattr(self, name) != fields[name].default]
+        unread += [] if self.advantage.norm_adv_by_std else ["norm_adv_by_std"]
         if unread:
             raise ValueError(f"nothing reads {', '.join(unread)} without reward_coef")
         return self

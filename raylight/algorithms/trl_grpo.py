@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from raylight._utils.files import atomic_files
 from raylight.algorithms.base import Algorithm
 from raylight.errors import ConfigError, DatasetError, RewardError
+from raylight.experience.advantages import GRPOAdvantage
+from raylight.experience.losses import VanillaLoss
 from raylight.learner.local_device import select_device
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ class TrlGRPO(Algorithm):
         from raylight.learner.adapter import peft_config
 
         device = select_device(self._settings.device)
-        half = self._settings.dtype == "bf16" or (self._settings.dtype == "auto" and device.type == "cuda")
+        half = self._settings.dtype == "bfloat16" or (
+            self._settings.dtype == "auto" and device.type == "cuda"
+        )
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype="bfloat16" if half else "float32", attn_implementation="sdpa"
         )
@@ -124,6 +128,8 @@ class TrlGRPO(Algorithm):
         from trl import GRPOConfig
 
         settings = self._settings
+        assert isinstance(settings.loss, VanillaLoss)
+        assert isinstance(settings.advantage, GRPOAdvantage)
         rollouts = settings.group_size * settings.tasks_per_step
         max_rows = max(1, settings.row_budget // settings.max_model_len)
         rows = max(size for size in range(1, min(max_rows, rollouts) + 1) if rollouts % size == 0)
@@ -140,9 +146,9 @@ class TrlGRPO(Algorithm):
             max_grad_norm=settings.grad_clip,
             beta=settings.kl_coef,
             num_iterations=settings.ppo_epochs,
-            epsilon=settings.clip_ratio_low,
-            epsilon_high=settings.clip_ratio_high,
-            scale_rewards="group" if settings.norm_adv_by_std else "none",
+            epsilon=settings.loss.clip_ratio_low,
+            epsilon_high=settings.loss.clip_ratio_high,
+            scale_rewards="group" if settings.advantage.norm_adv_by_std else "none",
             temperature=1.0,
             top_k=0,
             gradient_checkpointing=settings.gradient_checkpointing,

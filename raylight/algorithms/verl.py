@@ -55,8 +55,9 @@ class VERL(PolicyAlgorithm):
         Raises:
             ConfigError: the Trainer and the configuration contradict each other.
         """
+        unread = self.unread_flat_keys(self._resolution.algorithm_settings()) + unused_settings(self)
         combined = combine_settings(self._resolution, settings, self._strict)
-        notes = tuple(f"nothing reads {name}" for name in unused_settings(self))
+        notes = tuple(f"nothing reads {name}" for name in unread)
         return replace(combined, notes=(*combined.notes, *notes))
 
     def with_epochs(self, n_epochs: int) -> Self:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
+from raylight.experience.advantages import BaselineKind
 from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.off_policy import (
     OffPolicyCalls,
@@ -14,7 +15,6 @@ from raylight.experience.off_policy import (
     count_repeated_seeds,
     off_policy_parameters,
 )
-from raylight.experience.registry import BaselineKind
 from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards, group_key
 from raylight.experience.row_rules import RowRules, is_masked
 from raylight.experience.scored_rollout import (

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from raylight.experience.registry import BaselineKind
+from raylight.experience.advantages import BaselineKind
 from raylight.experience.rewards import TurnReward
 from raylight.experience.trajectory import Trajectories
 from raylight.types import Trajectory

@@ -3,33 +3,29 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.base_config import Config
+from raylight.experience import advantages, losses
+from raylight.experience.advantages import ADVANTAGES, AnyAdvantage, BaselineKind
 from raylight.experience.correction_settings import CorrectionSettings
-from raylight.experience.registry import (
-    TOKEN_BASELINES,
-    UNCLIPPED_LOSSES,
-    BaselineKind,
-    estimator_traits,
-    needs_critic,
-    resolve_estimator,
-    resolve_loss,
-    takes_old_logprobs,
-)
+from raylight.experience.losses import LOSSES, AnyLoss
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
-"""Weight of a reward in a sum."""
 KlType = Literal["k1", "k2", "k3"]
 """Estimators of the KL divergence, http://joschu.net/blog/kl-approx.html."""
 LossAggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
+
+SCALED_AGGREGATION: LossAggregation = "seq-mean-token-sum-norm"
+TABLES = (ADVANTAGES, LOSSES)
+"""Settings with variants."""
 
 
 class OptimizerSettings(Config):
@@ -73,44 +69,19 @@ class CriticSettings(OptimizerSettings):
 class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Settings of the policy update: advantages, loss, KL penalties and mini-batches."""
 
-    adv_estimator: str = "grpo"
-    """Advantage estimator of `verl.trainer.ppo.core_algos`, or one added by
-    `raylight.advantage_estimator`."""
-    norm_adv_by_std: bool = True
-    """Divide advantages by the group's deviation (GRPO); False is Dr.GRPO,
-    https://arxiv.org/abs/2503.20783."""
-    reward_weights: dict[str, Weight] | None = Field(default=None, min_length=1)
-    """Weights by name of the rewards that GDPO (https://arxiv.org/abs/2601.05242) normalises apart; GDPO
-    requires it. Rewards with other names are not trained."""
-    reward_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
-    """Weight of GRPO's advantages beside those of a teacher; 0 needs no rewards."""
-    log_ratio_clip: float = Field(default=10.0, gt=0, le=MAX_FACTOR)
-    """Bound of the log ratio of the teacher's probability of a token to the policy's."""
-    gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount from one sampled token to the next."""
-    lam: float = Field(default=1.0, ge=0, le=1)
-    """Lambda of generalized advantage estimation, https://arxiv.org/abs/1506.02438."""
+    rejects_unused_settings: ClassVar[bool] = False
+    """True if a setting that would have no effect is an error."""
+
+    advantage: AnyAdvantage = Field(default_factory=advantages.GRPOAdvantage)
+    """Advantage estimator, such as `rl.advantages.GAEAdvantage(lam=0.95)`, or one added by
+    `raylight.advantage_estimator`. Its settings may also be given flat, next to `adv_estimator`, its name."""
     critic: CriticSettings | None = None
-    loss_mode: str = "vanilla"
-    """Policy loss of verl, or one added by `raylight.policy_loss`; `vanilla` is PPO's clipped objective."""
+    loss: AnyLoss = Field(default_factory=losses.VanillaLoss)
+    """Policy loss, such as `rl.losses.ClipCovLoss(clip_cov_ratio=1e-3)`, or one added by
+    `raylight.policy_loss`. Its settings may also be given flat, next to `loss_mode`, its name."""
     loss_agg_mode: LossAggregation = "token-mean"
     loss_scale_factor: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     """Divisor of seq-mean-token-sum-norm; None for the longest response of a mini-batch, on all ranks."""
-    clip_ratio_low: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
-    clip_ratio_high: float = Field(default=0.2, ge=0, le=MAX_FACTOR)
-    clip_ratio_c: float = Field(default=3.0, gt=1, le=MAX_FACTOR)
-    """Bound of the objective for negative advantages (dual clip, https://arxiv.org/abs/1912.09729)."""
-    clip_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
-    clip_cov_lb: float = Field(default=1.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
-    clip_cov_ub: float = Field(default=5.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
-    kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
-    ppo_kl_coef: float = Field(default=0.1, ge=0, le=MAX_FACTOR)
-    """The five settings of Clip-Cov and KL-Cov, https://arxiv.org/abs/2505.22617."""
-    tau_pos: float = Field(default=1.0, gt=0, le=MAX_FACTOR)
-    tau_neg: float = Field(default=1.05, gt=0, le=MAX_FACTOR)
-    """Temperatures of SAPO, https://arxiv.org/abs/2511.20347."""
-    dro_beta: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
-    """Weight of the quadratic penalty of DRO, https://arxiv.org/abs/2405.19107."""
     kl_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
     """Weight in the loss of the KL divergence from the initial policy; 0 needs no reference model."""
     kl_type: KlType = "k3"
@@ -134,13 +105,30 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     """Passes over a batch."""
 
     _estimator: Callable[..., Any] | None = PrivateAttr(default=None)
-    _baseline_kind: BaselineKind = PrivateAttr(default="none")
     _loss: Callable[..., Any] | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_flat_keys(cls, values: Any) -> Any:
+        unread: list[str] = []
+        for table in TABLES:
+            values, found = table.nest(cls, values)
+            unread += found
+        if unread and cls.rejects_unused_settings:
+            raise ValueError(f"nothing reads {'; '.join(unread)}")
+        return values
 
     def model_post_init(self, context: Any) -> None:
         """Store the user's functions, which the registry of the ranks, in other processes, lacks."""
-        self._estimator, self._loss = resolve_estimator(self.adv_estimator), resolve_loss(self.loss_mode)
-        self._baseline_kind = estimator_traits(self.adv_estimator).baseline_kind
+        self._estimator, self._loss = (
+            ADVANTAGES.resolve(self.advantage.name),
+            LOSSES.resolve(self.loss.name),
+        )
+
+    @classmethod
+    def unread_flat_keys(cls, values: Mapping[str, Any]) -> list[str]:
+        """Return a phrase for each changed flat key that the chosen loss or estimator does not read."""
+        return [phrase for table in TABLES for phrase in table.nest(cls, values)[1]]
 
     @property
     def user_estimator(self) -> Callable[..., Any] | None:
@@ -155,26 +143,31 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     @property
     def baseline_kind(self) -> BaselineKind:
         """Baseline of the advantage estimator."""
-        return self._baseline_kind
+        return self.advantage.baseline_kind
 
     @property
     def has_teacher(self) -> bool:
         """True if the estimator needs the log-probs of a teacher."""
-        return self.adv_estimator == "opd"
+        return isinstance(self.advantage, advantages.OPDAdvantage)
 
     @property
     def has_token_baselines(self) -> bool:
         """True if the estimator needs the policy's probabilities before the update."""
-        return self.adv_estimator in TOKEN_BASELINES
+        return isinstance(self.advantage, advantages.TokenBaseline)
+
+    @property
+    def reward_weights(self) -> dict[str, float] | None:
+        """Weights of named rewards that are normalised apart; None if only the final reward counts."""
+        return self.advantage.reward_weights if isinstance(self.advantage, advantages.GDPOAdvantage) else None
+
+    @property
+    def reward_coef(self) -> float:
+        """Weight of the advantages of rewards, which a teacher's are added to."""
+        return self.advantage.reward_coef if isinstance(self.advantage, advantages.OPDAdvantage) else 1.0
 
     @model_validator(mode="after")
     def _check_required(self) -> Self:
-        if self.adv_estimator == "gdpo" and self.reward_weights is None:
-            raise ValueError(
-                "adv_estimator 'gdpo' normalises named rewards apart; name them in reward_weights, as in "
-                "{'correct': 1.0, 'format': 0.5}"
-            )
-        if self.adv_estimator == "gdpo" and self.kl_reward_coef:
+        if isinstance(self.advantage, advantages.GDPOAdvantage) and self.kl_reward_coef:
             raise ValueError(
                 "adv_estimator 'gdpo' reads the rewards of rollouts, not of tokens, so that kl_reward_coef "
                 "has no effect; set kl_coef instead"
@@ -190,18 +183,16 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
                 "kl_type='k2' (the gradient of the KL divergence) or 'k3', or subtract k1 from the reward by "
                 "kl_reward_coef with kl_reward_type='k1'"
             )
-        if self.loss_mode == "dro" and self.dro_beta is None:
-            raise ValueError("loss_mode 'dro' needs the weight of its penalty; set dro_beta, as to 0.05")
         if self.has_token_baselines and self.bypass_mode:
             raise ValueError(
-                f"adv_estimator {self.adv_estimator!r} needs the learners' probabilities before the update, "
+                f"adv_estimator {self.advantage.name!r} needs the learners' probabilities before the update, "
                 "which bypass_mode leaves out; set bypass_mode=False"
             )
         return self
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        if needs_critic(self.adv_estimator, self._estimator) != (self.critic is not None):
+        if self._needs_critic != (self.critic is not None):
             raise ValueError(
                 "adv_estimator 'gae' (or a user's estimator with a parameter `values`) and a critic need "
                 "each other; set both or neither"
@@ -221,21 +212,28 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
             raise ValueError(f"proximal='loglinear' {reason}; set proximal='recompute'")
         if not self._bounds_stale_tokens:
             raise ValueError(
-                f"loss_mode {self.loss_mode!r} does not clip the ratio of probabilities, so that nothing "
+                f"loss_mode {self.loss.name!r} does not clip the ratio of probabilities, so that nothing "
                 f"bounds the effect of tokens of old weights (max_staleness={self.max_staleness}); set "
                 "rollout_is='token' (or leave it at 'auto', without bypass_mode), or max_staleness=0"
             )
         return self
 
     @property
+    def _needs_critic(self) -> bool:
+        """True if the advantage estimator needs the values of a critic."""
+        if self._estimator is None:
+            return isinstance(self.advantage, advantages.GAEAdvantage)
+        return "values" in inspect.signature(self._estimator).parameters
+
+    @property
     def _bounds_stale_tokens(self) -> bool:
         """True if the loss or the correction bounds the effect of tokens that old weights sampled."""
-        return self.correction_enabled or self.user_loss is not None or self.loss_mode not in UNCLIPPED_LOSSES
+        return self.correction_enabled or self.loss.is_bounded
 
     def _interpolation_conflict(self) -> str | None:
         """Return the reason why the proximal policy cannot be interpolated, or None."""
         if self.has_token_baselines:
-            return f"has no log-probs before the training pass, which {self.adv_estimator} needs"
+            return f"has no log-probs before the training pass, which {self.advantage.name} needs"
         if self.importance_level is None:
             return "splits a ratio into the one that is clipped and a weight, and needs rollout_is"
         if self.rollout_rs is not None or self.rollout_is_batch_normalize or self.kl_reward_coef:
@@ -243,9 +241,11 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
                 "has no log-probs before the training pass, which rollout_rs, rollout_is_batch_normalize and "
                 "kl_reward_coef need"
             )
-        function = self.user_loss
-        reads_ratio = self.loss_mode != "gpg" if function is None else takes_old_logprobs(function)
-        return None if reads_ratio else f"needs a loss with a ratio, and {self.loss_mode!r} has none"
+        if self.user_loss is None:
+            reads_ratio = not isinstance(self.loss, losses.GPGLoss)
+        else:
+            reads_ratio = "old_log_prob" in inspect.signature(self.user_loss).parameters
+        return None if reads_ratio else f"needs a loss with a ratio, and {self.loss.name!r} has none"
 
     @property
     def updates_per_batch(self) -> int:

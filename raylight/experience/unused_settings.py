@@ -1,13 +1,8 @@
-"""Detection of settings without effect: the chosen estimator, loss or penalty does not read them."""
+"""Detection of settings without effect, because another setting that reads them is off."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from raylight.experience.registry import ESTIMATORS, LOSSES
-
-if TYPE_CHECKING:
-    from raylight.experience.settings import PolicySettings
+from raylight.experience.settings import SCALED_AGGREGATION, PolicySettings
 
 PREREQUISITES = {
     "kl_type": "kl_coef",
@@ -17,7 +12,6 @@ PREREQUISITES = {
     "stale": "max_staleness",
 }
 """Setting -> another setting without which it is not read."""
-SCALED_AGGREGATION = "seq-mean-token-sum-norm"
 
 
 def unused_settings(settings: PolicySettings) -> list[str]:
@@ -27,13 +21,7 @@ def unused_settings(settings: PolicySettings) -> list[str]:
         for name, field in type(settings).model_fields.items()
         if getattr(settings, name) != field.default
     }
-    unused = []
-    if settings.user_estimator is None:
-        reads = {name: traits.reads for name, traits in ESTIMATORS.items()}
-        unused += _unread_by_choice(changed, "adv_estimator", settings.adv_estimator, reads)
-    if settings.user_loss is None:
-        unused += _unread_by_choice(changed, "loss_mode", settings.loss_mode, LOSSES)
-    unused += [
+    unused = [
         f"{name} (read with {prerequisite})"
         for name, prerequisite in PREREQUISITES.items()
         if name in changed and not getattr(settings, prerequisite)
@@ -44,23 +32,3 @@ def unused_settings(settings: PolicySettings) -> list[str]:
             f"{settings.loss_agg_mode})"
         )
     return unused
-
-
-def _unread_by_choice(
-    changed: set[str], choice: str, chosen: str, reads: dict[str, tuple[str, ...]]
-) -> list[str]:
-    """Return the changed settings that other functions read and the chosen one does not.
-
-    Args:
-        choice: setting that selects the function.
-        reads: function -> settings that it reads.
-    """
-    readers: dict[str, list[str]] = {}
-    for function, settings in reads.items():
-        for setting in settings:
-            readers.setdefault(setting, []).append(function)
-    return [
-        f"{setting} (read with {choice} {', '.join(functions)}; it is {chosen})"
-        for setting, functions in readers.items()
-        if setting in changed and chosen not in functions
-    ]

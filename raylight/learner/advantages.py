@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from raylight.errors import ConfigError
+from raylight.experience.advantages import OPDAdvantage
 from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchOutline
@@ -88,6 +89,8 @@ def estimate_opd(
     return advantages * response_mask
 
 
+DEFAULTS = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std": True}
+"""Arguments of an estimator that has no settings for them."""
 OWN_ESTIMATORS: dict[str, Callable[..., Any]] = {"gdpo": estimate_gdpo, "opd": estimate_opd}
 """Estimators that raylight computes itself."""
 
@@ -214,7 +217,7 @@ def add_advantages(
         fields += ["weights"] if settings.importance_level is not None else []
     if settings.has_teacher and any(row.teacher_logprobs is None for row in rows):
         raise ConfigError(
-            f"adv_estimator {settings.adv_estimator!r} was given rows without log-probs of a teacher; use "
+            f"adv_estimator {settings.advantage.name!r} was given rows without log-probs of a teacher; use "
             "rl.OPD(teacher=...) with raylight's own training loop"
         )
     # without a pass before the update, the engine's log-probs are the policy's
@@ -270,7 +273,7 @@ def estimate(
         metrics["critic/explained_variance"] = explained_variance(
             matrices["values"][sampled], returns[sampled]
         )
-    weighs_rows = settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss_mode in ROW_MEAN_LOSSES
+    weighs_rows = settings.loss_agg_mode == "seq-mean-token-mean" or settings.loss.name in ROW_MEAN_LOSSES
     return Estimate(sequences, advantages, returns, metrics, weighs_rows)
 
 
@@ -291,18 +294,20 @@ def _run_estimator(
     settings: PolicySettings,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the estimator with the arguments it has parameters for; return advantages and returns."""
-    name, user_function = settings.adv_estimator, settings.user_estimator
+    name, user_function = settings.advantage.name, settings.user_estimator
+    given = DEFAULTS | settings.advantage.model_dump(exclude={"name"})
+    norm_adv_by_std = given.pop("norm_adv_by_std")
     function = user_function or OWN_ESTIMATORS.get(name)
     function = function or verl.get_adv_estimator_fn(EXACT_EQUIVALENTS.get(name, name))
     arguments: dict[str, Any] = {
         "token_level_rewards": rewards.float() if user_function else rewards,
         "response_mask": sequences.mask,
         "index": np.array(outline.groups, dtype=object),
-        "gamma": settings.gamma,
-        "lam": settings.lam,
-        "norm_adv_by_std_in_grpo": settings.norm_adv_by_std,
+        "gamma": given["gamma"],
+        "lam": given["lam"],
+        "norm_adv_by_std_in_grpo": norm_adv_by_std,
         "config": verl.AlgoConfig(
-            gamma=settings.gamma, lam=settings.lam, norm_adv_by_std_in_grpo=settings.norm_adv_by_std
+            gamma=given["gamma"], lam=given["lam"], norm_adv_by_std_in_grpo=norm_adv_by_std
         ),
     }
     if "values" in matrices:
@@ -316,10 +321,10 @@ def _run_estimator(
             "sum_pi_squared": matrices["sum_pi_squared"].double(),
             "rollout_is_weights": matrices.get("weights"),
         }
-    if settings.has_teacher:
-        bound = settings.log_ratio_clip
+    if isinstance(settings.advantage, OPDAdvantage):
+        bound = settings.advantage.log_ratio_clip
         arguments["teacher_log_ratios"] = matrices["teacher_log_ratios"].double().clamp(-bound, bound)
-        arguments["reward_coef"] = settings.reward_coef
+        arguments["reward_coef"] = settings.advantage.reward_coef
     if outline.baselines is not None:
         arguments["reward_baselines"] = torch.tensor(outline.baselines, dtype=torch.float64)
     # verl cannot whiten a single token; two copies of it have the same mean

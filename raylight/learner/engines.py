@@ -25,10 +25,10 @@ from raylight.learner.varlen_attention import VARLEN, supports_varlen
 
 logger = logging.getLogger(__name__)
 
-ROUNDING = {"fp32": 1e-5, "bf16": 1e-3}
+ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
 """Mean difference between a row's outputs alone and packed, relative to the largest output, that rounding
 explains in any row."""
-MAX_ROUNDING = {"fp32": 1e-4, "bf16": 2e-2}
+MAX_ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
 """The same for the first packed row, which no other row can change."""
 
 
@@ -92,9 +92,13 @@ def _build(
         ),
         engine_config=verl.FSDPEngineConfig(
             strategy="fsdp2",
-            model_dtype="fp32",
+            model_dtype="float32",
             use_torch_compile=config.torch_compile,
-            mixed_precision={"param_dtype": config.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            mixed_precision={
+                "param_dtype": config.dtype,
+                "reduce_dtype": "float32",
+                "buffer_dtype": "float32",
+            },
             forward_only=forward_only,
             param_offload=config.param_offload and on_gpu,
             optimizer_offload=config.optimizer_offload and on_gpu,
@@ -142,11 +146,11 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     """
     from transformers.utils import is_flash_attn_2_available
 
-    on_16_bits = on_gpu and config.dtype == "bf16"
+    on_16_bits = on_gpu and config.dtype == "bfloat16"
     if config.attention == "flash_attention_2" and not (on_16_bits and is_flash_attn_2_available()):
         raise ConfigError(
             "learner.attention='flash_attention_2' needs a GPU and the package flash-attn on every learner, "
-            f"and dtype='bf16' ({config.dtype!r} now); remove the setting, or provide them"
+            f"and dtype='bfloat16' ({config.dtype!r} now); remove the setting, or provide them"
         )
     if config.attention != "auto":
         return config.attention
@@ -157,7 +161,7 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     if config.ulysses > 1:
         raise ConfigError(
             f"learner.ulysses={config.ulysses} needs a model with packed rows in docs/models.md, and "
-            f"dtype='bf16' on a GPU ({architecture.__name__} in {config.dtype!r} now); remove the setting"
+            f"dtype='bfloat16' on a GPU ({architecture.__name__} in {config.dtype!r} now); remove the setting"
         )
     flash = on_16_bits and is_flash_attn_2_available() and architecture._supports_flash_attn
     if config.packed and flash and not architecture._compatible_flash_implementations:

@@ -37,7 +37,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
     config = states.metadata(step)["config"]
     lora = config["learner"]["lora"]
     base = model or config["algorithm"]["model"]
-    learner = LearnerConfig(lora=LoraConfig(**lora) if lora else None, dtype="fp32")
+    learner = LearnerConfig(lora=LoraConfig(**lora) if lora else None, dtype="float32")
     with tempfile.TemporaryDirectory() as rendezvous:
         dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/ranks", 1), rank=0, world_size=1)
         try:

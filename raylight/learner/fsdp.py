@@ -64,7 +64,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
         Its hooks and its copies of the parameters would take a tenth of the update of a small model.
         """
-        return dist.get_world_size() == 1 and self._learner.dtype == "fp32" and not torch.cuda.is_available()
+        return (
+            dist.get_world_size() == 1 and self._learner.dtype == "float32" and not torch.cuda.is_available()
+        )
 
     def _build_module(self) -> Any:
         """Load the model in float32, on one rank of those that share it.
@@ -118,7 +120,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         self._add_head(module)
         if forward_only:
             module.requires_grad_(False)
-        if self._learner.dtype == "bf16":
+        if self._learner.dtype == "bfloat16":
             for param in module.parameters():
                 if not param.requires_grad:  # the forward pass would round it in any case
                     param.data = param.data.to(torch.bfloat16)

@@ -9,8 +9,7 @@ import torch
 
 from raylight.errors import ConfigError
 from raylight.experience.registry import select_arguments
-from raylight.experience.settings import CriticSettings, PolicySettings
-from raylight.experience.unused_settings import SCALED_AGGREGATION
+from raylight.experience.settings import SCALED_AGGREGATION, CriticSettings, PolicySettings
 from raylight.learner import verl_api as verl
 from raylight.learner.correction import bounded_weights
 from raylight.learner.engines import optimizer_config
@@ -43,7 +42,7 @@ class PolicyLoss:
         self._settings, self._config = settings, actor_config(settings)
         self._averages_rows = averages_rows(settings)
         if settings.user_loss is not None:
-            verl.register_policy_loss(settings.loss_mode)(wrap_token_loss(settings.user_loss))
+            verl.register_policy_loss(settings.loss.name)(wrap_token_loss(settings.user_loss))
         self._stores_logprobs = not settings.needs_old_logprobs and any(
             row.learner_logprobs is None for row in rows
         )
@@ -60,7 +59,7 @@ class PolicyLoss:
         else:
             old, weights = batch.matrix("old_logprobs"), batch.matrix("weights")
         advantages = batch.matrix("advantages")
-        if settings.loss_mode == "geo_mean":
+        if settings.loss.name == "geo_mean":
             # it divides by the rows of the micro-batch, all other losses by the rollouts of all ranks
             advantages = advantages * (len(batch.rows) * batch.dp_size / batch.rollouts)
         self._config.global_batch_info.update(
@@ -69,7 +68,7 @@ class PolicyLoss:
             global_batch_size=batch.rollouts,
             loss_scale_factor=settings.loss_scale_factor,
         )
-        loss, found = verl.get_policy_loss_fn(settings.loss_mode)(
+        loss, found = verl.get_policy_loss_fn(settings.loss.name)(
             old_log_prob=logprobs.detach() if old is None else old,
             log_prob=logprobs,
             advantages=advantages,
@@ -182,33 +181,25 @@ def averages_rows(settings: PolicySettings | CriticSettings) -> bool:
 
 
 def actor_config(settings: PolicySettings) -> Any:
-    """Convert the settings of the policy loss to verl's."""
+    """Convert the settings of the policy loss to verl's, with verl's defaults of those of other losses."""
+    given = settings.loss.model_dump(exclude={"name"})
+    of_loss = {name: value for name, value in given.items() if hasattr(verl.PolicyLossConfig, name)}
+    own = {name: value for name, value in given.items() if name not in of_loss}
+    if "clip_ratio_low" in own:
+        own["clip_ratio"] = own["clip_ratio_low"]
     return verl.ActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_mini_batch_size=1,
         ppo_micro_batch_size_per_gpu=1,
         use_dynamic_bsz=False,
-        clip_ratio=settings.clip_ratio_low,
-        clip_ratio_low=settings.clip_ratio_low,
-        clip_ratio_high=settings.clip_ratio_high,
-        clip_ratio_c=settings.clip_ratio_c,
-        tau_pos=settings.tau_pos,
-        tau_neg=settings.tau_neg,
+        **own,
         entropy_coeff=settings.entropy_coef,
         use_kl_loss=settings.kl_coef > 0,
         kl_loss_coef=settings.kl_coef,
         kl_loss_type=settings.kl_type,
         loss_agg_mode=settings.loss_agg_mode,
         loss_scale_factor=settings.loss_scale_factor,
-        policy_loss=verl.PolicyLossConfig(
-            loss_mode=settings.loss_mode,
-            clip_cov_ratio=settings.clip_cov_ratio,
-            clip_cov_lb=settings.clip_cov_lb,
-            clip_cov_ub=settings.clip_cov_ub,
-            kl_cov_ratio=settings.kl_cov_ratio,
-            ppo_kl_coef=settings.ppo_kl_coef,
-            dro_beta=settings.dro_beta,
-        ),
+        policy_loss=verl.PolicyLossConfig(loss_mode=settings.loss.name, **of_loss),
         optim=optimizer_config(settings, 1),
     )

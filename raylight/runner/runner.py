@@ -310,7 +310,7 @@ class Runner:
 
     async def _heartbeats(self) -> None:
         await self._heartbeat()
-        lease = await self._store.lease_seconds()
+        lease = await self._store.lease_s()
         await self._repeat(min(self._heartbeat_s, lease / HEARTBEATS_PER_LEASE), self._heartbeat)
 
     async def _heartbeat(self) -> None:

@@ -42,7 +42,7 @@ class Attempts:
     """Attempts in the journal.
 
     Args:
-        lease_seconds: time that a dequeued attempt may go without a heartbeat, a span or a call.
+        lease_s: time that a dequeued attempt may go without a heartbeat, a span or a call.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Attempts:
         rollouts: Rollouts,
         workers: Workers,
         clock: RunClock,
-        lease_seconds: float,
+        lease_s: float,
     ) -> None:
         self._journal = journal
         self._rollouts = rollouts
         self._workers = workers
         self._clock = clock
-        self.lease_seconds = lease_seconds
+        self.lease_s = lease_s
 
     # beginning
 
@@ -218,7 +218,7 @@ class Attempts:
             return
         now = self._clock.lived()
         ends = (attempt.timeout_at, attempt.unresponsive_seconds and now + attempt.unresponsive_seconds)
-        timeout_at, silent_at = (end and max(end, now + 2 * self.lease_seconds) for end in ends)
+        timeout_at, silent_at = (end and max(end, now + 2 * self.lease_s) for end in ends)
         self.renew(attempt._replace(timeout_at=timeout_at, unresponsive_at=silent_at))
 
     def set_next_sequence_id(self, attempt_id: str, sequence_id: int) -> None:
@@ -231,7 +231,7 @@ class Attempts:
         """Time at which the attempt ends unless activity or a heartbeat renews it."""
         ends = [attempt.timeout_at]
         if attempt.status != "unresponsive":
-            ends += [attempt.unresponsive_at, now + self.lease_seconds if attempt.leased else None]
+            ends += [attempt.unresponsive_at, now + self.lease_s if attempt.leased else None]
         deadline = min((end for end in ends if end is not None), default=None)
         self._rollouts.events.add_deadline(deadline)
         return deadline

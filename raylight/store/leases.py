@@ -206,7 +206,7 @@ class Leases:
         is_over = attempt.timeout_at is not None and attempt.timeout_at <= now
         if attempt.lost or attempt.deadline not in (attempt.timeout_at, attempt.unresponsive_at):
             worker = attempt.worker_id or "its worker"
-            error = f"LeaseExpired: {worker} sent no heartbeat for {self._attempts.lease_seconds:g} s"
+            error = f"LeaseExpired: {worker} sent no heartbeat for {self._attempts.lease_s:g} s"
             return "failed" if is_over else "unresponsive", Failure(kind="infrastructure", error=error)
         if is_over:
             seconds = self._rollouts.config(attempt.rollout_id).timeout_seconds

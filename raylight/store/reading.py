@@ -334,9 +334,9 @@ class StoreReader:
                 finished.append(item)
         return finished
 
-    async def lease_seconds(self) -> float:
+    async def lease_s(self) -> float:
         """Return the seconds without activity after which an attempt goes back to the queue."""
-        return await self._channel.send("lease_seconds")
+        return await self._channel.send("lease_s")
 
     async def statistics(self) -> dict[str, Any]:
         """Return the name of the client's class, the `uptime` of the store in seconds, and counters: by

@@ -136,9 +136,7 @@ class StoreService(Mailbox):
         self._max_queued = config.max_queued
         self._rollouts = Rollouts(self._journal, run_clock)
         self._workers = Workers(self._journal, clock)
-        self._attempts = Attempts(
-            self._journal, self._rollouts, self._workers, run_clock, config.lease_seconds
-        )
+        self._attempts = Attempts(self._journal, self._rollouts, self._workers, run_clock, config.lease_s)
         tables = (self._journal, self._rollouts, self._attempts)
         self._outages = Outages(*tables, run_clock)
         self._leases = Leases(*tables, self._workers, self._outages, run_clock)
@@ -221,9 +219,9 @@ class StoreService(Mailbox):
         if attempt_ids:
             await self._wait_for(self._calls_closed, lambda: not any(map(awaited, attempt_ids)), SETTLE_S)
 
-    async def lease_seconds(self) -> float:
+    async def lease_s(self) -> float:
         self._ensure_timer()
-        return self._attempts.lease_seconds
+        return self._attempts.lease_s
 
     def _execute_all(self, calls: list[Call]) -> list[CallResult]:
         """Execute the calls of a message; each fails on its own.

@@ -124,7 +124,7 @@ def start_store(name: str, folder: str) -> Any:
     from raylight.store.actor import start_store
     from raylight.store.client import StoreClient
 
-    return StoreClient(start_store(name, f"{folder}/store.db", StoreConfig(lease_seconds=3600)))
+    return StoreClient(start_store(name, f"{folder}/store.db", StoreConfig(lease_s=3600)))
 
 
 async def start_attempts(store: Any, count: int) -> list[tuple[str, str]]:

@@ -165,7 +165,7 @@ def main(
             "max_restarts": 5,
         },
         runner={"n": runners, "max_concurrent": 4, "stuck_after_s": 10, "start_timeout_s": 90},
-        store={"lease_seconds": 15},
+        store={"lease_s": 15},
         checkpoint={"every": 2, "keep": 2},
         loggers=["console", "jsonl", StepEvents],
     )

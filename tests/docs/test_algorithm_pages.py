@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from docs_snippets import DOCS
+from flat_settings import flat_settings
 from page_tables import Table, code, tables
 
 from raylight import algorithms
@@ -32,7 +33,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 
 def class_of(table: Table) -> str:
     """Return the name of the class whose settings a table shows; empty for other tables."""
-    name = table.header[0].strip("`").removeprefix("rl.")
+    name = table.header[0].strip("`").rpartition(".")[2]
     return name if name in CLASSES and table.header[1] == "default" else ""
 
 
@@ -40,7 +41,8 @@ SETTINGS = [table for page in PAGES for table in tables(page) if class_of(table)
 
 
 def defaults(cls: Any) -> dict[str, Any]:
-    return {name: field.get_default(call_default_factory=True) for name, field in cls.model_fields.items()}
+    required = dict.fromkeys(REQUIRED.get(cls.__name__, {}))
+    return required | flat_settings(cls)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,7 +163,7 @@ def pushes(name: str, advantage: float, ratios: list[float]) -> list[float]:
     found = []
     for ratio in ratios:
         log_prob = torch.tensor([[ratio]]).log().requires_grad_()
-        loss, _ = verl_api.POLICY_LOSS_REGISTRY[settings.loss_mode](
+        loss, _ = verl_api.POLICY_LOSS_REGISTRY[settings.loss.name](
             old_log_prob=torch.zeros(1, 1),
             log_prob=log_prob,
             advantages=torch.tensor([[advantage]]),
@@ -181,8 +183,8 @@ def test_how_far_one_token_is_pushed() -> None:
     for name, values in shown.items():
         found = pushes(code(name), 1.0, ratios[:6]) + pushes(code(name), -1.0, ratios[6:])
         assert found == pytest.approx(values, abs=0.0051), name
-    losses = {policy_settings(name).loss_mode for name in FAMILY}
-    shown_losses = {policy_settings(code(name)).loss_mode for name in shown}
+    losses = {policy_settings(name).loss.name for name in FAMILY}
+    shown_losses = {policy_settings(code(name)).loss.name for name in shown}
     assert losses - shown_losses == {"clip_cov", "kl_cov"}  # which look at all tokens of a micro-batch
 
 

@@ -13,8 +13,9 @@ from page_tables import code, tables
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.experience.advantages import ADVANTAGES
 from raylight.experience.batch import TrainBatch
-from raylight.experience.registry import ESTIMATOR_ARGUMENTS, LOSS_ARGUMENTS
+from raylight.experience.losses import LOSSES
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
@@ -92,9 +93,9 @@ def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_ra
 
 
 def test_the_loss_has_the_optimum_that_the_page_states(names: dict[str, Any]) -> None:
-    low = names["algorithm"].clip_ratio_low
+    low = names["algorithm"].loss.clip_ratio_low
     ratio = torch.tensor([1.0, 1 + low, 1 + 2 * low]).log().requires_grad_()
-    loss = names["pulled_back"](ratio, torch.zeros(3), torch.ones(3), names["algorithm"]).sum()
+    loss = names["pulled_back"](ratio, torch.zeros(3), torch.ones(3), names["algorithm"].loss).sum()
     (gradient,) = torch.autograd.grad(loss, ratio)
     assert gradient.sign().tolist()[::2] == [-1.0, 1.0]
     assert float(gradient[1]) == pytest.approx(0, abs=1e-5)
@@ -112,7 +113,7 @@ def test_a_class_names_the_combination(names: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("title", "arguments"),
-    [("estimator parameter", ESTIMATOR_ARGUMENTS), ("loss parameter", LOSS_ARGUMENTS)],
+    [("estimator parameter", ADVANTAGES.arguments), ("loss parameter", LOSSES.arguments)],
 )
 def test_all_parameters_are_documented(title: str, arguments: tuple[str, ...]) -> None:
     (table,) = (table for table in tables(PAGE) if table.header[0] == title)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 
 import pytest
 from docs_snippets import DOCS, Snippet, snippets
+from flat_settings import FLAT_KEYS
 from pydantic import BaseModel
 
 import raylight as rl
+from raylight.experience.settings import PolicySettings
 
 ROOT = DOCS.parent
 PAGES = sorted(
@@ -35,8 +36,9 @@ def arguments(called: Any) -> set[str] | None:
     """Return the keyword arguments that a callable accepts; None if it accepts any."""
     if inspect.isclass(called) and issubclass(called, BaseModel):
         aliases = {field.alias for field in called.model_fields.values() if field.alias}
+        flat = FLAT_KEYS if issubclass(called, PolicySettings) else set()
         own = {*inspect.signature(called.__init__).parameters} - {"self"}
-        return {*called.model_fields} | aliases | own | ({"name"} if called is rl.LLM else set())
+        return {*called.model_fields} | aliases | flat | own | ({"name"} if called is rl.LLM else set())
     parameters = inspect.signature(called).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
@@ -47,7 +49,7 @@ def public_module(node: ast.AST) -> ModuleType | None:
         case ast.Name("rl"):
             return rl
         case ast.Attribute(ast.Name("rl"), name) if name in rl._SUBMODULES:
-            return importlib.import_module(f"raylight.{name}")
+            return getattr(rl, name)
     return None
 
 
@@ -65,13 +67,18 @@ def called_object(call: ast.Call, known: dict[str, Any]) -> tuple[str, Any] | No
     return None
 
 
+def offered(module: ModuleType) -> set[str]:
+    """Return the names that a module offers."""
+    return {*getattr(module, "__all__", dir(module)), *(rl._SUBMODULES if module is rl else ())}
+
+
 def unknown_names(block: Snippet) -> Iterator[str]:
     """Yield a message for each name or argument that raylight does not have."""
     tree = ast.parse(block.code)
     bare = {name: getattr(rl, name) for name in rl.__all__ if inspect.isclass(getattr(rl, name))}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (owner := public_module(node.value)) is not None:
-            if node.attr not in dir(owner):
+            if node.attr not in offered(owner):
                 yield f"{block}: there is no {ast.unparse(node)}"
         elif isinstance(node, ast.Call) and (called := called_object(node, bare)) and called[1] is not None:
             accepted = arguments(called[1])

@@ -44,7 +44,7 @@ def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_config_is_grpo_on_8_questions_4_times() -> None:
     algorithm = rl.VERL(verl_config(STARTER_MODEL))
-    assert (algorithm.adv_estimator, algorithm.tasks_per_step, algorithm.group_size) == ("grpo", 8, 4)
+    assert (algorithm.advantage.name, algorithm.tasks_per_step, algorithm.group_size) == ("grpo", 8, 4)
     small = rl.VERL(shortened(verl_config(STARTER_MODEL, "hf"), steps=2))
     assert (small.tasks_per_step, small.group_size, small.n_steps) == (2, 2, 2)
 

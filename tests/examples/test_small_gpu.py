@@ -130,7 +130,7 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     )
-    algorithm = train_math_agent.algorithm(args).model_copy(update={"dtype": "bf16"})
+    algorithm = train_math_agent.algorithm(args).model_copy(update={"dtype": "bfloat16"})
     trainer = Trainer(algorithm=algorithm)
     needed = estimate_memory(shape, trainer.engine, trainer.learner)
     assert needed.weights == pytest.approx(0.99e9, rel=0.02)

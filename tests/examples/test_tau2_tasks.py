@@ -112,7 +112,7 @@ def test_tau2s_own_solutions_solve_its_tasks() -> None:
 def test_the_configuration_has_the_documented_values() -> None:
     algorithm = VERL(verl_config("a/model"))
     assert (algorithm.tasks_per_step, algorithm.group_size, algorithm.lr) == (8, 8, 1e-6)
-    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high) == (0.2, 0.3)
+    assert (algorithm.loss.clip_ratio_low, algorithm.loss.clip_ratio_high) == (0.2, 0.3)
     assert (algorithm.val_every, algorithm.n_epochs, algorithm.val_before_train) == (4, 8, True)
     small = VERL(verl_config("a/model", ci=True))
     assert (small.tasks_per_step, small.group_size, small.n_steps) == (2, 2, 2)

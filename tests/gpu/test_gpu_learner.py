@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from gpu_shapes import SHAPES, peak_flops
 
-TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest relative difference of gradient norms; in float32 also of log-probs to those of plain
 transformers."""
 MOST_ROUNDING = 1.5
 """Largest mean difference of log-probs in bfloat16 to float32, as a multiple of that of plain transformers:
 random weights round more than trained ones."""
 CASES = [
-    pytest.param("tiny", "cpu", "fp32", marks=pytest.mark.slow),
-    pytest.param("0.5B", "cuda", "bf16", marks=pytest.mark.gpu),
-    pytest.param("1.5B", "cuda", "bf16", marks=pytest.mark.gpu),
+    pytest.param("tiny", "cpu", "float32", marks=pytest.mark.slow),
+    pytest.param("0.5B", "cuda", "bfloat16", marks=pytest.mark.gpu),
+    pytest.param("1.5B", "cuda", "bfloat16", marks=pytest.mark.gpu),
 ]
 
 
@@ -54,7 +54,7 @@ def test_updates_agree_with_plain_transformers(
         if peak:
             figure(f"{name}: MFU", 100 * known.flops(1, known.row_tokens, passes=3) * speed / peak, "%")
         figure(f"{name}: the same of plain transformers", result["rounding"], "nats")
-        limit = TOLERANCE[dtype] if dtype == "fp32" else MOST_ROUNDING * result["rounding"]
+        limit = TOLERANCE[dtype] if dtype == "float32" else MOST_ROUNDING * result["rounding"]
         assert metrics["mismatch/logprob_abs_mean"] < limit
         assert metrics["learner/grad_norm"] == pytest.approx(
             found["padded"]["metrics"]["learner/grad_norm"], rel=TOLERANCE[dtype]

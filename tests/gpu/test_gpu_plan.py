@@ -28,10 +28,10 @@ def planned_bytes(model: str, config: dict[str, Any], device: str) -> int:
 @pytest.mark.parametrize(
     ("shape", "device", "dtype", "row_tokens", "checkpointing"),
     [
-        pytest.param("tiny", "cpu", "fp32", 64, True, marks=pytest.mark.slow),
-        pytest.param("0.5B", "cuda", "bf16", 1024, True, marks=pytest.mark.gpu),
-        pytest.param("0.5B", "cuda", "bf16", 1024, False, marks=pytest.mark.gpu),
-        pytest.param("1.5B", "cuda", "bf16", 1024, True, marks=pytest.mark.gpu),
+        pytest.param("tiny", "cpu", "float32", 64, True, marks=pytest.mark.slow),
+        pytest.param("0.5B", "cuda", "bfloat16", 1024, True, marks=pytest.mark.gpu),
+        pytest.param("0.5B", "cuda", "bfloat16", 1024, False, marks=pytest.mark.gpu),
+        pytest.param("1.5B", "cuda", "bfloat16", 1024, True, marks=pytest.mark.gpu),
     ],
 )
 def test_an_update_takes_the_planned_memory(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 VLLM = {"kind": "vllm", "dtype": "bfloat16", "max_model_len": 2048}
-BF16 = {"dtype": "bf16", "gradient_checkpointing": True}
+BF16 = {"dtype": "bfloat16", "gradient_checkpointing": True}
 SHARED = {
     "engine": VLLM
     | {

@@ -14,9 +14,9 @@ FLOAT32_BYTES = 4
 @pytest.mark.parametrize(
     ("shape", "device", "dtype", "budgets"),
     [
-        pytest.param("tiny", "cpu", "fp32", (64, 256), marks=pytest.mark.slow),
-        pytest.param("0.5B", "cuda", "bf16", (2048, 16_384), marks=pytest.mark.gpu),
-        pytest.param("1.5B", "cuda", "bf16", (2048, 16_384), marks=pytest.mark.gpu),
+        pytest.param("tiny", "cpu", "float32", (64, 256), marks=pytest.mark.slow),
+        pytest.param("0.5B", "cuda", "bfloat16", (2048, 16_384), marks=pytest.mark.gpu),
+        pytest.param("1.5B", "cuda", "bfloat16", (2048, 16_384), marks=pytest.mark.gpu),
     ],
 )
 def test_logits_are_in_memory_for_a_chunk_only(

@@ -12,7 +12,7 @@ from gpu_shapes import SHAPES
 
 VERSIONS = [1, 2, 3]
 VLLM = {"kind": "vllm", "dtype": "bfloat16", "max_model_len": 2048}
-BF16 = {"dtype": "bf16", "gradient_checkpointing": True}
+BF16 = {"dtype": "bfloat16", "gradient_checkpointing": True}
 NCCL = {"engine": VLLM | {"num_gpus": 1, "weight_transfer": "nccl"}, "learner": BF16 | {"num_gpus": 1}}
 IPC = {
     "engine": VLLM

@@ -95,7 +95,7 @@ class EngineServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     async def _start(self, model_path: str) -> None:
-        self._service = StoreService(None, StoreConfig(lease_seconds=600))
+        self._service = StoreService(None, StoreConfig(lease_s=600))
         self._stack.push_async_callback(self._service.close)
         self.store = StoreClient(self._service)
         self.engine = engine = await self._engine(model_path)

@@ -59,7 +59,7 @@ def ids(rollout: Rollout) -> tuple[str, str]:
 @asynccontextmanager
 async def served(folder: Path, kind: str = "transformers", **config: Any) -> AsyncIterator[Served]:
     """Start a store, a coordinator and the engine's replicas, without runners and learners."""
-    actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_seconds=600))
+    actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_s=600))
     store = StoreClient(actor)
     async with RunningCoordinator(NAME, store, replacement_timeout_s=60) as coordinator:
         spec = ReplicaSettings(

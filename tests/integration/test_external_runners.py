@@ -168,7 +168,7 @@ def test_killed_runners_are_replaced_by_runners_that_join(cluster: Cluster, work
     swapping = threading.Thread(target=swap)
     swapping.start()
     algorithm = SumRewards()
-    trainer(cluster, workspace, "external-3", algorithm, store={"lease_seconds": 3.0}).fit(
+    trainer(cluster, workspace, "external-3", algorithm, store={"lease_s": 3.0}).fit(
         import_agent(workspace), tasks(workspace, 3, until=str(gate))
     )
     swapping.join()

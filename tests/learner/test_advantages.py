@@ -7,13 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylight.errors import ConfigError
+from raylight.experience.advantages import ADVANTAGES
 from raylight.experience.batch import TrainBatch
-from raylight.experience.registry import (
-    ESTIMATORS,
-    LOSSES,
-    UNSUPPORTED_LOSSES,
-    advantage_estimator,
-)
+from raylight.experience.losses import LOSSES
+from raylight.experience.registry import advantage_estimator
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import shard_batch
@@ -119,8 +116,8 @@ def test_the_registry_has_verls_names():
     def verl_names(registered: dict) -> set[str]:  # other tests may have added theirs
         return {name for name, function in registered.items() if function.__module__.startswith("verl.")}
 
-    assert {*ESTIMATORS} - {"opd"} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
-    assert {*LOSSES, *UNSUPPORTED_LOSSES} == verl_names(verl_api.POLICY_LOSS_REGISTRY)
+    assert {*ADVANTAGES.names} - {"opd"} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
+    assert {*LOSSES.names, *LOSSES.unsupported} == verl_names(verl_api.POLICY_LOSS_REGISTRY)
 
 
 STD = 0.5**0.5  # of 0 and 1, with Bessel's correction
@@ -252,7 +249,7 @@ def test_the_kl_coefficient_adapts_to_its_target():
 responses = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 
-@given(st.lists(responses, min_size=4, max_size=4), st.data(), st.sampled_from(sorted(ESTIMATORS)))
+@given(st.lists(responses, min_size=4, max_size=4), st.data(), st.sampled_from(ADVANTAGES.names))
 @settings(max_examples=60, deadline=None)
 def test_advantages_do_not_depend_on_the_rows_of_a_rollout(rollouts, data, name):
     numbers = st.floats(-1, 1, width=32)

@@ -239,7 +239,7 @@ def test_packing_and_memory_settings_do_not_change_the_update(config, batch):
     assert other.logprobs(PROBE) == pytest.approx(plain.logprobs(PROBE), abs=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
 def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkeypatch):
     """By the model's layers; without that rule, by the log-probs of a row behind another one."""
@@ -253,7 +253,7 @@ def test_rows_that_a_state_joins_are_refused(model_type, dtype, tmp_path, monkey
         engines.build_reference(path, config)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma2"])
 def test_rounding_is_not_taken_for_mixed_rows(model_type, dtype, tmp_path):
     """By masks, with windows and with experts, whose shapes depend on all rows."""
@@ -263,7 +263,7 @@ def test_rounding_is_not_taken_for_mixed_rows(model_type, dtype, tmp_path):
 
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
 def test_bf16_is_close_to_fp32(lora, batch):
-    exact, rough = make_policy(lora), make_policy({"dtype": "bf16", **lora}, max_logprob_mismatch=0.5)
+    exact, rough = make_policy(lora), make_policy({"dtype": "bfloat16", **lora}, max_logprob_mismatch=0.5)
     metrics = rough.update(batch)
     assert metrics["learner/grad_norm"] == pytest.approx(exact.update(batch)["learner/grad_norm"], rel=0.1)
     trained = {param.dtype for param in rough.engine.module.parameters() if param.requires_grad}

@@ -44,7 +44,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def settings(dtype: str = "bf16", **given) -> tuple[EngineConfig, LearnerConfig]:
+def settings(dtype: str = "bfloat16", **given) -> tuple[EngineConfig, LearnerConfig]:
     trainer = Trainer(algorithm=rl.MiniGRPO(model="unread", dtype=dtype, **given))
     return trainer.engine, trainer.learner
 
@@ -112,10 +112,10 @@ def batch_of(width: int, vocabulary: int) -> TrainBatch:
 @pytest.mark.parametrize(
     ("dtype", "checkpointing"),
     [
-        ("fp32", True),
+        ("float32", True),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("fp32", False), ("bf16", True), ("bf16", False)]
+            for case in [("float32", False), ("bfloat16", True), ("bfloat16", False)]
         ),
     ],
 )
@@ -166,4 +166,4 @@ def _with_tokenizer(folder: Path) -> None:
 
 def test_too_little_memory_is_an_error_before_loading() -> None:
     with pytest.raises(DeviceMemoryError, match="lower max_model_len"):
-        check_memory(STARTER_MODEL, *settings("fp32"), torch.device("cpu"), 10**6)
+        check_memory(STARTER_MODEL, *settings("float32"), torch.device("cpu"), 10**6)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from raylight.algorithms.verl_config.converters import KL_TYPES
 from raylight.algorithms.verl_config.keys import KEYS, NOT_IN_VERL
 from raylight.algorithms.verl_config.merged_config import verl_defaults
-from raylight.experience.registry import ESTIMATORS
+from raylight.experience.advantages import ADVANTAGES
 from raylight.experience.settings import LossAggregation
 from raylight.learner import verl_api
 
@@ -78,7 +78,7 @@ DIFFER = {
 
 
 def test_known_names_exist_in_verl() -> None:
-    for name in {*ESTIMATORS} - {"opd"}:
+    for name in {*ADVANTAGES.names} - {"opd"}:
         assert verl_api.get_adv_estimator_fn(name)
     assert set(get_args(LossAggregation)) == {
         "token-mean",

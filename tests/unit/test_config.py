@@ -25,7 +25,7 @@ from raylight.trainer.spec.run_file import RunFile
         (EngineConfig, "replica", "replicas"),
         (RunnerConfig, "max_concurent", "max_concurrent"),
         (LearnerConfig, "num_gpu", "num_gpus"),
-        (StoreConfig, "lease_second", "lease_seconds"),
+        (StoreConfig, "lease_second", "lease_s"),
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest_one(cls: type, typo: str, meant: str) -> None:
@@ -204,3 +204,17 @@ def test_settings_of_each_kind_of_learner_are_accepted() -> None:
     ):
         config = LearnerConfig(**given)
         assert LearnerConfig(**config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("cls", "old", "new"),
+    [
+        (StoreConfig, {"lease_seconds": 7.0}, {"lease_s": 7.0}),
+        (LearnerConfig, {"dtype": "fp32"}, {"dtype": "float32"}),
+        (LearnerConfig, {"dtype": "bf16"}, {"dtype": "bfloat16"}),
+    ],
+)
+def test_a_spelling_of_version_0_2_is_read_with_a_warning(cls: Any, old: Any, new: Any) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"raylight\.{cls.__name__}: .* is now {next(iter(new))}="):
+        settings = cls(**old)
+    assert settings == cls(**new)

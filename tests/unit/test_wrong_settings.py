@@ -299,7 +299,7 @@ def test_a_step_has_a_limit_of_rollouts() -> None:
         (["eval", "a:b", "--model", "m", "--data", "DATA", "--temperature", "nan"], "temperature"),
         (["eval", "a:b", "--model", "m", "--data", "DATA", "--samples", str(10**18)], "samples"),
         (["eval", "a:b", "--model", "m", "--data", "DATA", "--pass-reward", "inf"], "pass_reward"),
-        (["eval", "a:b", "--model", "m", "--data", "DATA", "--set", "store.lease_seconds=.inf"], "lease"),
+        (["eval", "a:b", "--model", "m", "--data", "DATA", "--set", "store.lease_s=.inf"], "lease"),
     ],
 )
 def test_wrong_options_are_typed_errors(arguments: list[str], name: str, tmp_path: Path) -> None:

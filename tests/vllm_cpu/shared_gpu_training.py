@@ -27,7 +27,7 @@ if __name__ == "__main__":
             "dtype": "float32",
             **options["engine"],
         },
-        learner={"num_gpus": 0.6, "dtype": "fp32", "packed": True, **options["learner"]},
+        learner={"num_gpus": 0.6, "dtype": "float32", "packed": True, **options["learner"]},
         n_runners=1,
         output_dir=sys.argv[1],
     )

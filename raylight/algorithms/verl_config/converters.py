@@ -11,7 +11,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_SEED
 from raylight.algorithms.verl_config.key_rules import UNSET, ConfigReader, Converter, UnsupportedValueError
 from raylight.engines.families import FAMILIES
-from raylight.experience.registry import ESTIMATORS
+from raylight.experience.advantages import ADVANTAGES, Advantage
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -83,11 +83,16 @@ def kl_target(value: str, read: ConfigReader) -> Any:
 def group_size(value: int, read: ConfigReader) -> int:
     """Return the number of rollouts per task, after checking that the estimator can use it."""
     estimator = read("algorithm.adv_estimator")
-    if value < 2 and estimator in ESTIMATORS and ESTIMATORS[estimator].baseline_kind == "group":
+    if value < 2 and estimator in ADVANTAGES.names and _is_compared(estimator):
         raise UnsupportedValueError(
             f"must be 2 or more: {estimator} compares the rollouts of a task with one another"
         )
     return value
+
+
+def _is_compared(estimator: str) -> bool:
+    variant = ADVANTAGES.variant(estimator)
+    return issubclass(variant, Advantage) and variant.BASELINE == "group"
 
 
 def reward_weights(names: list[str] | None, read: ConfigReader) -> dict[str, float] | None:

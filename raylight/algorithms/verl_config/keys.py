@@ -170,7 +170,7 @@ _ACTOR = (
     maps_to(
         "fsdp_config.dtype",
         "learner.dtype",
-        c.one_of(bfloat16="bf16", bf16="bf16", float32="fp32", fp32="fp32"),
+        c.one_of(bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32"),
     ),
     only("fsdp_config.model_dtype", "fp32", "float32", reason="trained parameters are stored in float32"),
     only("fsdp_config.strategy", "fsdp", "fsdp2", reason="FSDP2 is the training engine"),

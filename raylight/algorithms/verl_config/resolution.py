@@ -13,6 +13,7 @@ from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten, verl_defaults
 from raylight.base_config import excerpt
 from raylight.errors import ConfigError
+from raylight.experience.settings import TABLES
 
 OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}
 """Keys whose value is a mapping with keys of its own."""
@@ -63,9 +64,11 @@ class Resolution:
 
     def with_verl_keys(self, message: str, prefix: str) -> str:
         """Return an error message with verl's key before each name of a setting."""
+        variants = [variant.__name__ for table in TABLES for variant in table.variants]
         for target, setting in self.settings.items():
             name = target.removeprefix("algorithm.")
-            message = message.replace(f"{prefix}.{name}:", f"{setting.key} ({name}):")
+            for owner in (prefix, *variants):
+                message = message.replace(f"{owner}.{name}:", f"{setting.key} ({name}):")
         return message
 
     def add(self, target: str, setting: ResolvedSetting) -> None:

@@ -27,7 +27,7 @@ SHARES = (0.6, 0.4)
 one too, so the kind with more processes gets the larger one."""
 KEPT_BYTES = 16
 """Bytes that a learner keeps of a trained parameter: its float32 weight, gradient and two moments."""
-FROZEN_BYTES = {"bf16": 2, "fp32": 4}
+FROZEN_BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes that it keeps of a parameter of a frozen model, the reference or the base of an adapter, by dtype."""
 RESERVE = 4 * 2**30
 """Device memory for the contexts of both processes, and for the buffers of a publication."""
@@ -149,10 +149,10 @@ def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, work: Workload) 
         return learner
     # states are loaded, cast and copied on the host; the other half is for engines and runners
     threads = max(int(learner.num_cpus), min(hardware.cpus // 2, MAX_THREADS), 1)
-    learner = _with_defaults(learner, dtype="bf16", gradient_checkpointing=True, num_threads=threads)
+    learner = _with_defaults(learner, dtype="bfloat16", gradient_checkpointing=True, num_threads=threads)
     flash = learner.attention == "flash_attention_2" and not work.keeps_state
     kernel = (learner.attention == "auto" and work.packs) or flash
-    return _with_defaults(learner, packed=learner.dtype == "bf16" and kernel)
+    return _with_defaults(learner, packed=learner.dtype == "bfloat16" and kernel)
 
 
 def _assign_gpus(
@@ -295,7 +295,7 @@ def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig
     """
     parameters, kept = count_parameters(folder), None
     if policy is not None and learner is not None and parameters is not None:
-        dtype = learner.dtype if "dtype" in learner.model_fields_set else "bf16"  # the default on a GPU
+        dtype = learner.dtype if "dtype" in learner.model_fields_set else "bfloat16"  # the default on a GPU
         frozen, adapted = FROZEN_BYTES[dtype], learner.lora is not None
         models = 1 if policy.critic is None else 2
         reference = frozen if policy.needs_reference and not adapted else 0

@@ -154,7 +154,7 @@ def mismatch_limit(
     algorithm: PolicyAlgorithm, engine: EngineConfig, learner: LearnerConfig, model_path: str
 ) -> float:
     """Return the limit of the mean difference of log-probs; its default depends on the precision."""
-    exact = engine.dtype == "float32" and learner.dtype == "fp32"
+    exact = engine.dtype == "float32" and learner.dtype == "float32"
     return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
 
 

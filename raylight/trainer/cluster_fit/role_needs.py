@@ -26,8 +26,6 @@ from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMem
 FLOAT32 = 4
 """Bytes of a float32."""
 DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

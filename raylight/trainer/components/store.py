@@ -50,7 +50,7 @@ class RunStore:
         config, path = self._settings.store, self._settings.store_path
         if isinstance(config, StoreClient):
             self.client = config
-            self._watch = StoreWatch(config.lease_seconds, None, logger.warning)
+            self._watch = StoreWatch(config.lease_s, None, logger.warning)
             return config
         if self._reopens:
             await wait_for_store(Path(path))
@@ -70,7 +70,7 @@ class RunStore:
         stack.push_async_callback(_close, actor)
         self.client = StoreClient(actor)
         restart = functools.partial(ray.kill, actor, no_restart=False)
-        self._watch = StoreWatch(self.client.lease_seconds, restart, logger.warning)
+        self._watch = StoreWatch(self.client.lease_s, restart, logger.warning)
 
     def watches(self) -> list[Coroutine[Any, Any, object]]:
         """Return a coroutine that restarts the run's own store while it does not respond, and fails if the

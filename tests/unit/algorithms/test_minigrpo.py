@@ -70,7 +70,14 @@ def test_trainer_takes_it_as_an_instance_a_dict_and_a_name() -> None:
 
 def test_it_is_grpo_with_a_local_learner() -> None:
     algorithm = rl.MiniGRPO(
-        model="m", max_model_len=64, max_new_tokens=8, passes=3, save_every=5, port=8123, dtype="bf16", seed=7
+        model="m",
+        max_model_len=64,
+        max_new_tokens=8,
+        passes=3,
+        save_every=5,
+        port=8123,
+        dtype="bfloat16",
+        seed=7,
     )
     assert isinstance(algorithm, rl.GRPO)
     assert algorithm.policy_settings().ppo_epochs == 3

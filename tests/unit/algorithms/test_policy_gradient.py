@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flat_settings import flat_settings
 from unit_helpers import make_finished, make_generation
 
 import raylight as rl
@@ -117,7 +118,9 @@ def test_every_algorithm_names_its_paper_and_requires_only_a_model(name: str) ->
 )
 def test_an_algorithm_has_the_settings_of_its_paper(name: str, settings: dict[str, Any]) -> None:
     algorithm = getattr(algorithms, name)(model="m")
-    assert {key: getattr(algorithm, key) for key in settings} == settings
+    properties = {name: getattr(algorithm, name) for name in ("baseline_kind", "needs_greedy_rollouts")}
+    found = flat_settings(algorithm) | properties
+    assert {key: found[key] for key in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -154,8 +157,8 @@ def test_a_setting_without_effect_is_an_error(name: str, settings: dict[str, Any
     ],
 )
 def test_a_setting_with_effect_is_accepted(name: str, settings: dict[str, Any]) -> None:
-    algorithm = getattr(algorithms, name)(model="m", **settings)
-    assert {key: getattr(algorithm, key) for key in settings} == settings
+    found = flat_settings(getattr(algorithms, name)(model="m", **settings))
+    assert {key: found[key] for key in settings} == settings
 
 
 def test_k1_in_the_loss_is_refused_since_its_expected_gradient_is_zero() -> None:

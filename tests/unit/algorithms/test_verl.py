@@ -76,7 +76,7 @@ SHARED = {
     "engine.args.enable_sleep_mode": True,
     "learner.n": 1,
     "learner.num_gpus": 0.6,
-    "learner.dtype": "bf16",
+    "learner.dtype": "bfloat16",
     "learner.lora": None,
     "learner.packed": True,
     "learner.gradient_checkpointing": True,
@@ -176,7 +176,7 @@ def test_verls_defaults_fill_unset_keys() -> None:
         algorithm.tasks_per_step,
         algorithm.mini_batches,
         algorithm.n_epochs,
-        algorithm.adv_estimator,
+        algorithm.advantage.name,
     ) == (1024, 4, 30, "gae")
     assert algorithm.critic is not None
     assert (algorithm.critic.lr, algorithm.critic.mini_batches, algorithm.lr) == (1e-5, 4, 1e-6)
@@ -437,9 +437,13 @@ def test_the_trainers_arguments_are_combined() -> None:
 
 def test_the_trainer_overrides_verls_defaults() -> None:
     trainer = Trainer(
-        algorithm=VERL(MATH), learner={"dtype": "fp32", "num_gpus": 0}, engine={"dtype": "float32"}
+        algorithm=VERL(MATH), learner={"dtype": "float32", "num_gpus": 0}, engine={"dtype": "float32"}
     )
-    assert (trainer.learner.dtype, trainer.engine.dtype, trainer.learner.num_gpus) == ("fp32", "float32", 0)
+    assert (trainer.learner.dtype, trainer.engine.dtype, trainer.learner.num_gpus) == (
+        "float32",
+        "float32",
+        0,
+    )
     assert Trainer(algorithm=VERL(BASE), num_epochs=3).algorithm.n_epochs == 3  # type: ignore[union-attr]
 
 

@@ -100,7 +100,7 @@ class Box:
 async def open_box(path: Path | None = None, clock: Clock | None = None, **config: Any) -> AsyncIterator[Box]:
     """Yield a store, and close it at the end."""
     clock = clock or Clock()
-    service = StoreService(path, StoreConfig(**({"lease_seconds": LEASE_S} | config)), clock, clock.lived)
+    service = StoreService(path, StoreConfig(**({"lease_s": LEASE_S} | config)), clock, clock.lived)
     try:
         yield Box(StoreClient(service), service, clock)
     finally:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from flat_settings import FLAT_KEYS, flat_settings
+
 from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.verl import VERL
 from raylight.algorithms.verl_config.key_rules import KeyRule
@@ -123,6 +125,8 @@ def settings_of(config: Any) -> dict[str, Any]:
         "run.output_dir": combined.output_dir,
         "run.outputs": combined.outputs,
     }
+    resolved = algorithm._resolution.algorithm_settings()  # also those that the loss does not read
+    settings |= {f"algorithm.{key}": resolved[key] for key in FLAT_KEYS & resolved.keys()}
     settings["run.cpu_fallback"] = combined.cpu_fallback is not None
     sections = {
         "algorithm": algorithm,
@@ -133,7 +137,7 @@ def settings_of(config: Any) -> dict[str, Any]:
     if algorithm.critic is not None:
         sections["critic"] = algorithm.critic
     for section, values in sections.items():
-        settings |= {f"{section}.{name}": getattr(values, name) for name in type(values).model_fields}
+        settings |= {f"{section}.{name}": value for name, value in flat_settings(values).items()}
     settings |= {f"engine.args.{name}": value for name, value in settings.pop("engine.args").items()}
     settings.pop("algorithm.critic")
     return settings

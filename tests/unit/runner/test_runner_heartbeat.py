@@ -83,7 +83,7 @@ async def test_the_first_heartbeat_comes_at_once(store: StoreClient) -> None:
 
 
 async def test_heartbeats_keep_a_silent_attempt_alive_beyond_its_lease() -> None:
-    store = StoreClient(StoreService(config=StoreConfig(lease_seconds=0.5)))
+    store = StoreClient(StoreService(config=StoreConfig(lease_s=0.5)))
 
     async def silent(task: int) -> float:
         await asyncio.sleep(1.5)  # three leases without a word

@@ -367,7 +367,7 @@ async def test_reads_go_beside_the_writer(box: Box) -> None:
     await box.store.get_latest_resources()
     await box.store.collect([rollout.rollout_id], with_spans=True)
     await box.store.statistics()
-    assert await box.store.lease_seconds() == LEASE_S
+    assert await box.store.lease_s() == LEASE_S
     assert [s for s in statements if "deadline" not in s] == [], "but for the timer's"
 
 

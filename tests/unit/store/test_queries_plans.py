@@ -62,7 +62,7 @@ async def use_everything(box: Box) -> None:
     await store.get_latest_resources()
     await store.get_worker_by_id("w")
     await store.statistics()
-    await store.lease_seconds()
+    await store.lease_s()
     await store.chat_history(*ids_of(first))
     box.service._leases.renew_all()
     await query_everything(box, first.rollout_id)

@@ -215,7 +215,7 @@ async def test_producers_wait_in_line(box: Box) -> None:
 
 
 async def test_time_ends_attempts_without_anybody_calling() -> None:
-    service = StoreService(None, StoreConfig(lease_seconds=0.05))
+    service = StoreService(None, StoreConfig(lease_s=0.05))
     store = StoreClient(service)
     async with within():
         started = time.monotonic()
@@ -234,7 +234,7 @@ async def test_time_ends_attempts_without_anybody_calling() -> None:
 
 
 async def test_an_earlier_deadline_is_not_missed_behind_a_later_one() -> None:
-    service = StoreService(None, StoreConfig(lease_seconds=1e6))
+    service = StoreService(None, StoreConfig(lease_s=1e6))
     store = StoreClient(service)
     async with within():
         await store.enqueue_rollout(1)
@@ -283,7 +283,7 @@ async def test_whoever_waits_when_the_store_is_closed_hears_of_it() -> None:
             with pytest.raises(StoreError, match="closed"):
                 await task
         for work in (
-            box.store.lease_seconds(),
+            box.store.lease_s(),
             box.store.statistics(),
             box.store.query_rollouts(),
             box.store.enqueue_rollout(1),

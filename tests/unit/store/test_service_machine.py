@@ -44,7 +44,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.service = StoreService(
-            Path(self.folder.name, "s.db"), StoreConfig(lease_seconds=LEASE_S), self.clock, self.clock.lived
+            Path(self.folder.name, "s.db"), StoreConfig(lease_s=LEASE_S), self.clock, self.clock.lived
         )
         self.store = StoreClient(self.service)
 

@@ -86,7 +86,7 @@ async def ask_all(store: StoreClient) -> list[Any]:
         store.add_resources({}),
         store.get_next_span_sequence_id("ro", "at"),
         store.capture([], []),
-        store.lease_seconds(),
+        store.lease_s(),
         store.wait_until_decided(rollout_ids=["ro"]),
         store.wait_until_decided(rollout_ids=[], timeout=0),
         store._channel.send("wait_for_records", "at", 0),

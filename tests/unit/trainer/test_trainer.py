@@ -140,10 +140,10 @@ def test_settings_may_be_instances() -> None:
         engine=EngineConfig(replicas=2),
         runner=RunnerConfig(n=3),
         learner=LearnerConfig(n=2),
-        store=StoreConfig(lease_seconds=5),
+        store=StoreConfig(lease_s=5),
     )
     assert (trainer.engine.replicas, trainer.runner.n, trainer.learner.n) == (2, 3, 2)
-    assert trainer.store == StoreConfig(lease_seconds=5)
+    assert trainer.store == StoreConfig(lease_s=5)
     assert Trainer().store == StoreConfig()
     assert Trainer(store={"max_queued": 3}).store == StoreConfig(max_queued=3)
 
@@ -260,7 +260,7 @@ def test_a_proxy_may_be_anything_and_may_be_described() -> None:
 def test_a_store_is_not_described(wrong: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"store is .*; give a dict of settings \(lease_seconds.*, a StoreConfig, or the StoreClient",
+        match=r"store is .*; give a dict of settings \(lease_s.*, a StoreConfig, or the StoreClient",
     ):
         Trainer(store=wrong)
 

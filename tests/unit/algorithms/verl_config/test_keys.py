@@ -156,7 +156,7 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{ACTOR}.optim.betas", [0.9, 0.95], {"algorithm.betas": (0.9, 0.95)}, {}),
     (f"{ACTOR}.fsdp_config.param_offload", True, {"learner.param_offload": True}, {}),
     (f"{ACTOR}.fsdp_config.optimizer_offload", True, {"learner.optimizer_offload": True}, {}),
-    (f"{ACTOR}.fsdp_config.dtype", "float32", {"learner.dtype": "fp32"}, {}),
+    (f"{ACTOR}.fsdp_config.dtype", "float32", {"learner.dtype": "float32"}, {}),
     (f"{ACTOR}.ulysses_sequence_parallel_size", 2, {"learner.ulysses": 2}, EIGHT),
     (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 4, {"learner.ulysses": 4}, EIGHT),
     (f"{ACTOR}.fsdp_config.fsdp_size", 4, {"learner.fsdp_size": 4}, EIGHT),

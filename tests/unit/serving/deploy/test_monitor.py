@@ -166,7 +166,7 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(monitor_module, "PROBE_INTERVAL_S", 0.001)
     monkeypatch.setattr(monitor_module, "RECHECK_S", 0.001)
-    async with open_box(lease_seconds=1e6) as box:
+    async with open_box(lease_s=1e6) as box:
         yield World(box)
 
 

@@ -53,7 +53,7 @@ def choice(
     return changed(given[1], found.learner), changed(given[0], found.engine), found.notes
 
 
-ON_GPU = {"dtype": "bf16", "gradient_checkpointing": True, "num_threads": 8}
+ON_GPU = {"dtype": "bfloat16", "gradient_checkpointing": True, "num_threads": 8}
 SHARED_LEARNER = {
     "num_gpus": 0.6,
     "param_offload": True,
@@ -106,7 +106,7 @@ OWN_ENGINE = {"num_gpus": 1} | ENGINE_ON_GPU
         (8, {}, {"num_gpus": 1}, OWN_LEARNER, ENGINE_ON_GPU),
         (
             8,
-            {"dtype": "fp32", "gradient_checkpointing": False},
+            {"dtype": "float32", "gradient_checkpointing": False},
             {},
             {"num_gpus": 1, "num_threads": 8},
             OWN_ENGINE,
@@ -157,7 +157,7 @@ def test_the_defaults_of_a_cluster(
         ({}, True, True),
         ({"attention": "flash_attention_2"}, False, True),
         ({}, False, False),
-        ({"dtype": "fp32"}, True, False),
+        ({"dtype": "float32"}, True, False),
         ({"attention": "sdpa"}, True, False),
     ],
 )
@@ -220,7 +220,7 @@ def test_the_workload_counts_what_learners_keep(tmp_path: Path) -> None:
     plain, lora = rl.GRPO(model="m").policy_settings(), {"rank": 8}
     assert workload(tmp_path, plain, LearnerConfig()) == Workload(77, 16 * 107)
     assert workload(tmp_path, plain, LearnerConfig(lora=lora)) == Workload(77, 2 * 107)
-    fp32 = LearnerConfig(lora=lora, dtype="fp32")
+    fp32 = LearnerConfig(lora=lora, dtype="float32")
     assert workload(tmp_path, plain, fp32) == Workload(77, 4 * 107)
     with_reference = rl.GRPO(model="m", kl_coef=0.1, max_staleness=1).policy_settings()
     assert workload(tmp_path, with_reference, LearnerConfig()) == Workload(77, 18 * 107, True)
@@ -270,7 +270,12 @@ def test_more_workers_than_learners_cannot_be_paired() -> None:
         (1, {}, {}, "learners and engines share GPUs"),
         (1, {}, {"num_gpus": 1}, "the learners compute on CPUs, because the engines take the GPUs"),
         (1, {"num_gpus": 1}, {}, "the engine computes on a CPU, because the learners take the GPUs"),
-        (8, {}, {}, "1 for each learner (bf16, gradient checkpointing), 1 for each engine worker (bfloat16"),
+        (
+            8,
+            {},
+            {},
+            "1 for each learner (bfloat16, gradient checkpointing), 1 for each engine worker (bfloat16",
+        ),
     ],
 )
 def test_what_the_hardware_is_used_for_is_said(

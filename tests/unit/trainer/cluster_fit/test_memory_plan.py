@@ -64,7 +64,7 @@ def planned(path: str, settings: PolicySettings | None = None, **learner: object
     defaults = {
         "n": 4,
         "num_gpus": 1,
-        "dtype": "bf16",
+        "dtype": "bfloat16",
         "gradient_checkpointing": True,
         "max_row_tokens": 8192,
     }

@@ -137,12 +137,12 @@ def test_a_pattern_is_one() -> None:
 @pytest.mark.parametrize(
     ("engine", "learner", "experts", "given", "expected"),
     [
-        ("float32", "fp32", None, 0.0, 1e-3),
-        ("bfloat16", "fp32", None, 0.0, 0.3),
-        ("float32", "bf16", 1, 0.0, 0.3),
-        ("bfloat16", "bf16", 128, 0.0, 2.0),
-        ("float32", "fp32", 128, 0.0, 1e-3),
-        ("bfloat16", "bf16", 128, 0.01, 0.01),
+        ("float32", "float32", None, 0.0, 1e-3),
+        ("bfloat16", "float32", None, 0.0, 0.3),
+        ("float32", "bfloat16", 1, 0.0, 0.3),
+        ("bfloat16", "bfloat16", 128, 0.0, 2.0),
+        ("float32", "float32", 128, 0.0, 1e-3),
+        ("bfloat16", "bfloat16", 128, 0.01, 0.01),
     ],
 )
 def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(

@@ -129,7 +129,7 @@ def test_the_config_of_a_run_is_a_run_file_of_the_same_run(tmp_path: Path, write
         engine={"replicas": 2},
         learner={"lora": {"rank": 4}, "n": 2},
         runner={"external": False, "n": 3},
-        store={"lease_seconds": 9.0},
+        store={"lease_s": 9.0},
         hooks="raylight.agent.hooks:LoggingHook",
         loggers=["jsonl"],
         initial_resources={"judge": rl.LLM(endpoint="http://j/v1", model="j"), "limit": 3},

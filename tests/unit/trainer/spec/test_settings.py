@@ -15,7 +15,7 @@ def test_settings_are_written_as_yaml_without_secrets() -> None:
     text = yaml.safe_dump(resolved)
     assert yaml.safe_load(text) == resolved
     assert "s3cr3t" not in text
-    assert (resolved["resources"], resolved["store"]["lease_seconds"]) == (["a", "b"], 60.0)
+    assert (resolved["resources"], resolved["store"]["lease_s"]) == (["a", "b"], 60.0)
     assert make_settings(store=StoreClient(StoreService())).resolved()["store"] == "given in code"
 
 
