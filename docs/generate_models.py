@@ -7,6 +7,7 @@ types that follow: up to a minute each. Without it, these columns are kept. Reas
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib.util
 import json
@@ -23,20 +24,27 @@ from typing import Any
 
 import torch
 
+from raylight.config import LearnerConfig
 from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
+from raylight.experience.settings import PolicySettings
 from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
 from raylight.learner.varlen_attention import supports_varlen
 from raylight.learner.weight_source import WeightSource
+from raylight.quickstart import STARTER_MODEL
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "learner"))
 
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
-COLUMNS = ("names checked", "trained in tests", "in vLLM", "same log-probs", "packed rows")
+COLUMNS = ("names checked", "trains", "trained in tests", "in vLLM", "same log-probs", "packed rows")
 HEADER = f"| architecture | `model_type` | {' | '.join(COLUMNS)} |"
 UPDATE = Path(__file__).parents[1] / "tests" / "vllm_cpu" / "weight_update.py"
 UPDATE_TIMEOUT_S = 240
 MAX_DIFFERENCE = 1e-3
 """Largest difference of log-probs, in float32, between vLLM and transformers."""
+MAX_MISMATCH = 1e-4
+"""Largest mean difference of log-probs, in float32, between the learner and transformers."""
 TRAINED = {"qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "qwen3_next", "gpt_oss"}
 """Model types that the tests train."""
 SIZES = {
@@ -95,20 +103,53 @@ TEXT = (
 PARTS = {"text_config": {name: SIZES[name] for name in TEXT}, "vision_config": {"num_hidden_layers": 2}}
 LATENT = {"head_dim": 16, "num_key_value_heads": 4}
 """Attention with latent keys and values, which has as many heads of them as of queries."""
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""A layer with a state, and one with attention."""
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
     "glm4_moe": {"head_dim": 32},
     "gemma3": PARTS,
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": None},
     "gemma4": PARTS,
     "gemma4_unified": PARTS,
-    "longcat_flash": LATENT,
     "glm4_moe_lite": LATENT,
     "glm_moe_dsa": LATENT,
+    "gptj": {"rotary_dim": 16},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 32},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "longcat_flash": LATENT,
+    "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "chunk_size": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "chunk_size": 16},
+    "qwen3_5_moe_text": HYBRID,
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": HYBRID,
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "mamba_d_state": 16,
+        "chunk_size": 16,
+    },
 }
 """Further settings, by model type."""
 
@@ -163,6 +204,38 @@ def check_names(config: Any) -> str:
 
 def export(module: Any) -> dict[str, tuple[int, ...]]:
     return {param.name: param.shape for param in WeightSource(module, torch.float32, tied=False).metadata()}
+
+
+def train_step(config: Any) -> str:
+    """Return "yes" if a learner with default settings takes a step, and its log-probs are transformers'.
+
+    Otherwise return the reason. This process must be in a group of torch.distributed.
+    """
+    from ranks import make_batch, plain_logprobs
+
+    from raylight.learner.policy import Policy
+
+    torch.manual_seed(0)
+    architecture, plain = causal_lm_class(config), {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = architecture._from_config(copy.deepcopy(config), **plain).eval()
+    with torch.no_grad():
+        batch = make_batch([found.tolist() for found in plain_logprobs(model)])
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        save_tokenizer(folder, config)
+        settings = PolicySettings(lr=1e-3, max_logprob_mismatch=MAX_MISMATCH)
+        norm = Policy(folder, LearnerConfig(), settings, 1).update(batch)["learner/grad_norm"]
+    return "yes" if 0 < norm < math.inf else f"no: a gradient with the norm {norm}"
+
+
+def save_tokenizer(folder: str, config: Any) -> None:
+    """Save the quickstart's tokenizer, with as many special tokens as the configuration has."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
+    tokenizer.bos_token = tokenizer.eos_token  # some configurations need one
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.get_text_config().pad_token_id)
+    tokenizer.save_pretrained(folder)
 
 
 @functools.cache
@@ -231,13 +304,14 @@ def read_rows() -> dict[str, list[str]]:
 
 def table(rows: dict[str, list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows.values()]
-    return "\n".join([HEADER, "|---" * 7 + "|", *lines]) + "\n"
+    return "\n".join([HEADER, "|---" * (2 + len(COLUMNS)) + "|", *lines]) + "\n"
 
 
 def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[str]]) -> list[str]:
     config = tiny_config(model_type, name)
     names = check_names(config)
-    found = known[model_type][4:6] if model_type in known else ["", ""]
+    trains = _result(train_step, config) if names == "yes" else ""
+    found = known[model_type][5:7] if model_type in known else ["", ""]
     if with_vllm:
         found = ["", ""]
         for column, check in enumerate((load_in_vllm, compare_in_vllm)):
@@ -247,7 +321,7 @@ def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[
                 break
             found[column] = result
     trained = "yes" if model_type in TRAINED else ""
-    return [f"`{name}`", f"`{model_type}`", names, trained, *found, packed_rows(config, names)]
+    return [f"`{name}`", f"`{model_type}`", names, trains, trained, *found, packed_rows(config, names)]
 
 
 def packed_rows(config: Any, names: str) -> str:
@@ -265,10 +339,12 @@ def _result(check: Callable[[Any], str], config: Any) -> str:
 def main(arguments: list[str]) -> None:
     logging.disable(logging.WARNING)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     known, rows = read_rows(), {}
     for model_type, name in architectures().items():
         with_vllm = arguments[:1] == ["--vllm"] and (len(arguments) == 1 or model_type in arguments)
         rows[model_type] = make_row(model_type, name, with_vllm, known)
+    torch.distributed.destroy_process_group()
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2])
 

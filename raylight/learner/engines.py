@@ -30,6 +30,9 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 1e-3}
 explains in any row."""
 MAX_ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
 """The same for the first packed row, which no other row can change."""
+EAGER_MODELS = frozenset({"glm_moe_dsa"})
+"""Types of models whose layers attend to later tokens with the attention "sdpa" of transformers, unless they
+are given a mask."""
 
 
 def build_policy(
@@ -166,7 +169,8 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     flash = on_16_bits and is_flash_attn_2_available() and architecture._supports_flash_attn
     if config.packed and flash and not architecture._compatible_flash_implementations:
         return "flash_attention_2"
-    return "sdpa" if architecture._supports_sdpa else "eager"
+    is_causal = hf_config.get_text_config().model_type not in EAGER_MODELS
+    return "sdpa" if architecture._supports_sdpa and is_causal else "eager"
 
 
 def _warn_about_unused_offload(config: LearnerConfig) -> None:

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from raylight.errors import ConfigError
+from raylight.learner.response_logprobs import LogprobHead
 from raylight.learner.weight_source import WeightSource
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -66,6 +67,27 @@ def check_model(path: str) -> None:
             f"names or shapes than in its files: {_some(lost)}; transformers cannot undo its conversion of "
             "this architecture, so choose a model of another one"
         )
+    check_layout(model)
+
+
+def check_layout(model: Any) -> None:
+    """Check that log-probs can be computed from the last hidden states alone, as in training.
+
+    The forward pass around the layers is run; the layers are not.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    head = LogprobHead(model)
+    hidden = torch.empty(1, model.get_output_embeddings().weight.shape[1], device="meta")
+    try:
+        head.logits(hidden)
+    except Exception as error:  # an architecture's own code may fail in any way
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"{type(model).__name__} cannot be trained: its forward pass does not compute logits from the "
+            f"last hidden states alone ({reason}); choose a model of an architecture of docs/models.md"
+        ) from error
 
 
 def build_on_meta(config: Any) -> Any:

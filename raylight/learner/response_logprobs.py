@@ -4,7 +4,7 @@ reads them."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,15 @@ class LogprobHead:
         self._own_forward = model.forward
         head = model.get_output_embeddings()
         names = {id(child): name for name, child in model.named_children()}
-        if id(model.base_model) not in names or id(head) not in names:
+        # Llama 4 gives its transformer another name than its prefix
+        transformer = getattr(model, "model", None) if model.base_model is model else model.base_model
+        if id(transformer) not in names or id(head) not in names:
             raise ConfigError(
                 f"{type(model).__name__} cannot be trained: its transformer and its output layer are not "
                 "direct parts of the model; choose a model with the layout of transformers' causal language "
                 "models"
             )
-        self._base_name, self._head_name = names[id(model.base_model)], names[id(head)]
+        self._base_name, self._head_name = names[id(transformer)], names[id(head)]
         self._head, self._head_forward = head, head.forward
         self._vocabulary = model.config.get_text_config().vocab_size
         model.forward = self._forward
@@ -83,7 +85,7 @@ class LogprobHead:
             return self._head_forward(hidden)
         chunk = self._chunk or chunk_tokens(self._vocabulary, hidden.device)
         logprobs, entropies = token_logprobs(
-            self._logits,
+            self.logits,
             self._head.parameters(),
             hidden,
             sampled.targets,
@@ -94,25 +96,42 @@ class LogprobHead:
         )
         squares = None
         if sampled.squares:
-            squares = squared_probs(self._logits, hidden, sampled.temperatures, chunk=chunk)
+            squares = squared_probs(self.logits, hidden, sampled.temperatures, chunk=chunk)
         return logprobs, entropies, squares
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the model's own forward pass computes from the transformer's output."""
         output = _TransformerOutput(hidden[None])
         with self._replaced({self._base_name: lambda *_, **__: output, self._head_name: self._head_forward}):
             return self._own_forward(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
     @contextlib.contextmanager
-    def _replaced(self, children: dict[str, Any]) -> Iterator[None]:
-        """Replace children of the model by functions."""
+    def _replaced(self, functions: dict[str, Callable[..., Any]]) -> Iterator[None]:
+        """Replace the calls of children of the model by functions."""
         modules = self._model._modules
-        own = {name: modules[name] for name in children}
-        modules.update(children)
+        own = {name: modules[name] for name in functions}
+        modules.update({name: _ReplacedModule(own[name], call) for name, call in functions.items()})
         try:
             yield
         finally:
             modules.update(own)
+
+
+class _ReplacedModule:
+    """Module whose attributes are read, and which is not called: a function is called in its place.
+
+    The function also replaces its submodules: OPT calls the decoder of its transformer.
+    """
+
+    def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return _ReplacedModule(found, self._call) if isinstance(found, torch.nn.Module) else found
 
 
 class _TransformerOutput:

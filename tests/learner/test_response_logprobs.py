@@ -33,6 +33,17 @@ MODELS = {
     "cohere": {"logit_scale": 0.25},  # a scale
     "granite": {"logits_scaling": 4.0},  # a divisor
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64},  # an older layout
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},  # calls a part of its transformer
+    "mamba": {"state_size": 4},  # reads the type of the output layer's weights
+    "falcon_h1": {  # reads a scale of its transformer
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 4,
+        "mamba_chunk_size": 8,
+        "lm_head_multiplier": 0.5,
+    },
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48},  # its prefix is no part
 }
 """Model types, with what their configurations need beside `SIZES`."""
 

@@ -179,6 +179,8 @@ def _layers(model: Any) -> Iterator[nn.Module]:
 
 def _cache_per_token(text: Any, layers: int) -> int:
     """Return the elements of keys and values per token. Layers with a bounded state are left out."""
+    if not hasattr(text, "num_attention_heads"):  # all layers of Mamba have one
+        return 0
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     full = sum(kind == "full_attention" for kind in kinds)
     if latent := getattr(text, "kv_lora_rank", None):  # multi-head latent attention
@@ -247,6 +249,6 @@ def _few_layers(path: str, layers: int, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(read_config(path))
     text = config.get_text_config()
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
+    if vars(text).get("layer_types"):  # some architectures derive them from the number of layers
         text.layer_types = list(text.layer_types)[:layers]
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()

@@ -23,6 +23,12 @@ from raylight.trainer.spec.settings import ServingSettings
 MAX_CHECKED = 10_000
 """Number of tasks, the first ones, whose types are checked before the run. Enqueueing checks the others."""
 
+GGUF_CONVERSION = (
+    "AutoModelForCausalLM.from_pretrained({0}, gguf_file={1}).save_pretrained(NEW), and the same with "
+    "AutoTokenizer"
+)
+"""Code that makes a Hugging Face folder of a GGUF file, in a folder."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -77,6 +83,12 @@ def resolve_model(model: str) -> str:
         ModelNotFoundError: there is no such folder, or it contains no model.
     """
     folder = os.path.abspath(os.path.expanduser(model))
+    if gguf := _gguf_file(folder):
+        raise ModelNotFoundError(
+            f"{folder} has its weights in the format GGUF ({os.path.basename(gguf)}), which is not trained "
+            "or served; give the folder of the original model, or convert this one: pip install gguf, then "
+            f"{GGUF_CONVERSION.format(*map(repr, os.path.split(gguf)))}"
+        )
     if os.path.isdir(folder):
         missing = [
             name
@@ -122,6 +134,16 @@ def fixed_model(model: str, engine: EngineConfig) -> ServingSettings:
         return ServingSettings("", engine.model_copy(update=update))
     check_packages()
     return ServingSettings(resolve_model(model), engine.model_copy(update={"kind": kind}))
+
+
+def _gguf_file(path: str) -> str | None:
+    """Return the GGUF file that a path names, or the first of a folder without other weights."""
+    if path.endswith(".gguf") and os.path.isfile(path):
+        return path
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    files = [name for name in names if name.endswith(".gguf")]
+    has_others = any(name.endswith((".safetensors", ".bin")) for name in names)
+    return os.path.join(path, files[0]) if files and not has_others else None
 
 
 class SourcedTasks(list[Any]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import MOE, build_model
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeForCausalLM
 
 from raylight.errors import ConfigError
 from raylight.learner import model_check
@@ -124,6 +124,20 @@ def test_another_class_than_that_of_the_engines_is_refused(model: Path, tmp_path
     )
     with pytest.raises(ConfigError, match=r"GPT2LMHeadModel cannot be trained: .*without output layer"):
         check_model(str(tmp_path / "gpt2"))
+
+
+def test_an_architecture_whose_logits_need_more_than_hidden_states_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Qwen3MoeForCausalLM.forward
+
+    def forward(self: Qwen3MoeForCausalLM, *args: object, **options: object) -> object:
+        output = own(self, *args, **options)
+        return output if output.past_key_values.get_seq_length() else None
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", forward)
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM cannot be trained: .*hidden states alone"):
+        check_model(str(model))
 
 
 def test_tied_weights_may_be_in_the_files_or_not(tmp_path: Path) -> None:

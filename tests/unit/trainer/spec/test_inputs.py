@@ -76,6 +76,21 @@ def test_a_model_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == str(tmp_path)
 
 
+@pytest.mark.parametrize("extra", [None, "config.json", "model.safetensors"])
+def test_a_gguf_file_or_folder_is_refused_with_the_conversion(extra: str | None, tmp_path: Path) -> None:
+    """Unless the folder has other weights too."""
+    (tmp_path / "tiny-q4.gguf").write_bytes(b"GGUF")
+    if extra is not None:
+        (tmp_path / extra).write_text("{}")
+    for path in (tmp_path / "tiny-q4.gguf", tmp_path):
+        if path == tmp_path and extra == "model.safetensors":
+            with pytest.raises(ModelNotFoundError, match=r"config\.json.* is missing"):
+                resolve_model(str(path))
+            continue
+        with pytest.raises(ModelNotFoundError, match=r"GGUF.*gguf_file='tiny-q4\.gguf'.*save_pretrained"):
+            resolve_model(str(path))
+
+
 @pytest.mark.parametrize("model", ["nowhere", "./no/where", "/no/where", "~/no-such-folder", "a/b/c"])
 def test_a_missing_folder_is_named(model: str) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no model folder"):

@@ -1,0 +1,123 @@
+"""Train a real pretrained model, SmolLM2-135M-Instruct, on a CPU in minutes.
+
+    python examples/real_model/train.py
+    python examples/real_model/train.py --lora
+    python examples/real_model/train.py --max-staleness 1
+
+The model comes in a Python package, see pretrained.py. It knows how to list things, but rarely lists three of
+them and stops. GRPO teaches it to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import raylight as rl
+from examples.real_model.pretrained import make_pretrained
+
+TRAINING = [
+    "colors",
+    "cities",
+    "countries",
+    "rivers",
+    "sports",
+    "tools",
+    "birds",
+    "trees",
+    "metals",
+    "planets",
+    "drinks",
+    "languages",
+    "instruments",
+    "vegetables",
+    "fish",
+    "flowers",
+]
+VALIDATION = ["animals", "fruits", "gems", "fabrics", "cars", "jobs", "games", "insects"]
+MAX_TOKENS = 32
+LONGEST_LIST = 80
+"""Characters within which an answer must end."""
+LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}
+
+
+def score(text: str, finish_reason: str | None) -> float:
+    """Return 0.5 for three parts of one or two words each, and 0.5 for an end within 80 characters."""
+    parts = [part.split() for part in text.strip().rstrip(".").split(",")]
+    is_list = len(parts) == 3 and all(1 <= len(part) <= 2 for part in parts)
+    has_ended = finish_reason == "stop" and len(text.strip()) < LONGEST_LIST
+    return 0.5 * is_list + 0.5 * has_ended
+
+
+@rl.rollout
+async def list_three(task: dict[str, str], llm: rl.LLM) -> float:
+    """Ask for three things of a kind."""
+    question = f"Write a list of three {task['kind']}, separated by commas, nothing else."
+    reply = await llm.client().chat.completions.create(
+        model=llm.model,
+        messages=[{"role": "user", "content": question}],
+        temperature=1.0,
+        max_tokens=MAX_TOKENS,
+    )
+    return score(reply.choices[0].message.content or "", reply.choices[0].finish_reason)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train SmolLM2-135M-Instruct to list three things.")
+    parser.add_argument("--model", type=Path, help="folder of another chat model; SmolLM2 if not given")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tasks-per-step", type=int, default=4, help="each with 8 rollouts")
+    parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16")
+    parser.add_argument("--max-staleness", type=int, default=0, help="1: sample during updates")
+    parser.add_argument("--lr", type=float, help="1e-5, or 2e-4 with --lora")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/real_model"))
+    return parser.parse_args(arguments)
+
+
+def learner(lora: bool) -> dict[str, Any]:
+    """Return the settings of the learner: it computes on all CPUs of this machine, or on its GPU."""
+    settings: dict[str, Any] = {"num_threads": os.cpu_count()}
+    return settings | {"lora": {"rank": 16}} if lora else settings
+
+
+def train(args: argparse.Namespace) -> None:
+    model = args.model or make_pretrained("smollm2", Path("outputs/smollm2"))
+    algorithm = rl.GRPO(
+        model=str(model),
+        n_steps=args.steps,
+        tasks_per_step=args.tasks_per_step,
+        group_size=8,
+        lr=args.lr or LEARNING_RATES["lora" if args.lora else "full"],
+        max_staleness=args.max_staleness,
+        val_every=max(args.steps // 2, 1),
+        val_samples=4,
+    )
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        n_runners=1,
+        learner=learner(args.lora),
+        output_dir=args.output_dir,
+        seed=args.seed,
+    )
+    trainer.fit(
+        list_three,
+        [{"kind": kind} for kind in TRAINING],
+        val_dataset=[{"kind": kind} for kind in VALIDATION],
+    )
+
+
+def main() -> None:
+    try:
+        train(parse())
+    except rl.RaylightError as error:
+        sys.exit(f"error: {type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Pretrained models: vLLM, the transformers engine and the learner agree, before and after an update."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_models import real_model_folder
+
+HERE = Path(__file__).parent
+LIMITS = {"float32": 1e-3}
+"""Default limit of the mean difference, see docs/learning_correction.md."""
+
+
+def compare(*arguments: str) -> dict[str, dict[str, float]]:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "real_agreement.py"), *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=3500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(arguments, json.dumps(found))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", ["smollm2"])
+def test_engines_and_learner_agree_before_and_after_an_update(name: str, dtype: str) -> None:
+    found = compare(str(real_model_folder(name)), dtype)
+    for part in ("learner", "engine", "updated"):
+        assert found[part]["mean"] < LIMITS[dtype] / 3, part  # without the warning of a run
+    assert found["stale"]["mean"] > 2 * found["updated"]["mean"]
