@@ -27,7 +27,7 @@ from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
 from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
 from raylight.learner.varlen_attention import supports_varlen
-from raylight.learner.weight_source import WeightSource
+from raylight.weights.source import WeightSource
 
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"

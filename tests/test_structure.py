@@ -38,8 +38,8 @@ FLOORS = [
         "ray_metrics",
         "advisories",
     },
-    {"http", "tasks", "experience", "weight_transfer"},
-    {"runner", "engines", "weight_sync", "serving", "learner", "planning"},
+    {"http", "tasks", "experience", "weights"},
+    {"runner", "engines", "serving", "learner", "planning"},
     {"algorithms"},
     {"trainer"},
     {

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from raylight.errors import ConfigError
-from raylight.learner.weight_source import WeightSource
+from raylight.weights.source import WeightSource
 
 Shapes = Mapping[str, tuple[int, ...]]
 SHOWN = 3

@@ -11,7 +11,7 @@ from raylight.aio import cancel_all, pause, task_group
 from raylight.trainer.concurrency import Concurrency
 from raylight.trainer.report import Metrics
 from raylight.trainer.training_groups import TrainingGroups
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.weights.client import CoordinatorClient
 
 POLL_S = 1.0
 """Time between two looks at the loads."""

@@ -24,7 +24,7 @@ from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.resume import ResumePoint, fresh_start
 from raylight.trainer.run_metrics import ComponentMetrics
 from raylight.trainer.settings import ResolvedSettings, SupervisedTraining, TrainingSettings
-from raylight.weight_sync.seeds import derive_seed
+from raylight.weights.starts import derive_seed
 
 logger = logging.getLogger(__name__)
 PrepareStore = Callable[[StoreClient], Awaitable[None]]

@@ -21,7 +21,7 @@ from raylight.engines.transformers.sampler import Sampler
 from raylight.engines.transformers.worker import CLOSED
 from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.errors import RequestError
-from raylight.weight_transfer.transports import make_receiver
+from raylight.weights.transports import make_receiver
 
 T = TypeVar("T")
 NO_SLEEP = "sleep frees memory only on a GPU; nothing was done"

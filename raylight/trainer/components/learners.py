@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from raylight.aio import cancel_all
 from raylight.experience.batch import TrainBatch
-from raylight.experience.token_records import RowRecord
 from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
 from raylight.trainer import served_adapter
@@ -21,7 +20,7 @@ from raylight.trainer.publication import Publications
 from raylight.trainer.resume import ResumePoint
 from raylight.trainer.served_adapter import PinnedAdapter
 from raylight.trainer.settings import ResolvedSettings, ServingSettings, TrainingSettings
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.weights.client import CoordinatorClient
 
 
 class Learners(LearnerRanks):
@@ -54,7 +53,7 @@ class Learners(LearnerRanks):
     def open(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
         """Start the processes of the ranks, and serve replicas that join from them."""
         coordinator = serving.coordinator
-        self.replicas = coordinator.client
+        self.replicas = coordinator
         self._open_group(stack, serving)
         model, algorithm, kind = self._serving, self._policy.algorithm, self._policy.learner.kind
         probe = make_probe(model.model_path, model.engine.max_model_len, self._settings.seed)
@@ -76,10 +75,8 @@ class Learners(LearnerRanks):
         if config.kind == "ranks":
             self.open_ranks(stack)
             return
-        other: Any = SimulatedLearner(config)
-        if isinstance(serving, LocalServing):
-            other = LocalLearner(serving.engine, config)
-        self.group = other
+        is_local = isinstance(serving, LocalServing)
+        self.group = LocalLearner(serving.engine, config) if is_local else SimulatedLearner(config)
         stack.callback(self.group.stop)
 
     async def start(self) -> None:
@@ -123,10 +120,6 @@ class Learners(LearnerRanks):
                     await self.replicas.wake(timeout)
             self.version += 1
         return metrics
-
-    async def row_records(self) -> list[RowRecord]:
-        """Return what the last update computed of each row. A row may come several times."""
-        return await self.group.row_records()
 
     def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
         """Show once which replicas cannot sleep, and why."""
