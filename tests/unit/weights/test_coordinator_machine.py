@@ -78,6 +78,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for giving in self.givings:
             giving.task.cancel()
+        for call in self.coordinator._calls.values():
+            call.cancel()
         self.do(asyncio.sleep(0))
         self.loop.close()
 
@@ -240,10 +242,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_joining_replica_gets_all_that_is_visible(self) -> None:
-        orders = [*self.coordinator._desired.values()]
-        for name, version in self.seen.adapters.items():
+        orders, visible = [*self.coordinator._desired.values()], versions_of(self.coordinator)
+        for name, version in visible.adapters.items():
             assert any(order.adapter == name and order.version >= version for order in orders)
-        if self.seen.asleep:
+        if visible.asleep:
             assert "sleep" in self.coordinator._desired
 
     @invariant()
