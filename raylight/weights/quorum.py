@@ -329,7 +329,7 @@ class Transfer:
     order: Order
     members: dict[str, Replica]
     number: int = -1
-    kind: Phase | None = None
+    kind: Phase = "init"
     started: float = 0.0
     infos: Mapping[str, bytes] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)

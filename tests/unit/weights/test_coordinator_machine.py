@@ -42,7 +42,7 @@ class Giving:
     deadline: float
     kind: str
     version: int = 0
-    adapter: str | None = None
+    adapter: str = ""
     up: list[ReplicaState] = field(default_factory=list)
     """The states of the replicas that served when the order ended."""
 

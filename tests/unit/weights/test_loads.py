@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -48,7 +49,7 @@ async def reporting(
                 coordinator,
                 never,
                 measure=measure,
-                call_forever=(lambda life=life: [life]) if life else None,
+                call_forever=functools.partial(list, [life]) if life else None,
             )
             await executor.catch_up()
             tasks.append(asyncio.create_task(executor.run()))

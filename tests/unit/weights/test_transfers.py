@@ -113,7 +113,7 @@ async def test_a_replica_that_has_finished_need_not_abort(monkeypatch: pytest.Mo
             finishing.set()
             await asyncio.Event().wait()
 
-        doomed.engine.finish_weight_update = hang  # type: ignore[method-assign]
+        doomed.engine.finish_weight_update = hang
         publishing = asyncio.create_task(coordinator.client.publish(1, None, 60.0, token=TOKEN))
         sending = asyncio.create_task(send(coordinator, 1, TOKEN))
         await finishing.wait()
