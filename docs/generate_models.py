@@ -30,8 +30,8 @@ from raylight.errors import ConfigError
 from raylight.experience.settings import PolicySettings
 from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
 from raylight.learner.varlen_attention import supports_varlen
-from raylight.learner.weight_source import WeightSource
 from raylight.quickstart import STARTER_MODEL
+from raylight.weights.source import WeightSource
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "learner"))
 

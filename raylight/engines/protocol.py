@@ -27,17 +27,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
 from raylight.config import EngineConfig
 from raylight.errors import WeightSyncError
-
-UpdateMode = Literal["keep", "wait", "abort"]
-"""Handling of requests in flight during a weight update: "keep" continues them with the new weights (each
-token records its own version), "wait" delays the update until they have finished, "abort" ends them
-immediately with the finish reason "abort"."""
+from raylight.weights.protocol import EngineLoad as EngineLoad
+from raylight.weights.protocol import LoraAdapter as LoraAdapter
+from raylight.weights.protocol import SyncedEngine
+from raylight.weights.protocol import UpdateMode as UpdateMode
 
 PROMPT_IDS = "prompt_token_ids"
 """Key in a chat request's `kv_transfer_params` for a prompt given as token ids, as in vLLM. The engine
@@ -63,44 +62,7 @@ class EngineSettings:
     device: str = "cpu"
 
 
-@dataclass(frozen=True)
-class LoraAdapter:
-    """A LoRA adapter as peft saves it.
-
-    Attributes:
-        config: the content of `adapter_config.json`.
-        weights: name to array, as in `adapter_model.safetensors`.
-    """
-
-    config: Mapping[str, Any]
-    weights: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """Requests and cache use of one engine at one moment. The defaults stand for an engine without a cache of
-    its own.
-
-    Attributes:
-        kv_use: share of the key-value cache that is in use, 0 to 1.
-        running: requests that are being sampled.
-        waiting: requests that the engine has accepted and not begun, or has preempted.
-        preemptions: times since the engine's start that a request lost its place in the cache to others.
-        capacity: tokens that the key-value cache holds; 0 if not known.
-        paused: True while the engine samples nothing because its weights change or it sleeps.
-        idle_s: seconds since the engine's start in which it had no request. The replica measures them.
-    """
-
-    kv_use: float = 0.0
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    capacity: int = 0
-    paused: bool = False
-    idle_s: float = 0.0
-
-
-class Engine(Protocol):
+class Engine(SyncedEngine, Protocol):
     """A model that samples."""
 
     model: str
@@ -109,91 +71,9 @@ class Engine(Protocol):
     """A Hugging Face tokenizer; None if the model's tokens are not known (an upstream model)."""
     max_model_len: int | None
     """Longest prompt plus response, in tokens; None if not known."""
-    workers: int
-    """Number of processes that receive weights."""
 
     async def app(self) -> ASGIApp:
         """Return the ASGI application. Called once, when the engine is ready."""
-        ...
-
-    async def init_weight_transfer_engine(self, info: Mapping[str, Any]) -> None:
-        """Join the group of the sender and all engines, and leave an earlier one.
-
-        Args:
-            info: what the transport needs; the first worker's rank is `rank_offset`.
-
-        Raises:
-            ConnectionError: the other processes did not come.
-            WeightSyncError: the engine has no weights of its own.
-        """
-        ...
-
-    async def start_weight_update(self, mode: UpdateMode = "keep") -> None:
-        """Stop sampling, and prepare for new weights."""
-        ...
-
-    async def update_weights(self, info: Any) -> None:
-        """Receive weights.
-
-        Args:
-            info: what the transport needs, such as the names and shapes of the tensors.
-
-        Raises:
-            ConnectionError: a process that takes part in the transfer was lost.
-            WeightSyncError: a tensor is missing, unknown or of another shape.
-        """
-        ...
-
-    async def finish_weight_update(self, version: int) -> None:
-        """Sample with the new weights, which are numbered `version`, from now on."""
-        ...
-
-    async def abort_weight_update(self) -> None:
-        """Leave the transfer; an update that has begun to load weights stays incomplete.
-
-        Sampling continues if no weights were loaded. Without effect if no transfer is open.
-        """
-        ...
-
-    async def load_adapter(
-        self, name: str, version: int, adapter: LoraAdapter, mode: UpdateMode = "keep"
-    ) -> None:
-        """Serve an adapter as the model `name`, replacing its previous version.
-
-        Under the name of the model itself, requests for the model are served with the adapter from then on.
-        Under "keep", requests in flight finish with the version that they started with.
-
-        Raises:
-            WeightSyncError: the adapter does not fit the model, or the engine supports no adapters.
-        """
-        ...
-
-    async def drop_adapter(self, name: str) -> None:
-        """Stop serving the model `name`; unknown names are ignored."""
-        ...
-
-    async def logprobs(
-        self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
-    ) -> list[float]:
-        """Return the log-probs of `ids[1:]`, each given the ids before it.
-
-        Args:
-            temperature: sampling temperature of the distribution, above 0.
-
-        Raises:
-            WeightSyncError: the engine cannot compute them.
-        """
-        ...
-
-    async def sleep(self, level: int = 1) -> str | None:
-        """Free the device's memory until `wake`; requests wait meanwhile.
-
-        Returns the reason if nothing was freed, else None.
-        """
-        ...
-
-    async def wake(self) -> None:
-        """Resume after `sleep`."""
         ...
 
     def load(self) -> EngineLoad:

@@ -28,10 +28,10 @@ from raylight.learner.progress import CLOCK
 from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.learner.stack_dump import StackDump, dump_stacks
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
-from raylight.weight_sync.sender_client import PublicationSettings
+from raylight.weights.sender import PublicationSettings
 
 if TYPE_CHECKING:
-    from raylight.learner.publisher import WeightPublisher
+    from raylight.weights.publisher import WeightPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class LearnerActor:
         publisher.publish(version, token)
 
     def _open_publisher(self, settings: PublicationSettings) -> WeightPublisher:
-        from raylight.learner.publisher import WeightPublisher
+        from raylight.weights.publisher import WeightPublisher
 
         if self._publisher is None:
             self._publisher = WeightPublisher(self._policy.engine.module, settings)

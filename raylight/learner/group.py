@@ -27,7 +27,7 @@ from raylight.experience.token_records import RowRecord
 from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 from raylight.learner.shared_storage import check_shared
-from raylight.weight_sync.sender_client import PublicationSettings
+from raylight.weights.sender import PublicationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def order_by_node(nodes: Mapping[int, str]) -> list[int]:
 
 
 class LearnerGroup:
-    """Starts, calls, restarts and stops the ranks.
+    """A `Learner` of ranks that are called, fail and restart together.
 
     Laws: every call has a deadline, for all of it or for each of its parts. The first failure of a rank ends
     the call for all ranks, because the others may wait for the failed one forever. After a LearnerError the
@@ -117,14 +117,7 @@ class LearnerGroup:
         await self._call("setup", address, *args, timeout_setting="start_timeout_s", limit=end - clock())
 
     async def check_storage(self, folders: Mapping[str, str]) -> None:
-        """Check that learners on other nodes share folders with the driver; free if there are none.
-
-        Args:
-            folders: folder or URL by the name of its setting.
-
-        Raises:
-            ConfigError: a learner does not share a folder.
-        """
+        """Check that learners on other nodes share folders with the driver; free if there are none."""
         nodes = [self.nodes()[bundle] for bundle in order_by_node(self.nodes())]
         if set(nodes) <= {ray.get_runtime_context().get_node_id()}:
             return
@@ -200,36 +193,19 @@ class LearnerGroup:
         return (await self._call("export_adapter"))[0]
 
     async def save(self, folder: str, adapter: Any = None) -> None:
-        """Write the model in Hugging Face format to a folder that the ranks can reach.
-
-        Args:
-            adapter: reference to a version of the adapter, in place of the current one.
-        """
+        """Write the model; rank 0 writes the files."""
         await self._call("save", folder, adapter)
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
     ) -> None:
-        """Copy the training state of a step, and write it in the background, after the last one.
-
-        Args:
-            metadata: JSON values that are stored with the state.
-            keep: number of states to keep.
-            timeout_s: seconds within which the last state must be written.
-
-        Raises:
-            CheckpointError, DiskError: the last state could not be written.
-        """
+        """Copy the training state of a step; each rank writes its part."""
         await self.finish_saving(timeout_s)
         content = TrainingStates(url).new_content(step)
         await self._call("save_state", url, step, content, metadata, keep, timeout_s)
 
     async def finish_saving(self, timeout_s: float) -> None:
-        """Wait until the last training state is written.
-
-        Raises:
-            CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
-        """
+        """Wait until the last training state is written."""
         # not a collective: slow storage is no reason to restart the ranks
         await self._call("finish_saving", timeout_s, limit=timeout_s + GRACE_S)
 

@@ -15,6 +15,7 @@ from raylight.errors import ConfigError, DeviceMemoryError, LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
+from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class TrainableModule(Protocol):
 
 
 class LocalLearner:
-    """One rank in the driver's process, with the interface of `LearnerGroup`.
+    """A `Learner` of one rank in the driver's process.
 
     The engine and the learner share one copy of the weights, so nothing is published: a token that the engine
     samples after an update has the new version. A failure is one of the driver, so there is no restart; a run
@@ -60,13 +61,16 @@ class LocalLearner:
         self._states: Any = None
         self._owns_group = False
 
-    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+    async def setup(
+        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
+    ) -> None:
         """Add the adapter and the optimizer to the engine's module, before its first request.
 
         Raises:
             ConfigError: the settings do not fit the model, or this process trains something else.
         """
         self._engine = await self._load()
+        assert isinstance(settings, PolicySettings), "a local learner trains a policy"
         await asyncio.to_thread(self._setup, model_path, settings, total_steps, seed)
 
     def _setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
@@ -134,6 +138,9 @@ class LocalLearner:
         """Return the policy's log-probs of `ids[1:]` at temperature 1."""
         return await self._engine.run_between_steps(lambda: self._policy.logprobs(ids))
 
+    async def take_snapshot(self, ids: list[int], settings: Any) -> None:
+        """Return None: the engine has the weights."""
+
     async def publish_weights(self, version: int, token: str, settings: Any) -> None:
         """Return: the engine has the weights."""
 
@@ -142,7 +149,7 @@ class LocalLearner:
         adapter = await self._engine.run_between_steps(self._policy.export_adapter)
         return self._policy.version, LoraAdapter(*adapter)
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: Any = None) -> None:
         """Write the model in Hugging Face format, and the adapter to its subfolder `adapter`."""
 
         def save() -> None:
@@ -164,11 +171,7 @@ class LocalLearner:
         )
 
     async def finish_saving(self, timeout_s: float) -> None:
-        """Wait until the last training state is written.
-
-        Raises:
-            CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
-        """
+        """Wait until the last training state is written."""
         await asyncio.to_thread(self._states.finish, timeout_s)
 
     async def load_state(self, url: str, step: int, version: int) -> None:

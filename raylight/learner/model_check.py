@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from raylight.errors import ConfigError
 from raylight.learner.response_logprobs import LogprobHead
-from raylight.learner.weight_source import WeightSource
+from raylight.weights.source import WeightSource
 
 Shapes = Mapping[str, tuple[int, ...]]
 SHOWN = 3

@@ -14,17 +14,18 @@ from raylight.errors import ConfigError, LearnerError, TransferBrokenError, Weig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
+from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
-from raylight.weight_sync.client import call_coordinator, call_until_answered
-from raylight.weight_sync.sender_client import PublicationSettings
-from raylight.weight_sync.transfers import PhaseKind
+from raylight.weights.client import call_coordinator, call_until_answered
+from raylight.weights.orders import Phase
+from raylight.weights.sender import PublicationSettings
 
 MAX_ATTEMPTS = 3
 """Number of transfers in a row that may break before a publication fails."""
 
 
 class SimulatedLearner:
-    """A learner without a model, with the interface of `LearnerGroup`.
+    """A `Learner` without a model.
 
     An update takes `step_s` seconds and a publication `sync_s`. The engines keep their weights; they are told
     each version, so that tokens carry it. Training states contain the position of the run and no weights.
@@ -37,7 +38,9 @@ class SimulatedLearner:
         self._config, self._wait = config, wait
         self.version = 0
 
-    async def setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
+    async def setup(
+        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
+    ) -> None:
         """Return: there is no model to load."""
 
     async def check_storage(self, folders: Mapping[str, str]) -> None:
@@ -52,6 +55,10 @@ class SimulatedLearner:
 
     async def row_records(self) -> list[RowRecord]:
         """Return nothing: no row is computed."""
+        return []
+
+    async def logprobs(self, ids: list[int]) -> list[float]:
+        """Return nothing: there is no model to compare with the engines'."""
         return []
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> None:
@@ -77,7 +84,7 @@ class SimulatedLearner:
                         f"version {version} could not be announced to the engines: {error}"
                     ) from None
 
-    async def _run_phase(self, kind: PhaseKind, settings: PublicationSettings) -> None:
+    async def _run_phase(self, kind: Phase, settings: PublicationSettings) -> None:
         """Have all replicas of the transfer execute a phase of vLLM's protocol."""
         await call_coordinator(
             settings.coordinator, "run_phase", kind, {}, settings.timeout_s, within=settings.limit_s
@@ -87,19 +94,14 @@ class SimulatedLearner:
         """Raise ConfigError: there is no adapter."""
         raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
 
-    async def save(self, folder: str) -> None:
+    async def save(self, folder: str, adapter: Any = None) -> None:
         """Make the folder, which stays empty."""
         await asyncio.to_thread(os.makedirs, folder, exist_ok=True)
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
     ) -> None:
-        """Save the position of the run, from which it resumes.
-
-        Args:
-            metadata: JSON values that are stored with the state.
-            keep: number of states to keep.
-        """
+        """Save the position of the run, from which it resumes."""
 
         def save() -> None:
             states = TrainingStates(url)

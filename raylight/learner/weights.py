@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
-from raylight.learner.weight_source import WeightSource, base_model, gather
+from raylight.weights.source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000
 """Largest size of one file of a saved model."""

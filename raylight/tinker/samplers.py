@@ -16,7 +16,7 @@ from raylight.errors import EngineStartError
 from raylight.http.errors import RequestError, read_error
 from raylight.tinker.requests import SamplingOptions
 from raylight.tinker.wire import Sampled
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.weights.client import CoordinatorClient
 
 CONNECT_TIMEOUT_S = 10.0
 SAMPLE_TIMEOUT_S = 1800.0

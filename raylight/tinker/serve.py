@@ -193,7 +193,7 @@ async def _serve(
             url,
             secret,
             MODEL,
-            serving.coordinator.client,
+            serving.coordinator,
             fetch,
             config.max_samplers,
             limit,

@@ -25,10 +25,11 @@ from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.actor import start_store
 from raylight.store.client import StoreClient
 from raylight.types import EnqueueRolloutRequest, Rollout
-from raylight.weight_sync.actor import RunningCoordinator
-from raylight.weight_sync.sender_client import PublicationSettings, SenderClient
-from raylight.weight_transfer.gloo import GlooSender
-from raylight.weight_transfer.protocol import SenderSettings
+from raylight.weights.actor import running_coordinator
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.gloo import GlooSender
+from raylight.weights.protocol import SenderSettings
+from raylight.weights.sender import PublicationSettings, SenderClient
 
 SECRET = "the run's secret"
 NAME = "replicas-test"
@@ -37,7 +38,7 @@ NAME = "replicas-test"
 @dataclass
 class Served:
     store: StoreClient
-    coordinator: RunningCoordinator
+    coordinator: CoordinatorClient
     url: str
 
     def client(self, rollout: Rollout, retries: int = 0, key_of: Rollout | None = None) -> openai.AsyncOpenAI:
@@ -61,7 +62,7 @@ async def served(folder: Path, kind: str = "transformers", **config: Any) -> Asy
     """Start a store, a coordinator and the engine's replicas, without runners and learners."""
     actor = start_store(NAME, str(folder / "store.db"), StoreConfig(lease_s=600))
     store = StoreClient(actor)
-    async with RunningCoordinator(NAME, store, replacement_timeout_s=60) as coordinator:
+    async with running_coordinator(NAME, store, replacement_timeout_s=60) as coordinator:
         spec = ReplicaSettings(
             app_name=NAME,
             model_path=STARTER_MODEL,
@@ -86,7 +87,7 @@ async def publish_weights(
 ) -> int:
     """Publish weights, which this process sends; return the number of replicas that have them."""
     token = uuid.uuid4().hex
-    publishing = asyncio.create_task(model.coordinator.client.publish(version, None, timeout_s, token=token))
+    publishing = asyncio.create_task(model.coordinator.publish(version, None, timeout_s, token=token))
     sending = asyncio.create_task(asyncio.to_thread(_send, model, version, token, weights, timeout_s))
     try:
         return len(await publishing)
@@ -96,7 +97,7 @@ async def publish_weights(
 
 async def serve_joined(model: Served, version: int, weights: Mapping[str, Any], replicas: int) -> None:
     """Wait until a number of replicas have caught up, and send the current weights to those that join."""
-    keeper = model.coordinator.keeper
+    keeper = model.coordinator
     waiting = asyncio.ensure_future(model.coordinator.handle.wait_for_replicas.remote(replicas))
     waiting.add_done_callback(lambda _: keeper.changed.notify_all())
     while not waiting.done():

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from raylight.weight_transfer.gloo import GlooSender
-from raylight.weight_transfer.protocol import SenderSettings
+from raylight.weights.gloo import GlooSender
+from raylight.weights.protocol import SenderSettings
 
 TIMEOUT_S = 60.0
 

@@ -18,7 +18,7 @@ from ray_cluster import Cluster
 from served_replicas import NAME, Served, publish_weights, replica_pid, serve_joined, served
 
 from raylight.quickstart import STARTER_MODEL
-from raylight.weight_sync.actor import COORDINATOR_NAME
+from raylight.weights.actor import COORDINATOR_NAME
 
 DEADLINE_S = 240
 IDS = [5, 9, 12, 7, 20, 31]
@@ -63,7 +63,7 @@ class Model:
 
 async def assert_parity(model: Served, reference: Model, replicas: int) -> set[str]:
     """Probe all replicas; return their names."""
-    probed = await model.coordinator.client.probe(IDS, 60.0)
+    probed = await model.coordinator.probe(IDS, 60.0)
     assert len(probed) == replicas
     for logprobs in probed.values():
         assert logprobs == pytest.approx(reference.logprobs(), abs=1e-3)
@@ -113,8 +113,8 @@ async def test_a_killed_coordinator_continues_with_its_orders(tmp_path: Path) ->
             os.kill(coordinator_pid(), signal.SIGKILL)
         assert await publishing == 1
         assert await assert_parity(model, reference, 1) == {replica}
-        assert model.coordinator.keeper.restarts == 2
-        assert model.coordinator.keeper.evictions == 0
+        assert model.coordinator.restarts == 2
+        assert model.coordinator.evictions == 0
 
 
 @pytest.mark.slow
@@ -135,5 +135,5 @@ async def test_frozen_replicas_are_replaced_within_an_order(tmp_path: Path) -> N
         assert await publish(model, reference, timeout=40) >= 1
         await serve_joined(model, reference.version, reference.weights(), 2)
         assert not replicas & await assert_parity(model, reference, 2)
-        assert model.coordinator.keeper.evictions == 3
-        assert model.coordinator.keeper.restarts == 0
+        assert model.coordinator.evictions == 3
+        assert model.coordinator.restarts == 0

@@ -19,7 +19,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder
 from raylight.ui.workers import read_actors
-from raylight.weight_sync.actor import COORDINATOR_NAME
+from raylight.weights.actor import COORDINATOR_NAME
 
 ROOT = Path(__file__).parent.parent.parent
 TRAIN, VAL = additions(0)

@@ -57,7 +57,7 @@ async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> N
         moved = sum(home != homes[i // 3] for i, (home, _) in enumerate(again))
         assert moved <= len(again) // 4, "rollouts do not stick to their replica"
 
-        loads = await model.coordinator.client.loads()
+        loads = await model.coordinator.loads()
         assert set(loads) == set(first_answers)
         assert all(load.capacity and load.idle_s > 0 and not load.running for load in loads.values())
 
@@ -80,7 +80,7 @@ async def test_rollouts_move_when_a_replica_dies_mid_stream(tmp_path: Path) -> N
         ]
         other, _ = await ask(model.client(victim, retries=8), turns)
         assert other != home
-        assert home not in await model.coordinator.client.loads()
+        assert home not in await model.coordinator.loads()
         await asyncio.gather(*(ask(model.client(rollout, retries=8)) for rollout in rollouts[1:]))
         repeats = {"x-stainless-retry-count": "1"}
         await ask(  # the interrupted call

@@ -59,7 +59,7 @@ class GatedLearner(LearnerActor):
     """A learner whose first broadcast of version 2 stops at the gate after a layer group."""
 
     def publish_weights(self, version: int, *args: Any) -> None:
-        from raylight.weight_transfer.gloo_group import GlooGroup
+        from raylight.weights.gloo_group import GlooGroup
 
         real, sent = GlooGroup.broadcast, []
 
@@ -103,7 +103,7 @@ async def assert_parity(model: Served, learners: LearnerGroup, replicas: int) ->
 
 async def assert_logprobs(model: Served, expected: list[float], replicas: int) -> set[str]:
     """Compare the log-probs of all replicas with the expected ones; return the replicas' names."""
-    probed = await model.coordinator.client.probe(IDS, TIMEOUT_S)
+    probed = await model.coordinator.probe(IDS, TIMEOUT_S)
     assert len(probed) == replicas
     for logprobs in probed.values():
         assert logprobs == pytest.approx(expected, abs=1e-5)
@@ -131,7 +131,7 @@ async def test_a_replica_that_dies_amid_a_broadcast_is_left_out_and_its_replacem
 
 async def assert_parity_of_version_1(model: Served) -> set[str]:
     """Probe both replicas, which have equal weights."""
-    first, second = (await model.coordinator.client.probe(IDS, TIMEOUT_S)).items()
+    first, second = (await model.coordinator.probe(IDS, TIMEOUT_S)).items()
     assert first[1] == second[1]
     return {first[0], second[0]}
 
@@ -154,7 +154,7 @@ async def test_a_sender_that_dies_amid_a_broadcast_leaves_engines_that_the_next_
             await learners.update(make_batch())
         await publications.publish(2)
         await assert_parity(model, learners, 2)
-        assert model.coordinator.keeper.evictions == 0
+        assert model.coordinator.evictions == 0
 
 
 @pytest.mark.slow

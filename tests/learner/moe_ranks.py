@@ -15,8 +15,8 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     from transformers import AutoModelForCausalLM
 
     from raylight.learner.policy import Policy
-    from raylight.learner.weight_source import WeightSource
     from raylight.learner.weights import save_model
+    from raylight.weights.source import WeightSource
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

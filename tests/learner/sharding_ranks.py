@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
 from raylight.learner import token_logprobs
-from raylight.learner.weight_source import WeightSource
 from raylight.quickstart import STARTER_MODEL
+from raylight.weights.source import WeightSource
 
 VARIANTS = {
     "all": {},

@@ -19,8 +19,8 @@ from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings import PolicySettings
 from raylight.learner import engines
-from raylight.learner.weight_source import gather
 from raylight.quickstart import STARTER_MODEL
+from raylight.weights.source import gather
 
 ADAPTER_PARAMETERS = 14_592
 """Parameters of an adapter of rank 4 on the seven projections of the starter model's two layers."""

@@ -18,8 +18,8 @@ from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import advantage_estimator, policy_loss
 from raylight.experience.settings import PolicySettings
-from raylight.learner.weight_source import gather
 from raylight.quickstart import STARTER_MODEL
+from raylight.weights.source import gather
 
 FAMILY = sorted(
     name

@@ -18,8 +18,8 @@ from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.learner.model_check import read_shapes
-from raylight.learner.weight_source import WeightSource
 from raylight.types import Trajectory
+from raylight.weights.source import WeightSource
 
 
 @pytest.fixture(scope="module", autouse=True)

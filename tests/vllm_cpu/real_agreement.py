@@ -105,8 +105,8 @@ def main(path: str, dtype: str, adapter: str | None = None) -> None:
     from raylight.engines.vllm.update_repairs import load_tied_output
     from raylight.experience.settings import PolicySettings
     from raylight.learner.policy import Policy
-    from raylight.learner.weight_source import WeightSource
     from raylight.learner.weights import save_model
+    from raylight.weights.source import WeightSource
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = [f"Write a list of three {kind}, separated by commas, nothing else." for kind in KINDS]

@@ -44,7 +44,7 @@ class Learner:
 
 
 async def difference(model: Served, learner: Learner) -> float:
-    probed = await model.coordinator.client.probe(IDS, 120.0)
+    probed = await model.coordinator.probe(IDS, 120.0)
     assert len(probed) == 2
     expected = learner.logprobs()
     return max(float((torch.tensor(found) - expected).abs().max()) for found in probed.values())

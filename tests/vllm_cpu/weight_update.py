@@ -37,7 +37,7 @@ def main(path: str) -> None:
     from vllm import LLM
 
     from raylight.engines.vllm.update_repairs import load_tied_output, repair_expert_updates
-    from raylight.learner.weight_source import WeightSource
+    from raylight.weights.source import WeightSource
 
     repair_expert_updates()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

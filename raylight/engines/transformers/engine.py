@@ -31,7 +31,7 @@ from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.bounds import check_answer_size
 from raylight.http.errors import ContextLengthError, RequestError
-from raylight.weight_transfer.transports import make_receiver
+from raylight.weights.transports import make_receiver
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

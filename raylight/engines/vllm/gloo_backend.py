@@ -14,7 +14,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from raylight.weight_transfer.gloo import GlooReceiver
+from raylight.weights.gloo import GlooReceiver
 
 
 @dataclass

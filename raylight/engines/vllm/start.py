@@ -18,7 +18,7 @@ from raylight.engines.vllm.args import model_style, vllm_args
 from raylight.engines.vllm.cache_connectors import check_connectors
 from raylight.engines.vllm.engine import VllmEngine
 from raylight.engines.vllm.placement import Placement, environment, place
-from raylight.weight_transfer.transports import vllm_backend
+from raylight.weights.transports import vllm_backend
 
 
 class CapturingVLLMEngine(VLLMEngine):

@@ -25,9 +25,8 @@ from raylight.serving.deploy.applications import build_application
 from raylight.serving.deploy.haproxy_launcher import RESERVED_FILES
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, ingress_host
 from raylight.serving.deploy.replica import ReplicaSettings
-from raylight.weight_sync.client import call_until_answered
-from raylight.weight_sync.keeper import CoordinatorKeeper
-from raylight.weight_sync.starts import StageTimes, StartProgress
+from raylight.weights.client import CoordinatorClient, call_until_answered
+from raylight.weights.starts import StageTimes, StartProgress
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Deployment:
         settings: constructor argument of each replica.
         cluster_ends: True if the whole cluster ends with the run, so that nothing need be deleted one by one.
         rollouts: most rollouts that call the model at a time.
-        keeper: follows the coordinator; None if the number of replicas never changes.
+        replicas: client of the coordinator; None if the number of replicas never changes.
         show: shows how far the start has come.
     """
 
@@ -53,14 +52,14 @@ class Deployment:
         settings: ReplicaSettings,
         cluster_ends: bool,
         rollouts: int = 0,
-        keeper: CoordinatorKeeper | None = None,
+        replicas: CoordinatorClient | None = None,
         show: Callable[[str], None] = logger.info,
     ) -> None:
         self._settings = settings
         self._show = show
         self._cluster_ends = cluster_ends
         self._rollouts = rollouts
-        self._keeper = keeper
+        self._replicas = replicas
         self._stopped = False
         self._deploy_lock = threading.Lock()
         """Held while Serve receives the application, so that a concurrent `stop` waits and then removes all
@@ -109,7 +108,7 @@ class Deployment:
     @property
     def size(self) -> int:
         """Number of live replicas."""
-        count = None if self._keeper is None else self._keeper.live_replicas
+        count = None if self._replicas is None else self._replicas.live_replicas
         return self._settings.config.replicas if count is None else count
 
     async def resize(self, n: int) -> None:
@@ -156,8 +155,8 @@ class Deployment:
         await asyncio.to_thread(self._set_replicas, n)
         async with asyncio.timeout(within):
             state = await call_until_answered(coordinator, "wait_for_replicas", n, within=within)
-        if self._keeper is not None:  # which receives it from the coordinator later
-            self._keeper.update(state)
+        if self._replicas is not None:  # which receives it from the coordinator later
+            self._replicas.update(state)
 
     def _set_replicas(self, n: int) -> None:
         """Set the deployment's target, as Serve's REST API for external scalers does."""

@@ -34,9 +34,9 @@ from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
 from raylight.store.client import StoreClient
 from raylight.types import IntArray, LogprobArray, Span
-from raylight.weight_sync.client import GRACE_S, ReplicaClient, call_until_answered
-from raylight.weight_sync.order_executor import OrderExecutor
-from raylight.weight_sync.seeds import derive_seed
+from raylight.weights.client import GRACE_S, call_until_answered, wait_for_turn
+from raylight.weights.executor import OrderExecutor
+from raylight.weights.starts import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class ReplicaRuntime:
         self._recorder: Recorder | None = None
         self._metrics: MetricReporter | None = None
         self._scorer: ConversationScorer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
 
     async def seed(self) -> int:
         """Return the seed of this start of a replica. The first replica of a run has the run's own seed.
@@ -135,7 +135,7 @@ class ReplicaRuntime:
         """Wait until the replica may take device memory: learners on the same GPUs hold still."""
         note_stage("waiting for its turn")
         limit = self._settings.config.start_timeout_s
-        await ReplicaClient(self._replica, self._settings.coordinator).enter_start(limit)
+        await wait_for_turn(self._settings.coordinator, "enter_start", self._replica, limit)
         self._starting.entered = True
         note_stage("loading the engine")
 
@@ -160,23 +160,22 @@ class ReplicaRuntime:
             await self.report_start_failure(error)
             raise
         self._starting.close()  # it has its memory; new weights may have to wait for the learners
+        metrics = Metrics()
         self._executor = OrderExecutor(
             self._replica,
             engine,
             settings.coordinator,
             self._delete_application,
+            measure=lambda: replace(engine.load(), idle_s=metrics.idle_s),
             call_forever=lambda: [settings.coordinator.wait_forever.remote()],
             # as bytes: the coordinator would import Serve to read it, which takes half a second
             handle=ray.cloudpickle.dumps(ray.get_runtime_context().current_actor),
             node=ray.util.get_node_ip_address(),
         )
-        await self._executor.catch_up()
-        metrics = Metrics()
         executor = self._executor
+        await executor.catch_up()
         metrics.watch("replica_weight_version", lambda: executor.version)
-        reporter = ReplicaClient(self._replica, settings.coordinator)
-        reports = reporter.report_loads(lambda: replace(engine.load(), idle_s=metrics.idle_s))
-        self._tasks = [asyncio.create_task(self._executor.run()), asyncio.create_task(reports)]
+        self._following = asyncio.create_task(executor.run())
         store = settings.store
         if store is not None:
             self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
@@ -277,8 +276,6 @@ class ReplicaRuntime:
             await self._recorder.aclose(FLUSH_TIMEOUT_S)
         if self._executor is not None:
             await self._executor.close()
-        for task in self._tasks[1:]:
-            task.cancel()
 
     async def _add_spans(self, spans: list[Span]) -> None:
         assert self._settings.store is not None

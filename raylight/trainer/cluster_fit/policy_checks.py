@@ -16,7 +16,7 @@ from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.spec.settings import ServingSettings
-from raylight.weight_transfer.transports import choose_transport, find_transport
+from raylight.weights.transports import choose_transport, find_transport
 
 MANY_CORES = 4
 """Cores of the cluster per learner from which a learner on a single thread is worth a note."""

@@ -14,6 +14,7 @@ from raylight.errors import LearnerError, LearnerLostError, PlacementError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
+from raylight.learner.protocol import Learner
 from raylight.runner.draining import watch_draining_nodes
 from raylight.trainer.ray_session.connection import reserve
 from raylight.trainer.spec.resume import ResumePoint, resume_point_of
@@ -35,8 +36,10 @@ class LearnerRanks:
         show_stage: shows what the run is doing now.
     """
 
-    group: LearnerGroup
-    """The ranks, or a learner of another kind with their interface."""
+    group: Learner
+    """The ranks, or a learner of another kind."""
+    ranks: LearnerGroup
+    """The ranks, unless the learner is of another kind."""
 
     def __init__(
         self,
@@ -83,7 +86,8 @@ class LearnerRanks:
     def open_ranks(self, stack: contextlib.AsyncExitStack) -> None:
         """Start the processes of the ranks."""
         assert self._placement is not None, "the ranks have a place"
-        self.group = LearnerGroup(self._settings.name, self._training.learner, self._placement)
+        self.ranks = LearnerGroup(self._settings.name, self._training.learner, self._placement)
+        self.group = self.ranks
         stack.callback(self.group.stop)
 
     async def start(self) -> None:
@@ -132,7 +136,7 @@ class LearnerRanks:
         is_reported = False
         patience_s = self._training.learner.placement_timeout_s
         async for draining in watch_draining_nodes():
-            affected = draining.keys() & set(self.group.nodes().values())
+            affected = draining.keys() & set(self.ranks.nodes().values())
             if not affected or self._refuge is not None:
                 continue
             if new := affected - noticed:

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 from raylight._utils.aio import cancel_all
 from raylight.experience.batch import TrainBatch
-from raylight.experience.token_records import RowRecord
 from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
 from raylight.trainer.components.learner_ranks import LearnerRanks
@@ -20,8 +19,12 @@ from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec import served_adapter
 from raylight.trainer.spec.resume import ResumePoint
 from raylight.trainer.spec.served_adapter import PinnedAdapter
-from raylight.trainer.spec.settings import ServingSettings, TrainedSettings, TrainingSettings
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.trainer.spec.settings import (
+    ServingSettings,
+    TrainedSettings,
+    TrainingSettings,
+)
+from raylight.weights.client import CoordinatorClient
 
 
 class Learners(LearnerRanks):
@@ -55,7 +58,7 @@ class Learners(LearnerRanks):
     def open(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
         """Start the processes of the ranks, and serve replicas that join from them."""
         coordinator = serving.coordinator
-        self.replicas = coordinator.client
+        self.replicas = coordinator
         self._open_group(stack, serving)
         model, algorithm, kind = self._serving, self._policy.algorithm, self._policy.learner.kind
         probe = make_probe(model.model_path, model.engine.max_model_len, self._settings.seed)
@@ -77,10 +80,10 @@ class Learners(LearnerRanks):
         if config.kind == "ranks":
             self.open_ranks(stack)
             return
-        other: Any = SimulatedLearner(config)
         if isinstance(serving, LocalServing):
-            other = LocalLearner(serving.engine, config)
-        self.group = other
+            self.group = LocalLearner(serving.engine, config)
+        else:
+            self.group = SimulatedLearner(config)
         stack.callback(self.group.stop)
 
     async def start(self) -> None:
@@ -124,10 +127,6 @@ class Learners(LearnerRanks):
                     await self.replicas.wake(timeout)
             self.version += 1
         return metrics
-
-    async def row_records(self) -> list[RowRecord]:
-        """Return what the last update computed of each row. A row may come several times."""
-        return await self.group.row_records()
 
     def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
         """Show once which replicas cannot sleep, and why."""

@@ -14,7 +14,7 @@ from raylight.runner.scaling import Resizable
 from raylight.serving.local_endpoint import Endpoint
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec.settings import ServingSettings
-from raylight.weight_sync.local_replica import LocalReplica
+from raylight.weights.local_replica import LocalReplica
 
 
 class LocalServing(Serving):

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from raylight._utils.aio import cancel_all, task_group
 from raylight.config import EngineConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
-from raylight.learner.group import LearnerGroup
+from raylight.learner.protocol import Learner
 from raylight.trainer.components.parity import Parity, ParityMonitor
 from raylight.trainer.spec.served_adapter import PinnedAdapter, export_adapter
-from raylight.weight_sync.actor import RunningCoordinator
-from raylight.weight_sync.sender_client import PublicationSettings
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.sender import PublicationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class Publications:
 
     def __init__(
         self,
-        learners: LearnerGroup,
-        running: RunningCoordinator,
+        learners: Learner,
+        replicas: CoordinatorClient,
         engine: EngineConfig,
         timeout_s: float,
         *,
@@ -50,8 +50,7 @@ class Publications:
         tolerance: float,
         beside_updates: bool = False,
     ) -> None:
-        self._learners, self._keeper = learners, running.keeper
-        self._replicas, self._engine = running.client, engine
+        self._learners, self._replicas, self._engine = learners, replicas, engine
         self._adapter, self._probe, self._parity = adapter, list(probe), ParityMonitor(tolerance)
         self._settings = PublicationSettings(
             transport=engine.weight_transfer,
@@ -59,7 +58,7 @@ class Publications:
             names="checkpoint" if engine.kind == "vllm" else "module",
             timeout_s=timeout_s,
             replacement_timeout_s=engine.start_timeout_s,
-            coordinator=running.handle,
+            coordinator=replicas.handle,
             beside_updates=beside_updates,
         )
         self.published = 0
@@ -104,7 +103,7 @@ class Publications:
                 if version > self.published:
                     probed, logprobs = await self._send(version, adapter, logprobs)
                 self._payload_refs = adapter or []
-            self._keeper.changed.notify_all()
+            self._replicas.changed.notify_all()
             return await self.check_parity(version, self._settings.timeout_s, probed, logprobs)
 
     async def check_parity(
@@ -244,7 +243,7 @@ class Publications:
         """Notice that restarted learners work. They have no snapshot, but may hold a version that joined
         replicas lack."""
         self._failure, self._snapshot = None, 0
-        self._keeper.changed.notify_all()
+        self._replicas.changed.notify_all()
 
     async def wait_for_failure(self) -> NoReturn:
         """Wait until a replica that joined cannot be served, because the learners have failed.
@@ -254,7 +253,7 @@ class Publications:
         Raises:
             LearnerError: the failure.
         """
-        await self._keeper.changed.wait_for(lambda: self._failure is not None)
+        await self._replicas.changed.wait_for(lambda: self._failure is not None)
         assert self._failure is not None
         raise self._failure
 
@@ -271,21 +270,21 @@ class Publications:
         beside = self._settings.beside_updates
 
         def is_due() -> bool:
-            joined = bool(self._keeper.lacking - unreachable)
+            joined = bool(self._replicas.lacking - unreachable)
             sendable = self._snapshot if beside else held()
             return joined and self._failure is None and 0 < sendable == self.published
 
         while True:
-            await self._keeper.changed.wait_for(is_due)
+            await self._replicas.changed.wait_for(is_due)
             async with contextlib.nullcontext() if beside else self.learners_busy, self._sending:
                 if not is_due():
                     continue
-                joined = self._keeper.lacking
+                joined = self._replicas.lacking
                 try:
                     await self._learners.publish_weights(self.published, "", self._settings)
                 except LearnerError as error:
                     self._failure = error
-                    self._keeper.changed.notify_all()
+                    self._replicas.changed.notify_all()
                     continue
                 except WeightSyncError as error:  # the next publication includes them
                     logger.warning("replicas that joined did not receive the weights: %s", error)

@@ -32,7 +32,7 @@ from raylight.trainer.spec.settings import (
     TrainedSettings,
     TrainingSettings,
 )
-from raylight.weight_sync.seeds import derive_seed
+from raylight.weights.starts import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from raylight.store.client import StoreClient
 from raylight.trainer.components.traced_upstreams import is_traced_upstream, serve_traced_upstreams
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import ServingSettings
-from raylight.weight_sync.actor import RunningCoordinator
+from raylight.weights.actor import running_coordinator
+from raylight.weights.client import CoordinatorClient
 
 ADAPTER_NAME = "adapter"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -41,7 +42,7 @@ class Serving:
         owns_cluster: True if the Ray cluster ends with this run.
     """
 
-    coordinator: RunningCoordinator
+    coordinator: CoordinatorClient
     """The coordinator, or what stands in its place for a local learner."""
     deployment: Deployment
     """Deployment of the run's model, if it has one, once it is prepared."""
@@ -71,7 +72,7 @@ class Serving:
         if self.model is None:
             return
         engine = self.model.engine
-        running = RunningCoordinator(
+        running = running_coordinator(
             self._app_name,
             self._store,
             replacement_timeout_s=engine.start_timeout_s,
@@ -103,7 +104,7 @@ class Serving:
             sessions=model.session_rules,
         )
         self.deployment = Deployment(
-            settings, self._owns_cluster, rollouts, self.coordinator.keeper, self._show_stage
+            settings, self._owns_cluster, rollouts, self.coordinator, self._show_stage
         )
         self._stack.push_async_callback(self.deployment.stop)
 
@@ -120,7 +121,7 @@ class Serving:
         if self.model.lora_adapter is not None:
             name, payload_refs = ADAPTER_NAME, [ray.put(read_adapter(self.model.lora_adapter))]
             timeout = self.model.lora_adapter_timeout_s
-            await self.coordinator.client.publish(1, payload_refs, timeout, adapter=name)
+            await self.coordinator.publish(1, payload_refs, timeout, adapter=name)
         self._llm = LLM(
             endpoint=url, model=name, traced=True, sampling_parameters=self.model.sampling_parameters
         )
@@ -149,8 +150,8 @@ class Serving:
 
     def _monitor_model(self, url: str, engine: EngineConfig) -> None:
         """Have `watches` probe the run's model."""
-        keeper = self.coordinator.keeper
-        self._monitor(self._app_name, url, engine, lambda: keeper.live_replicas)
+        replicas = self.coordinator
+        self._monitor(self._app_name, url, engine, lambda: replicas.live_replicas)
 
     def _monitor(
         self, app_name: str, url: str, config: EngineConfig, count_replicas: CountReplicas = lambda: None
@@ -195,8 +196,8 @@ class Serving:
         """Return the numbers of evicted replicas and of restarts of the coordinator."""
         if self.model is None:
             return {}
-        keeper = self.coordinator.keeper
-        return {"replicas_evicted": keeper.evictions, "coordinator_restarts": keeper.restarts}
+        replicas = self.coordinator
+        return {"replicas_evicted": replicas.evictions, "coordinator_restarts": replicas.restarts}
 
 
 def fill_resources(resources: NamedResources, llm: LLM, overrides: dict[str, Any]) -> NamedResources:

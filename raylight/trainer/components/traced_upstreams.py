@@ -11,7 +11,7 @@ from raylight.config import EngineConfig
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
-from raylight.weight_sync.actor import RunningCoordinator
+from raylight.weights.actor import running_coordinator
 
 
 def is_traced_upstream(resource: Any) -> bool:
@@ -57,7 +57,7 @@ async def _serve(
     app_name = f"{run_name}-{name}"
     config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
     coordinator = await stack.enter_async_context(
-        RunningCoordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
+        running_coordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
     )
     spec = ReplicaSettings(
         app_name=app_name,

@@ -11,7 +11,7 @@ from raylight._utils.aio import cancel_all, pause, task_group
 from raylight.trainer.loops.concurrency import Concurrency
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Metrics
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.weights.client import CoordinatorClient
 
 POLL_S = 1.0
 """Time between two looks at the loads."""

@@ -212,7 +212,7 @@ class PolicyLoop(StepLoop):
 
     async def _record_tokens(self, step: int, batch: TrainBatch) -> None:
         """Keep the log-probs and advantages of a step's tokens, to look at."""
-        records = await self._learners.row_records()
+        records = await self._learners.group.row_records()
         owners = [row.rollout_id for row in batch.rows]
         await asyncio.to_thread(self._report.row_records, step, records, owners)
 

@@ -124,7 +124,7 @@ class SupervisedLoop(StepLoop):
         totals: Counter[str] = Counter()
         for done, part in enumerate(parts, 1):
             batch = build_supervised_batch([held_out[index] for index in part])
-            totals.update(await self._ranks.group.evaluate(batch))
+            totals.update(await self._ranks.ranks.evaluate(batch))
             progress(done, len(parts))
         count = totals.pop("count")
         metrics = {f"val/{name}": total / count for name, total in totals.items()}

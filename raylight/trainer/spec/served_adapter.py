@@ -8,9 +8,9 @@ from typing import Any
 import ray
 
 from raylight.errors import EngineStartError, WeightSyncError
-from raylight.learner.group import LearnerGroup
+from raylight.learner.protocol import Learner
 from raylight.trainer.spec.settings import MODEL_NAME
-from raylight.weight_sync.client import CoordinatorClient
+from raylight.weights.client import CoordinatorClient
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PinnedAdapter:
     payload_refs: list[Any]
 
 
-async def export_adapter(learners: LearnerGroup) -> tuple[int, list[Any]]:
+async def export_adapter(learners: Learner) -> tuple[int, list[Any]]:
     """Return the current version and a list with the object reference of the adapter.
 
     This process owns the object, so that it outlives the learners.
@@ -35,7 +35,7 @@ async def export_adapter(learners: LearnerGroup) -> tuple[int, list[Any]]:
     return version, [ray.put(adapter)]
 
 
-async def publish_initial(learners: LearnerGroup, replicas: CoordinatorClient, timeout: float) -> None:
+async def publish_initial(learners: Learner, replicas: CoordinatorClient, timeout: float) -> None:
     """Serve the model with the new adapter, which does not change it, so that an engine that cannot serve it
     fails at the start.
 

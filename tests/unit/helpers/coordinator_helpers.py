@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import pickle
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import OwnerDiedError
 
 from raylight._utils.aio import cancel_all
-from raylight.engines.protocol import LoraAdapter, UpdateMode
-from raylight.errors import TransferBrokenError, WeightSyncError
-from raylight.weight_sync.client import ReplicaClient
-from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import Order
-from raylight.weight_sync.transfer_follower import TransferFollower
-from raylight.weight_sync.transfers import PhaseKind
+from raylight.errors import TransferBrokenError
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.coordinator import ReplicaCoordinator
+from raylight.weights.executor import OrderExecutor
+from raylight.weights.orders import Phase, ReplicaReport, ReplicaState, Task, TaskAnswer
+from raylight.weights.protocol import LoraAdapter, UpdateMode
 
 PAYLOAD_REF = ["reference"]
+_numbers = itertools.count()
 ADAPTER = LoraAdapter({"r": 8}, {})
 
 
@@ -107,32 +109,148 @@ class Life:
         raise OwnerDiedError("00", b"", "")
 
 
-async def join(coordinator: ReplicaCoordinator, name: str, life: Life | None = None) -> None:
+@dataclass(frozen=True)
+class Versions:
+    """State that all live replicas have reached; `asleep` is the sleep level, or None while awake."""
+
+    weights: int = 0
+    adapters: dict[str, int] = field(default_factory=dict)
+    asleep: int | None = None
+
+
+def versions_of(coordinator: ReplicaCoordinator) -> Versions:
+    completed = coordinator.snapshot().completed
+    adapters = {str(o.adapter): o.version for o in completed.values() if o.kind == "adapter"}
+    weights, sleep = completed.get("weights"), completed.get("sleep")
+    return Versions(weights.version if weights else 0, adapters, sleep.level if sleep else None)
+
+
+class Coordinator(ReplicaCoordinator):
+    """A coordinator with a client that issues its orders."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.client = CoordinatorClient(self)
+
+    def versions(self) -> Versions:
+        return versions_of(self)
+
+
+class Replica:
+    """A replica without an engine: the test takes its tasks and answers them."""
+
+    def __init__(self, coordinator: ReplicaCoordinator, name: str, life: Life | None = None) -> None:
+        self.coordinator, self.name, self.life = coordinator, name, life
+        self.state = ReplicaState()
+        self.answer: TaskAnswer | None = None
+
+    async def subscribe(self, **facts: Any) -> None:
+        liveness_ref = [self.life] if self.life else None
+        await self.coordinator.subscribe(
+            self.name, self.state, liveness_ref, f"handle of {self.name}", **facts
+        )
+
+    async def poll(self, waits: bool = True) -> Task | None:
+        answer, self.answer = self.answer, None
+        return await self.coordinator.poll(self.name, ReplicaReport(self.state, answer, waits=waits))
+
+    async def next(self) -> Task:
+        """Wait for the next task."""
+        while (task := await self.poll()) is None:
+            pass
+        return task
+
+    async def idle(self) -> bool:
+        """Return True if there is no task now."""
+        task = self.coordinator._next_task(self.name, self.coordinator._quorum[self.name])
+        return task is None
+
+    async def finish(self, task: Task, failure: str | None = None, result: Any = None) -> None:
+        """Execute a task, or fail it, and report it."""
+        self.answer = TaskAnswer(task.number, failure, result=result)
+        if failure is None:
+            self.state = changed(self.state, task, result)
+        await self.poll(waits=False)
+
+    async def do(self, failure: str | None = None, result: Any = None) -> Task:
+        """Wait for the next task, and finish it."""
+        task = await self.next()
+        await self.finish(task, failure, result)
+        return task
+
+    async def catch_up(self) -> list[Task]:
+        """Finish tasks until the replica serves; return them."""
+        tasks = []
+        while not self.state.serves:
+            tasks.append(await self.do())
+        return tasks[:-1]
+
+
+def changed(state: ReplicaState, task: Task, result: Any = None) -> ReplicaState:
+    """Return the state of a replica after a task."""
+    order = task.order
+    if task.kind == "serve":
+        return replace(state, serves=True)
+    if task.kind == "abort":
+        return replace(state, updating=False)
+    assert order is not None
+    name, adapters = str(order.adapter), dict(state.adapters)
+    match task.kind:
+        case "adapter":
+            return replace(state, adapters=adapters | {name: order.version})
+        case "release":
+            del adapters[name]
+            return replace(state, adapters=adapters)
+        case "sleep":
+            return replace(state, asleep=True, awake_reason=result)
+        case "wake":
+            return replace(state, asleep=False)
+        case "finish" | "send":
+            return replace(state, weights=order.version, updating=False)
+        case "probe":
+            return state
+    return replace(state, updating=True)
+
+
+class RunningReplica:
+    """A replica that executes tasks on a spy engine."""
+
+    def __init__(self, coordinator: ReplicaCoordinator, name: str) -> None:
+        self.engine, self.life = SpyEngine(), Life()
+        self.executor = OrderExecutor(
+            name, self.engine, coordinator, self._lost, call_forever=lambda: [self.life], handle=name
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    async def _lost(self) -> None:
+        raise AssertionError("the coordinator was taken for lost")
+
+    async def start(self) -> None:
+        await self.executor.catch_up()
+        self.task = asyncio.create_task(self.executor.run())
+
+    async def die(self) -> None:
+        assert self.task
+        await cancel_all([self.task])
+        self.life.end()
+
+
+async def join(coordinator: ReplicaCoordinator, name: str, life: Life | None = None) -> Replica:
     """Subscribe a replica that has no orders to catch up with."""
-    state = await coordinator.subscribe(name, [life] if life else None)
-    assert state.orders == []
-    await coordinator.acknowledge(name, state.number)
+    replica = Replica(coordinator, name, life)
+    await replica.subscribe()
+    assert await replica.catch_up() == []
+    return replica
 
 
-async def coordinator_with(*names: str) -> ReplicaCoordinator:
-    coordinator = ReplicaCoordinator()
-    for name in names:
-        await join(coordinator, name)
-    return coordinator
-
-
-async def obey(coordinator: ReplicaCoordinator, name: str, after: int = 0, failure: str | None = None) -> int:
-    """Fetch and acknowledge the next orders; returns the last one's number."""
-    for order in await coordinator.next(name, after, 60.0):
-        await coordinator.acknowledge(name, order.number, failure)
-        after = order.number
-    return after
+async def replicas_of(coordinator: ReplicaCoordinator, *names: str) -> list[Replica]:
+    return [await join(coordinator, name) for name in names]
 
 
 async def send(coordinator: ReplicaCoordinator, version: int, token: str = "", timeout: float = 60.0) -> None:
     """Send a version, as learners do: again, if replicas are lost meanwhile."""
     while members := await coordinator.begin_transfer(version, token):
-        phases: tuple[PhaseKind, ...] = ("init", "start", "update", "finish")
+        phases: tuple[Phase, ...] = ("init", "start", "update", "finish")
         with contextlib.suppress(TransferBrokenError):
             for phase in phases:
                 infos = {member.replica: pickle.dumps(phase) for member in members}
@@ -143,10 +261,11 @@ async def publish_weights(
     coordinator: ReplicaCoordinator, version: int, timeout: float = 5.0, mode: UpdateMode = "keep"
 ) -> int:
     """Publish a version, and send it."""
-    token = f"publication of {version}"
+    token = f"publication {next(_numbers)} of {version}"
     sending = asyncio.create_task(send(coordinator, version, token, timeout))
     try:
-        return len(await coordinator.publish(version, None, timeout, mode, token=token))
+        client = CoordinatorClient(coordinator)
+        return len(await client.publish(version, None, timeout, mode, token=token))
     finally:
         await cancel_all([sending])
 
@@ -155,46 +274,3 @@ async def turns(count: int = 20) -> None:
     """Run the event loop for some turns."""
     for _ in range(count):
         await asyncio.sleep(0)
-
-
-class Replica:
-    """A replica that executes weights orders on a spy engine."""
-
-    def __init__(self, coordinator: ReplicaCoordinator, name: str, engine: SpyEngine | None = None) -> None:
-        self.engine, self.life = engine or SpyEngine(), Life()
-        self._coordinator, self._name = coordinator, name
-        client = ReplicaClient(name, coordinator)
-        self._follower = TransferFollower(self.engine, client, lambda call: call())  # type: ignore[arg-type]
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        state = await self._coordinator.subscribe(self._name, [self.life], f"handle of {self._name}")
-        await self._coordinator.acknowledge(self._name, state.number)
-        self._task = asyncio.create_task(self._run(state.number))
-
-    async def _run(self, after: int) -> None:
-        while True:
-            for order in await self._coordinator.next(self._name, after, 60.0):
-                await self._execute(order)
-                after = order.number
-
-    async def _execute(self, order: Order) -> None:
-        failure = None
-        try:
-            if order.version > self.engine.version:
-                await self._follower.receive(order)
-        except WeightSyncError as error:
-            failure = str(error)
-        await self._coordinator.acknowledge(self._name, order.number, failure)
-
-    async def die(self) -> None:
-        assert self._task
-        await cancel_all([self._task])
-        self.life.end()
-
-
-async def replicas_of(coordinator: ReplicaCoordinator, *names: str) -> list[Replica]:
-    replicas = [Replica(coordinator, name) for name in names]
-    for replica in replicas:
-        await replica.start()
-    return replicas

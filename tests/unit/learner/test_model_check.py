@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 from raylight.errors import ConfigError
 from raylight.learner import model_check
 from raylight.learner.model_check import check_model, read_shapes
-from raylight.learner.weight_source import ParamMeta, WeightSource
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
+from raylight.weights.source import ParamMeta, WeightSource
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
@@ -100,9 +100,7 @@ def test_tensors_that_differ_are_named(tensors: dict, message: str, model: Path)
 def test_an_architecture_whose_conversion_is_not_undone_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "raylight.learner.weight_source.revert_weight_conversion", lambda model, tensors: tensors
-    )
+    monkeypatch.setattr("raylight.weights.source.revert_weight_conversion", lambda model, tensors: tensors)
     with pytest.raises(
         ConfigError, match=r"Qwen3MoeForCausalLM .*other names.*experts\.gate_up_proj \(4, 64, 64\)"
     ):

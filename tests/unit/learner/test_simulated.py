@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_helpers import Replica, replicas_of
+from coordinator_helpers import Coordinator, RunningReplica, Versions
 from unit_helpers import within
 
 from raylight.config import LearnerConfig
@@ -15,9 +15,7 @@ from raylight.errors import ConfigError, LearnerError, TransferBrokenError, Weig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.simulated import SimulatedLearner
-from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.orders import Versions
-from raylight.weight_sync.sender_client import PublicationSettings
+from raylight.weights.sender import PublicationSettings
 
 TIMES = LearnerConfig(kind="simulated", step_s=30, sync_s=2)
 
@@ -31,9 +29,9 @@ def learner_with_clock() -> tuple[SimulatedLearner, list[float]]:
     return SimulatedLearner(TIMES, wait), waited
 
 
-async def publish(learner: SimulatedLearner, coordinator: ReplicaCoordinator, version: int) -> int:
+async def publish(learner: SimulatedLearner, coordinator: Coordinator, version: int) -> int:
     settings = PublicationSettings("gloo", "float32", "module", 5.0, 0.0, coordinator)
-    publishing = asyncio.create_task(coordinator.publish(version, None, 5.0, token=f"v{version}"))
+    publishing = asyncio.create_task(coordinator.client.publish(version, None, 5.0, token=f"v{version}"))
     try:
         await learner.publish_weights(version, f"v{version}", settings)
     except WeightSyncError as error:
@@ -57,20 +55,22 @@ async def test_an_update_takes_its_time_and_counts_the_version() -> None:
 
 async def test_engines_keep_their_weights_and_learn_the_version() -> None:
     learner, waited = learner_with_clock()
-    coordinator = ReplicaCoordinator()
+    coordinator = Coordinator()
     async with within():
-        replicas = await replicas_of(coordinator, "a", "b")
+        replicas = [RunningReplica(coordinator, name) for name in "ab"]
+        for replica in replicas:
+            await replica.start()
         for version in (1, 2):
             assert await publish(learner, coordinator, version) == 2
         assert [replica.engine.phases for replica in replicas] == [["start", "finish"] * 2] * 2
         assert [replica.engine.version for replica in replicas] == [2, 2]
-        assert await coordinator.versions() == Versions(2)
+        assert coordinator.versions() == Versions(2)
     assert waited == [2, 2]
 
 
 async def test_a_broken_transfer_is_repeated_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     learner, _ = learner_with_clock()
-    coordinator = ReplicaCoordinator()
+    coordinator = Coordinator()
     failures = 2
     run_phase = coordinator.run_phase
 
@@ -83,7 +83,7 @@ async def test_a_broken_transfer_is_repeated_and_then_an_error(monkeypatch: pyte
 
     monkeypatch.setattr(coordinator, "run_phase", break_some)
     async with within():
-        await Replica(coordinator, "a").start()
+        await RunningReplica(coordinator, "a").start()
         assert await publish(learner, coordinator, 1) == 1
         failures = 3
         with pytest.raises(WeightSyncError, match="a was lost"):

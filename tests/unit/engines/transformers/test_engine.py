@@ -24,7 +24,7 @@ from unit_helpers import within
 from raylight.engines.protocol import EngineLoad
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.errors import RequestError
-from raylight.weight_sync.seeds import derive_seed
+from raylight.weights.starts import derive_seed
 
 
 @pytest.fixture(scope="session")

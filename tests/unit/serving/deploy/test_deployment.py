@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from coordinator_helpers import join
 from ray.exceptions import ActorDiedError
 from unit_helpers import until, within
 
@@ -17,8 +18,8 @@ from raylight.config import EngineConfig
 from raylight.errors import ConfigError, EngineStartError, PortInUseError
 from raylight.serving.deploy import deployment as module
 from raylight.serving.deploy.deployment import Deployment
-from raylight.weight_sync.coordinator import ReplicaCoordinator
-from raylight.weight_sync.keeper import CoordinatorKeeper
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.coordinator import ReplicaCoordinator
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,7 @@ class Replicas:
                 await self.coordinator.report_start_failure("OSError: no model")
                 return
             self.names.append(f"replica-{len(self.targets)}-{len(self.names)}")
-            caught_up = await self.coordinator.subscribe(self.names[-1])
-            await self.coordinator.acknowledge(self.names[-1], caught_up.number)
+            await join(self.coordinator, self.names[-1])
 
 
 async def resizable(monkeypatch: pytest.MonkeyPatch, n: int, **config: Any) -> tuple[Deployment, Replicas]:
@@ -255,9 +255,9 @@ async def resizable(monkeypatch: pytest.MonkeyPatch, n: int, **config: Any) -> t
     replicas = Replicas(ReplicaCoordinator())
     await replicas.set(n)
     settings: Any = Settings(EngineConfig(replicas=n, **config), coordinator=replicas.coordinator)
-    keeper = CoordinatorKeeper(replicas.coordinator, lambda text: None)  # does not follow it
-    keeper.update(replicas.coordinator.snapshot())
-    deployment = Deployment(settings, cluster_ends=False, keeper=keeper)
+    client = CoordinatorClient(replicas.coordinator)  # does not follow it
+    client.update(replicas.coordinator.snapshot())
+    deployment = Deployment(settings, cluster_ends=False, replicas=client)
     loop = asyncio.get_running_loop()
 
     def set_replicas(n: int) -> None:

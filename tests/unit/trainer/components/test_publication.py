@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +11,14 @@ from unit_helpers import within
 from raylight.config import EngineConfig
 from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
 from raylight.trainer.components.publication import Publications
-from raylight.weight_sync.keeper import CoordinatorKeeper
-from raylight.weight_sync.orders import Snapshot
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.orders import Snapshot
 
 
 class Learners:
     """They serve all replicas that wait, unless they fail."""
 
-    def __init__(self, keeper: CoordinatorKeeper) -> None:
+    def __init__(self, keeper: CoordinatorClient) -> None:
         self.keeper = keeper
         self.failure: Exception | None = None
         self.served: list[tuple[int, list[str]]] = []
@@ -37,11 +36,12 @@ class Bench:
     """Publications whose learners hold version `held`, while version 3 is the last published one."""
 
     def __init__(self) -> None:
-        self.keeper = CoordinatorKeeper(None, print)
+        self.keeper = CoordinatorClient(None, 0.0, print)
         self.learners: Any = Learners(self.keeper)
-        running: Any = SimpleNamespace(keeper=self.keeper, client=None, handle=None)
         engine = EngineConfig(kind="transformers")
-        self.publications = Publications(self.learners, running, engine, 5.0, probe=[1, 2], tolerance=1e-9)
+        self.publications = Publications(
+            self.learners, self.keeper, engine, 5.0, probe=[1, 2], tolerance=1e-9
+        )
         self.publications.published = self.held = 3
         self.task = asyncio.create_task(self.publications.serve_joined(lambda: self.held))
 
@@ -113,13 +113,16 @@ async def test_a_replica_that_cannot_be_reached_waits_for_the_next_publication()
         bench.task.cancel()
 
 
-class Replicas:
-    """The coordinator's client. A publication lasts until the learners have sent the weights."""
+class Replicas(CoordinatorClient):
+    """A publication lasts until the learners have sent the weights."""
 
     def __init__(self) -> None:
+        super().__init__(None, 0.0, print)
         self.version, self.sent, self.failed = 0, asyncio.Event(), ""
 
-    async def publish(self, version: int, *args: Any, token: str, probe: list[int]) -> dict[str, Any]:
+    async def publish(  # type: ignore[override]
+        self, version: int, *args: Any, token: str, probe: list[int]
+    ) -> dict[str, Any]:
         self.sent.clear()
         await self.sent.wait()
         if self.failed:
@@ -131,15 +134,15 @@ class Replicas:
         self.failed = reason
         self.sent.set()
 
-    async def probe(self, ids: list[int], *args: Any) -> dict[str, list[float]]:
+    async def probe(self, ids: list[int], *args: Any, **others: Any) -> dict[str, list[float]]:
         return {"a": [float(self.version)] * len(ids)}
 
 
 class Senders:
     """Learners whose weights are the number of updates. They send when `may_send` is set."""
 
-    def __init__(self, replicas: Replicas, keeper: CoordinatorKeeper) -> None:
-        self.replicas, self.keeper, self.weights, self.snapshot = replicas, keeper, 0, 0
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas, self.weights, self.snapshot = replicas, 0, 0
         self.sending, self.may_send = asyncio.Event(), asyncio.Event()
         self.sent: list[int] = []
         self.failure: Exception | None = None
@@ -164,7 +167,7 @@ class Senders:
         self.sent.append(self.snapshot if settings.beside_updates else self.weights)
         assert self.sent[-1] == version
         if not token:
-            self.keeper.update(Snapshot(1))
+            self.replicas.update(Snapshot(1))
         self.replicas.sent.set()
 
 
@@ -172,12 +175,11 @@ class Run:
     """A trainer that updates and publishes."""
 
     def __init__(self, beside_updates: bool) -> None:
-        self.keeper, self.replicas = CoordinatorKeeper(None, print), Replicas()
-        self.learners: Any = Senders(self.replicas, self.keeper)
-        running: Any = SimpleNamespace(keeper=self.keeper, client=self.replicas, handle=None)
+        self.replicas = Replicas()
+        self.learners: Any = Senders(self.replicas)
         self.publications = Publications(
             self.learners,
-            running,
+            self.replicas,
             EngineConfig(kind="transformers"),
             5.0,
             probe=[1, 2, 3],
@@ -234,7 +236,7 @@ async def test_a_joined_replica_gets_the_published_version_while_the_learners_ha
         await run.update()
         joining = asyncio.create_task(run.publications.serve_joined(lambda: run.learners.weights))
         run.replicas.sent.clear()
-        run.keeper.update(Snapshot(1, lacking=frozenset({"b"})))
+        run.replicas.update(Snapshot(1, lacking=frozenset({"b"})))
         await run.replicas.sent.wait()
         assert run.learners.sent == [1, 1]
         joining.cancel()
@@ -250,7 +252,7 @@ async def test_restarted_learners_have_no_snapshot_until_they_return_to_the_publ
         run.learners.weights = 1
         run.publications.notice_version()
         joining = asyncio.create_task(run.publications.serve_joined(lambda: 2))
-        run.keeper.update(Snapshot(1, lacking=frozenset({"b"})))
+        run.replicas.update(Snapshot(1, lacking=frozenset({"b"})))
         assert await run.publications.publish(1) is None
         for _ in range(5):
             await asyncio.sleep(0)

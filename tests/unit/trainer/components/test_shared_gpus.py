@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from coordinator_helpers import join
 from run_settings import policy_settings
 from unit_helpers import until, within
 
@@ -18,8 +19,8 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.spec.resume import fresh_start
-from raylight.weight_sync.client import CoordinatorClient
-from raylight.weight_sync.coordinator import ReplicaCoordinator
+from raylight.weights.client import CoordinatorClient
+from raylight.weights.coordinator import ReplicaCoordinator
 
 
 class Events:
@@ -85,12 +86,10 @@ async def test_a_replica_that_dies_during_an_update_is_replaced_after_it() -> No
     learners.replicas = CoordinatorClient(coordinator, replacement_timeout_s=60.0)
     entering: list[asyncio.Future[bool]] = []
 
-    async def follow(replica: str) -> None:
-        caught_up = await coordinator.subscribe(replica)
-        await coordinator.acknowledge(replica, number := caught_up.number)
+    async def follow(name: str) -> None:
+        replica = await join(coordinator, name)
         while True:
-            for order in await coordinator.next(replica, number, 60.0):
-                await coordinator.acknowledge(replica, number := order.number)
+            await replica.do()
 
     async def update(batch: Any) -> dict[str, float]:
         followers.pop().cancel()

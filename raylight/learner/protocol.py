@@ -1,0 +1,120 @@
+"""The learner protocol: how the trainer calls whatever trains the model of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ray.util.placement_group import PlacementGroup
+
+from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
+from raylight.experience.supervised_settings import SupervisedSettings
+from raylight.experience.token_records import RowRecord
+from raylight.weights.protocol import LoraAdapter
+from raylight.weights.sender import PublicationSettings
+
+
+class Learner(Protocol):
+    """A model that is trained: by ranks (`LearnerGroup`), in this process (`LocalLearner`), or not at all
+    (`SimulatedLearner`).
+
+    The methods raise a LearnerLostError if the learner was lost, which `restart` repairs, and a LearnerError
+    for a failure that would repeat.
+    """
+
+    async def setup(
+        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
+    ) -> None:
+        """Load the model. `restart` uses the arguments again."""
+        ...
+
+    async def check_storage(self, folders: Mapping[str, str]) -> None:
+        """Check that the learner shares folders with the driver.
+
+        Args:
+            folders: folder or URL by the name of its setting.
+
+        Raises:
+            ConfigError: it does not share one.
+        """
+        ...
+
+    async def update(self, batch: TrainBatch) -> dict[str, float]:
+        """Update the weights with a batch, and return metrics."""
+        ...
+
+    async def row_records(self) -> list[RowRecord]:
+        """Return what the last update computed of each row. A row may come several times."""
+        ...
+
+    async def logprobs(self, ids: list[int]) -> list[float]:
+        """Return the log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
+        ...
+
+    async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
+        """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
+        ...
+
+    async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
+        """Send the weights to the engine replicas that lack them.
+
+        Args:
+            version: number of the weights.
+            token: the publication's; empty for replicas that joined after it.
+
+        Raises:
+            WeightSyncError: several transfers in a row broke, or the coordinator is gone.
+        """
+        ...
+
+    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+        """Return the current version and the adapter.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        ...
+
+    async def save(self, folder: str, adapter: Any = None) -> None:
+        """Write the model in Hugging Face format to a folder that the learner can reach.
+
+        Args:
+            adapter: reference to a version of the adapter, in place of the current one.
+        """
+        ...
+
+    async def save_state(
+        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+    ) -> None:
+        """Copy the training state of a step, and write it in the background, after the last one.
+
+        Args:
+            metadata: JSON values that are stored with the state.
+            keep: number of states to keep.
+            timeout_s: seconds within which the last state must be written.
+
+        Raises:
+            CheckpointError, DiskError: the last state could not be written.
+        """
+        ...
+
+    async def finish_saving(self, timeout_s: float) -> None:
+        """Wait until the last training state is written.
+
+        Raises:
+            CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
+        """
+        ...
+
+    async def load_state(self, url: str, step: int, version: int) -> None:
+        """Continue from the training state of a step, and number its weights `version`."""
+        ...
+
+    async def restart(self, placement: PlacementGroup | None = None) -> None:
+        """Start again, in the same or other bundles, with the initial weights."""
+        ...
+
+    def stop(self) -> None:
+        """End the learner, and free what it holds."""
+        ...

@@ -1,1 +1,0 @@
-"""Weight synchronisation: a coordinator issues orders, and every engine replica executes them."""

@@ -1,1 +1,0 @@
-"""Transports of weights from learners to engines."""
