@@ -78,7 +78,7 @@ def test_the_cluster_page_makes_a_trainer() -> None:
 
 def test_packages_that_the_architecture_page_names_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "architecture.md").read_text()
-    steps, _, components, *_, rooms, floors = tables(DOCS / "architecture.md")
+    steps, _, _, _, components, *_, rooms, floors = tables(DOCS / "architecture.md")
     places = [row[2] for row in steps.rows] + [row[1] for row in components.rows]
     named = [code for place in places for code in re.findall(r"`([\w./]+)`", place)]
     assert len(named) > 10
@@ -89,6 +89,8 @@ def test_packages_that_the_architecture_page_names_exist(monkeypatch: pytest.Mon
     shown = {int(row[0]): {*re.findall(r"`(\w+)`", row[1])} for row in floors.rows}
     assert shown == dict(enumerate(structure.FLOORS))
     assert "architecture.svg" in text
+    for path in re.findall(r"`(\w+/[\w/]+\.py)`", text):
+        assert (ROOT / "raylight" / path).exists() or (ROOT / path).exists(), path
     assert (DOCS / "architecture.svg").read_text().startswith("<?xml")
 
 
