@@ -61,9 +61,7 @@ ENGINES: dict[str, BuiltInEngine] = {
     ),
     "upstream": BuiltInEngine("raylight.engines.upstream:build_engine"),
 }
-METHODS = sorted(
-    name for name, member in vars(Engine).items() if inspect.isfunction(member) and name[0] != "_"
-)
+METHODS = [name for name, _ in inspect.getmembers(Engine, inspect.isfunction) if name[0] != "_"]
 
 
 def choose_engine(config: EngineConfig) -> str:

@@ -31,14 +31,15 @@ def marked_command(
         cwd: working directory of the program; None: that of this process.
 
     Raises:
-        FileNotFoundError: there is no such program.
+        FileNotFoundError: there is no such program. PermissionError: it cannot be executed.
     """
     prlimit = _prlimit()
     if prlimit is None:
         return list(command)
     place = os.path.join(cwd or "", command[0]) if os.path.dirname(command[0]) else command[0]
     if shutil.which(place, path=env.get("PATH", os.defpath)) is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+        code = errno.EACCES if os.path.exists(place) else errno.ENOENT
+        raise OSError(code, os.strerror(code), command[0])
     return [prlimit, f"--locks={mark}:", "--", *command]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -88,7 +89,7 @@ async def test_a_dead_actor_is_a_transient_failure(sandbox: RaySandbox) -> None:
     async with asyncio.timeout(DEADLINE_S):
         os.mkfifo(f"{folder}/started")
         work = asyncio.create_task(sandbox.exec(["sh", "-c", "echo $$ > started; exec sleep 4321"]))
-        await sandbox.read("started")
+        await asyncio.to_thread(Path(folder, "started").read_bytes)
         ray.kill(sandbox._actor)
         with pytest.raises(SandboxUnavailableError, match="is lost"):
             await work

@@ -337,7 +337,7 @@ def test_an_absent_xgrammar_is_not_said_to_work(monkeypatch):
 
 def test_prints_the_model_as_each_engine_reads_it():
     out = io.StringIO()
-    printed = ModelReport("vllm", 4096, True, True, "hermes", None, True)
+    printed = ModelReport("vllm", 4096, True, True, "hermes", "its markers", None, True)
     render(MACHINE, {}, None, [], Console(file=out, markup=False), None, [printed])
     section = out.getvalue().split("\nmodel, vllm engine\n")[1]
     for text in ("4096 tokens", "it shows tools to the model", "hermes", "left in the answer"):

@@ -59,8 +59,8 @@ def test_a_bound_itself_passes_unless_it_is_excluded(name: str, bound: Number) -
         ({"prompt": ["a"] * 1025}, "prompt: at most 1024 entries are allowed, not 1025", LONG_ARRAY),
         ({"tokens": [2**40]}, f"tokens[0]: {WHOLE} 0 to {TOP}, not {2**40}", "integer_above_max_value"),
         (
-            {"thinking": {"budget_tokens": 0}},
-            f"thinking.budget_tokens: {WHOLE} 1 to {TOP}, not 0",
+            {"thinking": {"budget_tokens": -1}},
+            f"thinking.budget_tokens: {WHOLE} 0 to {TOP}, not -1",
             BELOW_INTEGER,
         ),
         ({"logprobs": "yes"}, f"logprobs: {WHOLE} -1 to {TOP}, not 'yes'", "invalid_type"),

@@ -8,6 +8,8 @@ import pytest
 from unit_helpers import within
 
 from raylight.http.errors import RequestError
+
+pytest.importorskip("tinker.proto", reason="pip install 'raylight[tinker]'")
 from raylight.tinker.service import ClientSessions
 
 

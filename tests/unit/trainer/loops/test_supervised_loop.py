@@ -41,7 +41,7 @@ class FakeRanks:
         self.states: dict[int, tuple[list[list[int]], dict[str, Any]]] = {}
         self.saved: list[str] = []
         self.drain_noticed = SimpleNamespace(is_set=lambda: False)
-        self.group = self
+        self.group = self.ranks = self
         self._losses, self._lost_at = losses, lost_at
 
     async def update(self, batch: Any) -> dict[str, float]:
