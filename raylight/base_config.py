@@ -40,7 +40,7 @@ class Config(BaseModel):
             ConfigError: a key is unknown or a value is invalid; the message names each of them.
         """
         try:
-            super().__init__(**_renewed(type(self).__name__, values))
+            super().__init__(**renewed(type(self).__name__, values))
         except ValidationError as error:
             raise ConfigError(validation_message(type(self), error)) from None
 
@@ -74,20 +74,25 @@ class Config(BaseModel):
         return cls(**settings | arguments)
 
 
-def _renewed(cls: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with today's names and values, and warn of old ones."""
-    renewed = {}
+def renewed(cls: str, values: dict[str, Any], *, warns: bool = True) -> dict[str, Any]:
+    """Return settings with today's names and values.
+
+    Args:
+        cls: name of their class.
+        warns: warn of old ones.
+    """
+    found = {}
     for name, value in values.items():
         new = OLD_NAMES.get((cls, name), name)
         changed = OLD_VALUES.get((cls, new, value), value) if isinstance(value, str) else value
-        if (new, changed) != (name, value):
+        if warns and (new, changed) != (name, value):
             warnings.warn(
                 f"raylight.{cls}: {name}={value!r} is now {new}={changed!r}; the old form works until 1.0",
                 DeprecationWarning,
                 stacklevel=4,
             )
-        renewed[new] = changed
-    return renewed
+        found[new] = changed
+    return found
 
 
 def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
@@ -99,9 +104,8 @@ def validation_message(cls: type[BaseModel], error: ValidationError) -> str:
         if isinstance(cause, ConfigError):  # of settings within these, whose message names them
             phrases.append(str(cause))
         elif item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = difflib.get_close_matches(name, cls.model_fields, n=3, cutoff=0.5) or sorted(
-                cls.model_fields
-            )
+            names = {*cls.model_fields, *getattr(cls, "flat_keys", tuple)()}
+            known = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or sorted(names)
             phrases.append(f"{cls.__name__} has no setting {name!r}; it has: {', '.join(known)}")
         else:
             place = ".".join(part for part in (cls.__name__, name) if part)

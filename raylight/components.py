@@ -206,11 +206,12 @@ def _call(source: Any, expected: type, name: str, arguments: dict[str, Any], def
     except (TypeError, ValueError):  # a callable written in C without a signature checks its arguments itself
         return source(**arguments)
     keywords = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    accepted = {*keywords, *getattr(source, "flat_keys", tuple)()}
     merged = {n: value for n, value in defaults.items() if n in keywords} | arguments
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for unknown in arguments.keys() - keywords.keys():
+        for unknown in arguments.keys() - accepted:
             raise ConfigError(
-                f"{name}: {_name_of(source)} takes no {unknown!r}{_nearest_names(unknown, keywords)}"
+                f"{name}: {_name_of(source)} takes no {unknown!r}{_nearest_names(unknown, accepted)}"
             )
     if missing := [n for n, p in keywords.items() if p.default is p.empty and n not in merged]:
         raise ConfigError(

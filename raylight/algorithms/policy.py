@@ -16,6 +16,7 @@ from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
+from raylight.experience.advantages import GRPOAdvantage, UserAdvantage
 from raylight.experience.batch import BatchRules
 from raylight.experience.off_policy import OffPolicySampling
 from raylight.experience.rewards import RewardRules
@@ -286,3 +287,12 @@ class GRPO(PolicyAlgorithm):
     """
 
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
+
+    @model_validator(mode="after")
+    def _check_advantage(self) -> Self:
+        if not isinstance(self.advantage, GRPOAdvantage | UserAdvantage):
+            raise ValueError(
+                f"the advantage estimator {self.advantage.name!r} is not GRPO's; take its own algorithm, or "
+                "VERL(config)"
+            )
+        return self

@@ -87,7 +87,9 @@ class GDPO(PolicyAlgorithm):
     others, and rollouts with the same sum of different rewards have different advantages.
     """
 
-    advantage: advantages.GDPOAdvantage
+    advantage: advantages.GDPOAdvantage = Field(
+        default=None
+    )  # made from `reward_weights`, which are required
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 

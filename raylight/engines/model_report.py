@@ -103,11 +103,12 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
     override = read_template(args.get("chat_template")) if engine == "vllm" else None
     style = find_style(tokenizer, config.model_type, override)
     if engine == "vllm":
-        chosen, detected = args.get("tool_call_parser"), style.vllm_tools
+        chosen = args.get("tool_call_parser")
+        is_set, detected = chosen is not None, style.vllm_tools
         reasoning = args.get("reasoning_parser", style.vllm_reasoning)
     else:
         chosen, notation = args.get("tool_parser", "auto"), style.reasoning
-        chosen, detected = None if chosen == "auto" else chosen, style.notation
+        is_set, detected = chosen != "auto", style.notation
         if args.get("reasoning", "auto") != "auto":
             notation = (notation or THINK) if args["reasoning"] else None
         reasoning = f"{notation.open.strip()}...{notation.close}" if notation else None
@@ -116,8 +117,8 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
         context_length=limit,
         has_template=bool(style.template),
         tools_in_template=style.takes_tools,
-        tool_parser=chosen or detected,
-        reason="set in engine.args" if chosen else style.reason,
+        tool_parser=chosen if is_set else detected,
+        reason="set in engine.args" if is_set else style.reason,
         reasoning=reasoning,
         writes_reasoning=style.reasoning is not None and not style.closes_reasoning,
     )

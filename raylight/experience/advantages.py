@@ -137,6 +137,8 @@ class UserAdvantage(Advantage):
     """Lambda of generalised advantage estimation."""
     norm_adv_by_std: bool = True
     """Divide advantages by the group's deviation."""
+    reward_weights: dict[str, Weight] | None = Field(default=None, min_length=1)
+    """Weights of named rewards, whose sum is the reward; None: the final reward."""
 
     @property
     def baseline_kind(self) -> BaselineKind:

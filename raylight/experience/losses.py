@@ -128,7 +128,7 @@ class KLCovLoss(PolicyLossVariant):
     """A KL penalty on the tokens that reduce the entropy most, https://arxiv.org/abs/2505.22617."""
 
     name: Literal["kl_cov"] = "kl_cov"
-    kl_cov_ratio: float = Field(default=0.0002, ge=0, le=1)
+    kl_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
     """Fraction of the tokens with the penalty: those with the highest covariance of log-prob and
     advantage."""
     ppo_kl_coef: float = Field(default=0.1, ge=0, le=MAX_FACTOR)

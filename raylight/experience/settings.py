@@ -126,6 +126,11 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         )
 
     @classmethod
+    def flat_keys(cls) -> set[str]:
+        """Return the keys that are read besides the fields: those of losses and estimators."""
+        return set().union(*(table.flat_keys for table in TABLES))
+
+    @classmethod
     def unread_flat_keys(cls, values: Mapping[str, Any]) -> list[str]:
         """Return a phrase for each changed flat key that the chosen loss or estimator does not read."""
         return [phrase for table in TABLES for phrase in table.nest(cls, values)[1]]
@@ -158,7 +163,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     @property
     def reward_weights(self) -> dict[str, float] | None:
         """Weights of named rewards that are normalised apart; None if only the final reward counts."""
-        return self.advantage.reward_weights if isinstance(self.advantage, advantages.GDPOAdvantage) else None
+        return getattr(self.advantage, "reward_weights", None)
 
     @property
     def reward_coef(self) -> float:

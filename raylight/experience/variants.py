@@ -128,42 +128,108 @@ class VariantTable:
     def nest(self, model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Move flat keys of a model's arguments into the variant that they belong to.
 
-        A model may also declare flat keys as fields, whose defaults hold where the arguments have none.
+        A model may also declare flat keys as fields, whose defaults hold where the arguments have none. What
+        the model's own default variant sets holds for another variant that reads it, too.
 
         Returns:
             The arguments, and a phrase for each changed key that the chosen variant does not read.
+
+        Raises:
+            ConfigError: an argument has a wrong type, or two of them contradict each other.
         """
         readers, declared = self._readers(), model.model_fields
-        keys = {*readers, self.selector}
-        defaults = {key: declared[key].get_default(call_default_factory=True) for key in keys & {*declared}}
-        flat = defaults | {key: values[key] for key in keys & {*values} if values[key] is not None}
-        rest = {key: value for key, value in values.items() if key not in keys or key in declared}
-        if not flat:
+        own = self._own_variant(model)
+        given = {
+            key: value for key, value in values.items() if key in readers and not self._is_unset(key, value)
+        }
+        defaults = {
+            key: declared[key].get_default(call_default_factory=True)
+            for key in {*readers, self.selector} & {*declared}
+        }
+        rest = {
+            key: value
+            for key, value in values.items()
+            if (key not in readers and key != self.selector) or key in declared
+        }
+        variant = rest.get(self.field)
+        is_plain = (
+            variant is None and not defaults and declared[self.field].get_default(call_default_factory=True)
+        )
+        if self.selector not in values and not given and (is_plain or isinstance(variant, Variant)):
             return rest, []
-        chosen = self._chosen(model, rest.get(self.field), flat.pop(self.selector, None))
-        reads = self.variant(chosen["name"]).model_fields
+        nested = self._settings_of(variant)
+        name = self._chosen_name(values, nested, defaults, own)
+        for key in given.keys() & nested.keys():
+            if given[key] != nested[key]:
+                raise ConfigError(
+                    f"{key} is {given[key]!r}, and {nested[key]!r} in {self.field}; give one of them"
+                )
+        reads = self.variant(name).model_fields
         unread = [
-            f"{key} (read with {self.selector} {', '.join(names)}; it is {chosen['name']})"
-            for key, names in readers.items()
-            if key in flat and key not in reads and flat[key] != self._default(key)
+            f"{key} (read with {self.selector} {', '.join(readers[key])}; it is {name})"
+            for key, value in given.items()
+            if key not in reads and value not in (self._default(key), own.get(key), defaults.get(key))
         ]
-        own = {key: value for key, value in flat.items() if key in reads}
-        return rest | {self.field: chosen | own}, unread
+        if not isinstance(variant, Variant):
+            kept = own | defaults
+            nested = {key: value for key, value in kept.items() if key in reads} | nested
+        flat = {key: value for key, value in given.items() if key in reads}
+        return rest | {self.field: nested | flat | {"name": name}}, unread
 
-    def _chosen(self, model: type[BaseModel], given: Any, name: str | None) -> dict[str, Any]:
-        """Return the settings of the chosen variant before flat keys are added."""
+    def nested_form(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an algorithm's resolved settings as they are today, if version 0.2 wrote them flat."""
+        if not isinstance(settings.get(self.selector), str):
+            return dict(settings)
+        readers = self._readers()
+        reads = self.variant(settings[self.selector]).model_fields
+        variant = {key: settings[key] for key in readers if key in reads and key in settings}
+        rest = {key: value for key, value in settings.items() if key not in readers and key != self.selector}
+        return rest | {self.field: {"name": settings[self.selector], **variant}}
+
+    @property
+    def flat_keys(self) -> set[str]:
+        """The flat keys, that of the choice by name included."""
+        return {*self._readers(), self.selector}
+
+    def _own_variant(self, model: type[BaseModel]) -> dict[str, Any]:
+        """Return the name of a model's default variant, and what it sets."""
+        field = model.model_fields[self.field]
+        default = field.get_default(call_default_factory=True)
+        if default is None:
+            return {"name": names_of(field.annotation)[0]}  # type: ignore[arg-type]
+        return {"name": default.name, **default.model_dump(exclude_unset=True)}
+
+    def _settings_of(self, given: Any) -> dict[str, Any]:
         if given is None:
-            field = model.model_fields[self.field]
-            given = field.get_default(call_default_factory=True) if not field.is_required() else None
-            if given is None:
-                given = {"name": names_of(field.annotation)[0]}  # type: ignore[arg-type]
+            return {}
         if isinstance(given, str):
-            given = {"name": given}
-        settings = given.model_dump() if isinstance(given, BaseModel) else dict(given)
-        if name is None:
-            return settings
-        same = self.variant(name) is self.variant(settings["name"])
-        return settings | {"name": name} if same else {"name": name}
+            return {"name": given}
+        if isinstance(given, Variant):
+            return {"name": given.name, **given.model_dump(exclude_unset=True)}
+        if not isinstance(given, Mapping) or not isinstance(given.get("name", ""), str):
+            raise ConfigError(
+                f"{self.field} must be a {self.kind}, its name, or a mapping, not {given!r:.80}"
+            )
+        return dict(given)
+
+    def _chosen_name(
+        self,
+        values: Mapping[str, Any],
+        nested: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        own: Mapping[str, Any],
+    ) -> str:
+        name = values.get(self.selector, nested.get("name", defaults.get(self.selector, own["name"])))
+        if not isinstance(name, str):
+            raise ConfigError(f"{self.selector} must be a name, not {name!r:.80}")
+        if nested.get("name", name) != name:
+            raise ConfigError(
+                f"{self.selector} is {name!r}, and {self.field} is {nested['name']!r}; give one of them"
+            )
+        return name
+
+    def _is_unset(self, key: str, value: Any) -> bool:
+        return value is None and self._default(key) is None
 
     def _readers(self) -> dict[str, list[str]]:
         """Return the names whose variants read a flat key, by key."""

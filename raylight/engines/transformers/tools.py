@@ -283,7 +283,9 @@ class GemmaCalls(Markers):
         return [ToolCall(match[1], _dump(values))] if isinstance(values, dict) else None
 
 
-FUNCTION = r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*"
+FUNCTION = (  # a value may contain </function>
+    r"\s*<function=(?P<name>[^>\n]+)>(?P<body>\s*(?:<parameter=[^>\n]+>.*?</parameter>\s*)*)</function>\s*"
+)
 PARAMETER = r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*"
 DSML_CALL = r'\s*<｜DSML｜invoke name="(?P<name>[^"]+)">(?P<body>.*?)</｜DSML｜invoke>\s*'
 DSML_PARAMETER = (

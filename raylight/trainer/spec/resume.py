@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raylight.base_config import renewed
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates, locate_state
+from raylight.experience.settings import TABLES
 
 Resume = bool | str | Path
 """False starts fresh. True and "auto" continue the run in output_dir; "auto" starts fresh if there is none. A
@@ -242,7 +244,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     Raises:
         ConfigError: a setting differs that determines the model or the kind of training.
     """
-    old, new = _flatten(before), _flatten(now)
+    old, new = _flatten(_todays_form(before)), _flatten(now)
     changed = {
         name: f"{old.get(name, '-')!r} -> {new.get(name, '-')!r}"
         for name in sorted(old.keys() | new.keys())
@@ -254,6 +256,22 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
             "fresh in another output_dir"
         )
     return changed
+
+
+def _todays_form(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored configuration with today's names and values in place of those of version 0.2."""
+    algorithm = dict(config.get("algorithm") or {})
+    for table in TABLES:
+        algorithm = table.nested_form(algorithm)
+    sections = {"learner": "LearnerConfig", "store": "StoreConfig"}
+    return config | {
+        "algorithm": renewed(str(algorithm.get("name")), algorithm, warns=False),
+        **{
+            name: renewed(cls, config[name], warns=False)
+            for name, cls in sections.items()
+            if isinstance(config.get(name), dict)
+        },
+    }
 
 
 def _read_progress(metadata: dict[str, Any]) -> dict[str, Any]:
