@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
         "alarm",
         conditions.count("learner/skipped_steps", "critic/skipped_steps"),
         "{:.0f} optimizer steps were skipped, because their gradients were not finite",
-        "Lower lr or grad_clip, or train in fp32. Three in a row end the run",
+        "Lower lr or grad_clip, or set learner.dtype='float32'. Three in a row end the run",
     ),
     Rule(
         "old_weights",

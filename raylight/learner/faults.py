@@ -52,7 +52,7 @@ class GradientGuard:
         if self.consecutive >= MAX_NON_FINITE:
             raise NonFiniteGradientError(
                 f"the gradient was not finite {MAX_NON_FINITE} times in a row; lower lr or grad_clip, or "
-                "train in fp32"
+                "set learner.dtype='float32'"
             )
         return {"learner/skipped_steps": float(skipped)}
 

@@ -101,6 +101,8 @@ class OnlineTrainer(Trainer):
             )
         if self.learner.kind == "local":
             raise ConfigError("a local learner serves no sessions; leave learner.kind out")
+        if unread := [name for name in ("adapter", "llm_proxy") if arguments.get(name) is not None]:
+            raise ConfigError(f"nothing reads {' and '.join(unread)}: agents outside the run open sessions")
         if self.group_reward is not None:
             raise ConfigError(
                 "group_reward would replace the rewards that agents send for their sessions; leave it out"
@@ -149,6 +151,8 @@ def _checked(algorithm: Any) -> PolicyAlgorithm:
             "sessions go on while the weights are updated, and end in any order; set algorithm.max_staleness "
             "to 1 or more, and algorithm.stale to drop or mask"
         )
+    if algorithm.patience is not None:
+        raise ConfigError("nothing reads patience: sessions are not validated; leave it out")
     if algorithm.rollout.truncated == "fail":
         raise ConfigError(
             "a session that spent its budget ends with the reward that its agent gives; set "

@@ -103,7 +103,7 @@ class ReplicaCoordinator:
         self._quorum = Quorum(on_leave, kill, self._update_completed)
         self._pending: PendingOrder | None = None
         self._transfer: Transfer | None = None
-        self._turns: list[Order] = []
+        self._turns: list[object] = []
         """Orders that wait until the earlier ones have ended."""
         self._calls: collections.OrderedDict[str, asyncio.Task[Any]] = collections.OrderedDict()
         self._ended_tokens: collections.deque[str] = collections.deque(maxlen=REMEMBERED)
@@ -186,8 +186,6 @@ class ReplicaCoordinator:
         """Remove a replica that stops; unknown names are ignored."""
         await self._wait_until_restored()
         await self._quorum.leave(name)
-
-    # starts of replicas
 
     async def sampling_stream(self, name: str) -> str:
         """Return the name of a starting replica's stream of random numbers, which no other replica has."""
@@ -452,7 +450,8 @@ class ReplicaCoordinator:
             can_probe = pending.order.ids and pending.order.is_reached(state)
             if can_probe and replica.failed != pending.order.number and name in self._quorum.counted():
                 return Task(pending.probe_number, "probe", pending.order)
-        return None if state.serves else Task(UNNUMBERED, "serve")
+        has_failed = any(order.number == replica.failed for order in self._desired.values())  # it will end
+        return None if state.serves or has_failed else Task(UNNUMBERED, "serve")
 
     def _next_order(self, replica: Replica) -> Order | None:
         """Return the next order that a replica is to reach; None if it has reached all, or is in a transfer.
@@ -539,6 +538,7 @@ class ReplicaCoordinator:
         except BaseException:
             if order.kind == "weights":  # they travel only while the order is pending
                 _restore(self._desired, order, before)
+                _restore(self._completed, order, before)  # all may have it, and be too few
                 self._break_transfer("its publication has ended")
                 if self._received_version < order.version:
                     self._last_version = pending.last_version
@@ -562,10 +562,10 @@ class ReplicaCoordinator:
         Raises:
             WeightSyncError: they have not within the order's time.
         """
-        self._turns.append(order)
+        self._turns.append(turn := object())
         try:
             if not await self._changed.wait_for(
-                lambda: self._pending is None and self._turns[0] is order, order.timeout
+                lambda: self._pending is None and self._turns[0] is turn, order.timeout
             ):
                 pending = self._pending
                 reason = f"{pending.order} is still under way" if pending else "others were before it"
@@ -573,7 +573,7 @@ class ReplicaCoordinator:
                     f"the {order.kind} order could not begin within {order.timeout:g} s: {reason}"
                 )
         finally:
-            self._turns.remove(order)
+            self._turns.remove(turn)
 
     async def _wait_for_replicas(self, pending: PendingOrder) -> None:
         """Wait until every replica has reached an order, and evict late ones. While too few are left, wait
@@ -684,7 +684,7 @@ class ReplicaCoordinator:
     def _begin_round(self) -> int:
         """End all waiting polls, so that each replica reports again; return the number of the round."""
         self._round += 1
-        self._notify()
+        self._changed.notify_all()  # the snapshot does not change
         return self._round
 
     def _notify(self) -> None:
@@ -692,9 +692,9 @@ class ReplicaCoordinator:
         self._changed.notify_all()
 
 
-def _restore(desired: dict[str, Order], order: Order, before: Order | None) -> None:
+def _restore(orders: dict[str, Order], order: Order, before: Order | None) -> None:
     """Replace an order by the one before it, unless a newer one has superseded it."""
-    if desired.get(order.subject) is order:
-        del desired[order.subject]
+    if orders.get(order.subject) is order:
+        del orders[order.subject]
         if before is not None:
-            desired[order.subject] = before
+            orders[order.subject] = before

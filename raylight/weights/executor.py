@@ -147,7 +147,10 @@ class OrderExecutor:
                 return
             self._answer = answer = await self._with_heartbeats(self._execute(task))
             if answer.failure and not answer.lost and not self._state.serves:
-                await self._poll(waits=False)
+                with contextlib.suppress(
+                    NotSubscribedError, CoordinatorUnavailableError
+                ):  # it ends in any case
+                    await self._poll(waits=False)
                 raise WeightSyncError(f"the replica cannot catch up with the others: {answer.failure}")
         except NotSubscribedError:
             logger.info("replica %s subscribes again", self._replica)

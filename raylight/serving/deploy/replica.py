@@ -363,7 +363,7 @@ class StartReporter:
         self._coordinator, self._replica = coordinator, replica
         self._stages = StartStages()
         self.entered = False
-        """True once the replica may take device memory, see `weight_sync.starts`."""
+        """True once the replica may take device memory, see `weights.starts`."""
         self._closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 

@@ -116,7 +116,7 @@ def check_memory(
     available = free_bytes(device) if limit is None else limit
     if needed.peak > available:
         checkpointing = "" if learner.gradient_checkpointing else ", set gradient_checkpointing=True"
-        bf16 = ", compute in bf16" if engine.dtype == "float32" and learner.lora is not None else ""
+        bf16 = ", set dtype='bfloat16'" if engine.dtype == "float32" and learner.lora is not None else ""
         raise DeviceMemoryError(
             f"the run needs {needed} on {device}, where {available / 1e9:.2f} GB are available; "
             f"lower max_model_len, max_concurrent or max_tokens_per_micro_batch{checkpointing}{bf16}, "

@@ -61,6 +61,8 @@ def test_groups_of_sessions(tmp_path: Path) -> None:
         ({"name": "Nope"}, {}, "there is no 'Nope'"),
         ({}, {"sessions": {"max_opne": 3}}, "max_open"),
         ({}, {"group_reward": len}, "group_reward would replace the rewards"),
+        ({"best": "val/reward", "val_every": 5, "patience": 2}, {}, "nothing reads patience"),
+        ({}, {"adapter": rl.TraceToTriplet()}, "nothing reads adapter"),
     ],
 )
 def test_wrong_settings(

@@ -231,6 +231,27 @@ class Handle:
         return type("Method", (), {"remote": staticmethod(remote)})
 
 
+async def test_a_replica_that_failed_an_order_does_not_serve_when_its_report_is_lost() -> None:
+    coordinator = Coordinator()
+    async with following(coordinator, "a"):
+        await coordinator.client.publish(1, [ADAPTER], 5.0, adapter="x")
+        engine = SpyEngine()
+        engine.fails["adapter"] = WeightSyncError("no memory")
+        polls = 0
+
+        def fault(method: str) -> None:
+            nonlocal polls
+            polls += method == "poll"
+            if polls == 2:  # the report of the failure
+                raise ActorUnavailableError("restarting", None)
+
+        executor, _, _ = make_executor(Handle(coordinator, fault), "late", engine)
+        with pytest.raises(WeightSyncError, match="cannot catch up with the others: no memory"):
+            await executor.catch_up()
+        assert polls == 2
+        assert coordinator._quorum.ready() == 1
+
+
 async def test_a_coordinator_that_does_not_respond_is_called_again() -> None:
     coordinator, faults = Coordinator(), {"poll": 4}
 
