@@ -87,9 +87,8 @@ class GDPO(PolicyAlgorithm):
     others, and rollouts with the same sum of different rewards have different advantages.
     """
 
-    advantage: advantages.GDPOAdvantage = Field(
-        default=None
-    )  # made from `reward_weights`, which are required
+    advantage: advantages.GDPOAdvantage = Field(default=None)  # type: ignore[assignment]
+    """Estimator, whose `reward_weights` are required."""
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
