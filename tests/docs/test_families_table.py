@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import trl_templates  # noqa: F401 - the generator reads the same templates
 from docs_snippets import DOCS
 
 spec = importlib.util.spec_from_file_location("generate_families", DOCS / "generate_families.py")

@@ -7,13 +7,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from trl_templates import read_template
 
 from raylight.engines.families import FAMILIES, find_family, find_style
 from raylight.engines.transformers.message import PARSERS
-
-spec = importlib.util.find_spec("trl")
-assert spec is not None
-REAL = Path(str(spec.origin)).parent / "chat_templates"
 
 
 class Tokenizer:
@@ -52,7 +49,7 @@ class Tokenizer:
 def test_real_templates(
     name: str, notation: str | None, vllm_tools: str | None, opening: str | None, vllm_reasoning: str | None
 ) -> None:
-    style = find_style(Tokenizer((REAL / f"{name}.jinja").read_text()))
+    style = find_style(Tokenizer(read_template(name)))
     assert (style.notation, style.vllm_tools, style.vllm_reasoning) == (notation, vllm_tools, vllm_reasoning)
     assert (style.reasoning.open if style.reasoning else None) == opening
 
@@ -86,14 +83,14 @@ def test_a_notation_needs_all_its_markers(template: str, notation: str | None) -
 
 
 def test_tokenizer_and_architecture_decide_what_templates_leave_open() -> None:
-    lfm2 = (REAL / "lfm2.jinja").read_text()
+    lfm2 = read_template("lfm2")
     assert find_style(Tokenizer(lfm2)).notation is None
     style = find_style(Tokenizer(lfm2, "<|tool_call_start|>", "<|tool_call_end|>"))
     assert style.notation == "lfm2"
     assert "the tokenizer has <|tool_call_start|>" in style.reason
     phi = Tokenizer("<|tool|>{{ tools }}<|/tool|>", "<|tool_call|>", "<|/tool_call|>")
     assert (find_style(phi).notation, find_style(phi).vllm_tools) == ("phi4_mini", None)
-    nemotron = Tokenizer((REAL / "nemotron_3_nano.jinja").read_text())
+    nemotron = Tokenizer(read_template("nemotron_3_nano"))
     style = find_style(nemotron, "nemotron_h")
     assert (style.vllm_reasoning, "the architecture is nemotron_h" in style.reason) == ("nemotron_v3", True)
 

@@ -58,7 +58,7 @@ async def test_an_error_of_all_schemas_is_xgrammars(
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"$ref": "#"}, "response_format.json_schema.schema: no value fits the schema"),
+        ({"$ref": "#"}, "response_format.json_schema.schema: (no value fits the schema|.*Circular)"),
         ({"allOf": [{"$ref": "#"}]}, "no value fits the schema"),
         ({"type": "string", "pattern": "(a{1,999}){1,999}"}, "too large to constrain an answer: at pattern"),
         ({"anyOf": [False]}, "the schema cannot be compiled"),
@@ -76,7 +76,7 @@ async def test_a_schema_that_does_not_compile_is_compiled_once(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second time it is refused without a thread, so that it cannot delay other schemas."""
-    schema = {"type": "string", "pattern": "a{0,300}"}
+    schema = {"type": "nonsense"}
     for _ in range(2):
         with pytest.raises(RequestError, match=r"tools: the schema cannot be compiled"):
             await grammars.compile_schema(schema, "tools")

@@ -370,8 +370,8 @@ async def test_a_failing_library_is_not_blamed_on_the_schema(
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "nonsense"}, 'compiled: Unsupported type "nonsense"'),
-        ({"$ref": "#/nowhere"}, "compiled: Cannot find field nowhere"),
+        ({"type": "nonsense"}, "compiled: Unsupported type .*nonsense"),
+        ({"$ref": "#/nowhere"}, "compiled: Cannot find field '?nowhere"),
         ({"properties": 3}, "compiled: properties must be an object"),
     ],
 )

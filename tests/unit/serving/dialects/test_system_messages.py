@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 from template_helpers import make_tokenizer, says, template, user
+from trl_templates import read_template
 
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.system_messages import SystemMessages
-
-spec = importlib.util.find_spec("trl")
-assert spec is not None
-REAL = Path(str(spec.origin)).parent / "chat_templates"
 
 
 def system(text: Any, role: str = "system") -> dict[str, Any]:
@@ -41,7 +36,7 @@ FOLDED = [system("S1\n\nS2"), user("U1"), says("A1"), user("U2")]
     ],
 )
 def test_messages_are_folded_where_the_template_refuses_or_omits_them(name: str, folds: bool | None) -> None:
-    tokenizer = make_tokenizer((REAL / f"{name}.jinja").read_text())
+    tokenizer = make_tokenizer(read_template(name))
     placed = SystemMessages(tokenizer).place(CHAT)
     if folds is not None:
         assert placed == (FOLDED if folds else [*CHAT[:3], system("S2"), CHAT[4]])
@@ -50,13 +45,13 @@ def test_messages_are_folded_where_the_template_refuses_or_omits_them(name: str,
 
 
 def test_messages_in_their_places_are_the_same_list() -> None:
-    places = SystemMessages(make_tokenizer((REAL / "qwen3_6.jinja").read_text()))
+    places = SystemMessages(make_tokenizer(read_template("qwen3_6")))
     for messages in ([], [user("U1")], [system("S1"), user("U1")], None, "no list", [None, 3]):
         assert places.place(messages) is messages
     assert places.place([user("U1"), system("S1")]) == [system("S1"), user("U1")]
     parts = [{"type": "text", "text": "P"}, {"type": "image_url"}]
     assert places.place([system(parts), system(None), user("U1")]) == [system("P"), user("U1")]
-    refusing = SystemMessages(make_tokenizer((REAL / "gemma.jinja").read_text()))
+    refusing = SystemMessages(make_tokenizer(read_template("gemma")))
     later = [user("U1"), system("S1")]
     assert refusing.place(later) is later, "the engine names the reason"
 
