@@ -25,6 +25,8 @@ PRIMARY = "primary"
 """Name of a reward that was emitted without a name."""
 REPLICA_HEADER = "x-raylight-replica"
 """Header of every answer of a replica; an answer without it is one of the ingress alone."""
+REWARD_AGENT = "raylight.reward.agent"
+"""Agent that a reward is for. Such a reward is not the rollout's."""
 GRADE_SPAN_ID = b"raylight".hex()
 """Id of the span in which a group reward grades an attempt, at most once."""
 GRADE_ERROR = "raylight.grade.error"

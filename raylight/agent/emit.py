@@ -24,6 +24,7 @@ from raylight.semconv import (
     OBJECT_JSON,
     OBJECT_LITERAL,
     OBJECT_TYPE,
+    REWARD_AGENT,
     reward_attributes,
 )
 from raylight.traces.recording import record_span
@@ -37,6 +38,7 @@ def emit_reward(
     reward: Any,
     *,
     primary_key: str | None = None,
+    agent: str | None = None,
     attributes: dict[str, Any] | None = None,
     propagate: bool = True,
 ) -> SpanCoreFields:
@@ -45,18 +47,25 @@ def emit_reward(
     Args:
         reward: a finite number, or a dict of named rewards.
         primary_key: name of the reward to train on; required if there are several.
+        agent: name of the agent that the reward is for, as in `llm.for_agent(name)`; it is read with
+            `credit="agent"`. None: the rollout's reward.
         attributes: further attributes, such as those of `make_link_attributes`.
         propagate: False only returns the span.
 
     Raises:
-        RewardError: a reward is not a finite number, or `primary_key` is missing or unknown.
+        RewardError: a reward is not a finite number, `primary_key` is missing or unknown, or `agent` is not
+            a name.
     """
+    if agent is not None and not (isinstance(agent, str) and agent):
+        raise RewardError(f"agent={agent!r:.80} is not the name of an agent; give a string")
     if primary_key is None and isinstance(reward, Mapping) and len(reward) > 1:
         names = ", ".join(repr(name) for name in reward)
         raise RewardError(
             f"emit_reward got several rewards: {names}; name the one to train on with primary_key="
         )
     rewards = reward_attributes(named_rewards(reward, primary_key))
+    if agent is not None:
+        rewards[REWARD_AGENT] = agent
     return record_span(ANNOTATION, rewards | as_attributes(attributes), propagate=propagate)
 
 

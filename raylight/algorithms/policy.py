@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from raylight._utils.bounds import MAX_COUNT, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
 from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
@@ -95,6 +95,14 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     turn_rewards: bool = False
     """Also train on rewards that an agent emits before the final one; each is assigned to the last call
     before it."""
+    credit: Literal["rollout", "agent"] = "rollout"
+    """Calls that share a reward, a baseline and an advantage. rollout: all of a rollout. agent: those of one
+    agent (`llm.for_agent`, or spans with `gen_ai.agent.name`), with the reward that it got by
+    `emit_reward(..., agent=...)`, else the rollout's; its group are the same agent's calls in the other
+    rollouts of the group."""
+    agent_weights: dict[str, Annotated[float, Field(gt=0, le=MAX_FACTOR)]] = Field(default_factory=dict)
+    """Factors of the advantages of agents, by name, with `credit="agent"`; 1 for others. To leave agents out,
+    use `trained_agents`."""
     max_rounds: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Most groups per step, as a multiple of `tasks_per_step`. A group whose rewards are all equal is
     replaced by one of a new task, until `tasks_per_step` groups have rewards that differ (dynamic sampling,
@@ -151,6 +159,12 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
                 "reward_weights are of the final rewards of rollouts, and turn_rewards adds others to them; "
                 "set turn_rewards=False"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_agent_weights(self) -> Self:
+        if self.agent_weights and self.credit != "agent":
+            raise ValueError('agent_weights are read with credit="agent"')
         return self
 
     @model_validator(mode="after")
@@ -236,6 +250,11 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return None
 
     @property
+    def needs_spans(self) -> bool:
+        """True if the spans of rollouts are needed to train on them, not only their tokens and rewards."""
+        return self.turn_rewards or self.needs_messages or self.credit == "agent"
+
+    @property
     def needs_messages(self) -> bool:
         """True if the messages of calls are needed to train on them, not only their tokens."""
         return self.teacher_model is not None and self.teacher_model.prompt is not None
@@ -253,6 +272,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             unscored_reward=None if self.needs_rewards else 0.0,
             weights=self.reward_weights,
             turn_rewards=self.turn_rewards,
+            by_agent=self.credit == "agent",
         )
 
     def batch_rules(
@@ -275,6 +295,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             off_policy_sampling=self.off_policy_sampling,
             train_auxiliary_calls=self.train_auxiliary_calls,
             trajectory_selection=self.trajectory_selection,
+            agent_weights=self.agent_weights,
             stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,
         )
 

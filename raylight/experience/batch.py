@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.advantages import BaselineKind
+from raylight.experience.agent_credit import split_by_agent
 from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.off_policy import (
     OffPolicyCalls,
@@ -15,7 +18,7 @@ from raylight.experience.off_policy import (
     count_repeated_seeds,
     off_policy_parameters,
 )
-from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards, group_key
+from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards
 from raylight.experience.row_rules import RowRules, is_masked
 from raylight.experience.scored_rollout import (
     ScoredRollout,
@@ -31,7 +34,8 @@ from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, Tr
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Rollouts with their rewards and trajectories.
+    """Rollouts with their rewards and trajectories. With credit per agent, a rollout here is the part of one
+    agent.
 
     `rewards`, `groups` and `baselines` have one entry per rollout. `rows` are trajectories, and `owners[i]`
     is the index of the rollout that row i belongs to. A rollout may own several rows, or none if they were
@@ -48,6 +52,8 @@ class TrainBatch:
     """Baseline reward of each rollout, for estimators that do not derive it from the batch (ReMax)."""
     parts: list[tuple[float, ...]] | None = None
     """Named rewards of each rollout, for an estimator that normalises them apart (GDPO)."""
+    weights: list[float] | None = None
+    """Factor of the advantages of each rollout; None for 1."""
     teacher_logprobs: list[LogprobArray] | None = None
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
 
@@ -67,6 +73,7 @@ class BatchRules(RowRules):
         long_rows: treatment of longer rows.
         baseline_kind: baseline of the advantage estimator.
         off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
+        agent_weights: factors of the advantages of agents, by name; 1 for others.
         stale: mask of tokens that old weights sampled; None if all have the learners' version.
     """
 
@@ -77,6 +84,7 @@ class BatchRules(RowRules):
     long_rows: LongRows = "error"
     baseline_kind: BaselineKind = "group"
     off_policy_sampling: OffPolicySampling = "error"
+    agent_weights: Mapping[str, float] = field(default_factory=dict)
     stale: StaleMask | None = None
 
     def oldest_version(self, group: list[FinishedRollout]) -> int | None:
@@ -93,7 +101,8 @@ class BatchRules(RowRules):
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Counts of the rollouts of a batch, or of its groups, calls and rows if so named."""
+    """Counts of the rollouts of a batch, or of its groups, calls and rows if so named. With credit per agent,
+    the part of one agent counts as a rollout."""
 
     trained: int
     failed: int
@@ -146,6 +155,8 @@ class BatchReport:
     """The most frequent agent, model and sampling parameters of such calls."""
     repeated_seeds: int = 0
     """Rollouts with a seed in their calls that another rollout of their group has too."""
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """Mean reward of each agent; empty without credit per agent."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     """Tokens of trained calls."""
     relations: RelationReport = field(default_factory=RelationReport)
@@ -168,10 +179,12 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
             and `off_policy_sampling` is "error".
     """
     needs_baseline = rules.baseline_kind == "greedy"
-    scorer = _Scorer(rules, rules.rewards.greedy_baselines(finished) if needs_baseline else {})
+    counts: Counter[str] = Counter()
+    if rules.rewards.by_agent:
+        finished = [part for item in finished for part in _split(item, rules, counts)]
+    scorer = _Scorer(rules, rules.rewards.greedy_baselines(finished) if needs_baseline else {}, counts)
     sampled = [item for item in finished if not (needs_baseline and item.rollout.metadata.get(GREEDY))]
     scored = [found for item in sampled if (found := scorer.score(item)) is not None]
-    counts = scorer.counts
     if not scored and counts["empty"]:
         raise EmptyTraceError(_empty_reason(counts, rules.trained_agents))
     comparable = drop_without_baseline(scored, rules.min_group, needs_baseline)
@@ -208,6 +221,7 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         off_policy=next((text for text, _ in scorer.off_policy.parameters.most_common(1)), None),
         tokens=sum((item.trajectories.tokens for item in trained), TokenCounts()),
         relations=report_relations(item.trajectories for item in trained),
+        agent_rewards=_mean_rewards(scored),
         **{name: counts[name] for name in COUNTED},
     )
     return batch, report
@@ -220,16 +234,15 @@ COUNTED = ("failed", "unscored", "empty", "other_agents", "auxiliary_calls", "ab
 class _Scorer:
     """Scores the rollouts of a step one by one, and counts what it leaves out."""
 
-    def __init__(self, rules: BatchRules, baselines: dict[str, float]) -> None:
-        self._rules, self._baselines = rules, baselines
-        self.counts: Counter[str] = Counter()
+    def __init__(self, rules: BatchRules, baselines: dict[str, float], counts: Counter[str]) -> None:
+        self._rules, self._baselines, self._counts = rules, baselines, counts
         self.off_policy = OffPolicyCalls(rules.off_policy_sampling)
         self.calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
         """Trained calls of the scored rollouts, by group."""
 
     def score(self, item: FinishedRollout) -> ScoredRollout | None:
         """Return a rollout that may be trained; None leaves it out."""
-        rules, counts = self._rules, self.counts
+        rules, counts = self._rules, self._counts
         tokens, reward = _count_sampled(item.generations), rules.rewards.reward(item)
         if reward is None:
             counts["unscored" if item.rollout.status == "succeeded" else "failed"] += 1
@@ -245,7 +258,7 @@ class _Scorer:
             counts["empty"] += 1
             counts["excluded_tokens"] += tokens
             return None
-        group = group_key(item)
+        group = item.group
         self.calls[group].append(generations)
         trajectories = sampled if rules.stale is None else rules.stale.apply(sampled)
         turns = []
@@ -254,6 +267,7 @@ class _Scorer:
         if is_masked(item):
             sampled = trajectories = replace(sampled, rows=[])
         signal = rules.rewards.signal(item)
+        agent = generations[0].agent if rules.rewards.by_agent else None
         return ScoredRollout(
             group=group,
             reward=reward,
@@ -266,7 +280,28 @@ class _Scorer:
             auxiliary_tokens=_count_sampled(others),
             selected=select_rows(sampled.rows, rules.trajectory_selection),
             signal=reward if signal is None else signal,
+            agent=agent,
+            weight=rules.agent_weights.get(agent or "", 1.0),
         )
+
+
+def _split(item: FinishedRollout, rules: BatchRules, counts: Counter[str]) -> list[FinishedRollout]:
+    """Divide a rollout by its trained agents, and count the calls of the others."""
+    generations, others = rules.split_calls(item)
+    calls = generations + others
+    if not calls:
+        return [item]
+    counts["other_agents"] += len(item.generations) - len(calls)
+    return split_by_agent(item, calls)
+
+
+def _mean_rewards(scored: list[ScoredRollout]) -> dict[str, float]:
+    """Return the mean reward of each agent's parts of rollouts."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for item in scored:
+        if item.agent is not None:
+            rewards[item.agent].append(item.signal)
+    return {agent: statistics.fmean(values) for agent, values in rewards.items()}
 
 
 def _count_sampled(generations: list[Generation]) -> int:
@@ -303,6 +338,7 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
         turns,
         baselines,
         parts or None,
+        [item.weight for item in trained] if any(item.weight != 1.0 for item in trained) else None,
     )
     return batch, empty
 

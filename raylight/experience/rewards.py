@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raylight.errors import GreedyError, RewardError
+from raylight.experience.agent_credit import split_by_agent
 from raylight.experience.trajectory import CallPosition
 from raylight.semconv import GRADE_SPAN_ID
 from raylight.traces.rewards import get_reward_value
@@ -36,11 +39,6 @@ def effective_reward(item: FinishedRollout, failure_reward: float | None) -> flo
         return item.reward
     failure = item.rollout.failure
     return None if failure is None or failure.kind in ("infrastructure", "cancelled") else failure_reward
-
-
-def group_key(item: FinishedRollout) -> str:
-    """Return the name of a rollout's group. A rollout without a group forms its own."""
-    return item.rollout.group_id or item.rollout.rollout_id
 
 
 def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:
@@ -103,6 +101,7 @@ class RewardRules:
         weights: weights of named rewards that are normalised apart; None: only the final reward counts.
         turn_rewards: also train on rewards emitted before the final one.
         length_penalty: subtracted from the reward; it says nothing about the task.
+        by_agent: rollouts are divided by agent (`agent_credit`) before their rewards are compared.
     """
 
     failure_reward: float | None = None
@@ -110,6 +109,7 @@ class RewardRules:
     weights: Mapping[str, float] | None = None
     turn_rewards: bool = False
     length_penalty: LengthPenalty | None = None
+    by_agent: bool = False
 
     def reward(self, item: FinishedRollout) -> float | None:
         """Return the reward that a rollout is trained with; None leaves it out."""
@@ -148,13 +148,17 @@ class RewardRules:
         return tuple(item.rewards[name] for name in self.weights)
 
     def is_informative(self, group: list[FinishedRollout]) -> bool:
-        """Return True if the rewards of a group's rollouts that called the model are not all equal."""
-        compared = {
-            self.parts(item) or self._with_turns(item, signal)
-            for item in group
-            if item.generations and (signal := self.signal(item)) is not None
-        }
-        return len(compared) > 1
+        """Return True if the rewards of a group's rollouts that called the model are not all equal.
+
+        With `by_agent`, the rewards of one agent are compared.
+        """
+        if self.by_agent:
+            group = [part for item in group for part in split_by_agent(item, item.generations)]
+        compared: defaultdict[str, set[Any]] = defaultdict(set)
+        for item in group:
+            if item.generations and (signal := self.signal(item)) is not None:
+                compared[item.group].add(self.parts(item) or self._with_turns(item, signal))
+        return any(len(values) > 1 for values in compared.values())
 
     def greedy_baselines(self, finished: list[FinishedRollout]) -> dict[str, float]:
         """Return the reward of each group's greedy rollout, the baseline of ReMax.
@@ -169,7 +173,7 @@ class RewardRules:
             if item.rollout.metadata.get(GREEDY):
                 _check_greedy(item)
                 if (reward := self.reward(item)) is not None:
-                    baselines[group_key(item)] = self._with_turns(item, reward)
+                    baselines[item.group] = self._with_turns(item, reward)
         return baselines
 
     def _with_turns(self, item: FinishedRollout, reward: float) -> float:

@@ -33,6 +33,10 @@ class ScoredRollout:
     """Indices of the rows that are selected for training."""
     signal: float
     """The reward before a penalty that says nothing about the task."""
+    agent: str | None = None
+    """Agent whose part of a rollout this is; None for a whole rollout."""
+    weight: float = 1.0
+    """Factor of its advantages."""
 
     @property
     def sampled_rows(self) -> list[Trajectory]:

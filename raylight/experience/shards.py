@@ -35,6 +35,8 @@ class BatchOutline:
     baselines: list[float] | None
     parts: list[tuple[float, ...]] | None
     """Named rewards of each rollout that are normalised apart; None if only `rewards` count."""
+    weights: list[float] | None
+    """Factor of the advantages of each rollout; None for 1."""
     owners: NDArray[np.int64]
     """Rollout of each row."""
     sampled: NDArray[np.int64]
@@ -169,7 +171,9 @@ def _shard(
 def _outline(batch: TrainBatch) -> BatchOutline:
     owners = np.array(batch.owners, np.int64)
     sampled = np.array([row.trained_tokens for row in batch.rows], np.int64)
-    outline = BatchOutline(batch.rewards, batch.groups, batch.baselines, batch.parts, owners, sampled, [])
+    outline = BatchOutline(
+        batch.rewards, batch.groups, batch.baselines, batch.parts, batch.weights, owners, sampled, []
+    )
     ends, starts = outline.sampled_of_rollouts, outline.starts
     outline.turn_rewards.extend(_place(turn, batch.rows, starts, ends) for turn in batch.turn_rewards)
     return outline

@@ -262,6 +262,8 @@ def estimate(
         metrics = {"learner/kl_in_reward": mean, "learner/kl_reward_coef": kl.coef}
         kl.update(mean, len(outline.rewards))
     advantages, returns = _run_estimator(rewards, sequences, outline, matrices, settings)
+    if outline.weights is not None:
+        advantages = advantages * torch.tensor(outline.weights, dtype=advantages.dtype)[:, None]
     metrics["learner/advantage_abs_mean"] = float(
         (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
     )

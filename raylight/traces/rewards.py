@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel
 
 from raylight.errors import RewardError, RewardTypeError
-from raylight.semconv import ANNOTATION, PRIMARY, REWARD_PREFIX
+from raylight.semconv import ANNOTATION, PRIMARY, REWARD_AGENT, REWARD_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ def named_rewards(reward: Any, primary_key: str | None = None) -> dict[str, floa
 def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
     """Return all rewards of a span, with the primary one first.
 
-    The list is empty if the span has none. Rewards that cannot be read are logged and ignored.
+    The list is empty if the span has none, or one of an agent (`emit_reward(..., agent=...)`). Rewards that
+    cannot be read are logged and ignored.
     """
     try:
         return _read_rewards(span)
@@ -130,7 +131,7 @@ def has_reward(span: SpanLike) -> bool:
 
 def _read_rewards(span: SpanLike) -> list[NamedReward]:
     attributes = span.attributes
-    if not attributes:
+    if not attributes or REWARD_AGENT in attributes:
         return []
     keys = [key for key in attributes if key.startswith(_PREFIX)]
     if keys:

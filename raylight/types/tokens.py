@@ -192,6 +192,11 @@ class FinishedRollout:
     grade_error: str | None = None
     """Reason why the group reward failed, so that the rollout has no reward; None if it did not."""
 
+    @property
+    def group(self) -> str:
+        """Name of its group. A rollout without a group forms its own."""
+        return self.rollout.group_id or self.rollout.rollout_id
+
 
 def _set_array(item: Any, name: str, dtype: type[np.generic]) -> None:
     """Replace a field of a frozen dataclass by a read-only array, without a copy if it is one already."""

@@ -1,10 +1,12 @@
 """Reward gain of every policy-gradient algorithm over several seeds, as a Markdown table.
 
     python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--plot PNG]
+    python tests/benchmarks/convergence.py --algorithms GRPO --agents 8 --credit agent
 
 Each run trains the starter model on the quickstart's additions with 128 rollouts a step, in one process
 without Ray, HTTP or an engine: plain transformers sample the answers. Groups, dynamic sampling, batches,
-advantages, losses and the optimizer are raylight's own.
+advantages, losses and the optimizer are raylight's own. With `--agents`, a rollout answers several tasks,
+each by an agent with its own reward; the rollout's reward is their mean.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from harness import join_ranks, make_parser, mean_and_deviation
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from raylight import algorithms
+from raylight.agent.emit import emit_reward
 from raylight.config import LearnerConfig
 from raylight.experience.batch import build_batch
 from raylight.experience.settings import PolicySettings
@@ -28,7 +31,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.tasks.task_set import TaskSampler
 from raylight.trainer.loops.training_groups import choose_groups
-from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout
+from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout, Span
 
 ALGORITHMS = sorted(
     name
@@ -110,6 +113,26 @@ class Sampler:
             finished.append(FinishedRollout(rollout, float(is_right(tasks[index], text)), [call]))
         return finished
 
+    def answer_jointly(
+        self, tasks: list[Any], samples: int, name: str, agents: int, greedy: bool = False
+    ) -> list[FinishedRollout]:
+        """Answer tasks in rollouts of several agents, each with its own task."""
+        answers = self.answer(tasks, samples, name, greedy)
+        if agents == 1:
+            return answers
+        joined = []
+        for i in range(len(tasks) // agents * samples):
+            parts = [answers[(i // samples * agents + k) * samples + i % samples] for k in range(agents)]
+            rollout = parts[0].rollout.model_copy(update={"group_id": f"{name}-{i // samples}"})
+            calls = [replace(part.generations[0], agent=f"agent-{k}") for k, part in enumerate(parts)]
+            spans = [
+                Span.from_core_fields(emit_reward(part.reward, agent=f"agent-{k}", propagate=False))
+                for k, part in enumerate(parts)
+            ]
+            reward = statistics.fmean(part.reward or 0.0 for part in parts)
+            joined.append(FinishedRollout(rollout, reward, calls, spans, {"primary": reward}))
+        return joined
+
     @torch.no_grad()
     def _answers(
         self, prompts: list[list[int]], samples: int, greedy: bool
@@ -135,16 +158,20 @@ class Sampler:
         return answers
 
 
-def build_algorithm(name: str, lr: float, mini_batches: int) -> algorithms.PolicyAlgorithm:
-    """Build an algorithm with its defaults, except the learning rate, mini-batches and tasks per step."""
+def build_algorithm(name: str, lr: float, mini_batches: int, **more: Any) -> algorithms.PolicyAlgorithm:
+    """Build an algorithm with its defaults, except these settings and the tasks per step."""
     kind = getattr(algorithms, name)
     group = kind.model_fields["group_size"].default
     common = {"lr": lr, "mini_batches": mini_batches, "tasks_per_step": ROLLOUTS // group}
-    return kind(model=STARTER_MODEL, **common | SETTINGS.get(name, {}))
+    return kind(model=STARTER_MODEL, **common | SETTINGS.get(name, {}) | more)
 
 
-def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
-    """Train for `steps` steps, and validate before and after."""
+def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int, agents: int = 1) -> Run:
+    """Train for `steps` steps, and validate before and after.
+
+    Args:
+        agents: agents of a training rollout, each with a task of its own.
+    """
     from raylight.learner.policy import Policy
 
     torch.manual_seed(seed)
@@ -155,7 +182,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
     sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
     rounds = algorithm.max_rounds
-    order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step, 0
+    order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step // agents, 0
 
     def gather() -> list[FinishedRollout]:
         """Answer tasks until there are the groups of a step, as the Trainer's loop chooses them."""
@@ -164,17 +191,17 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int) -> Run:
         informative: list[bool] = []
         while choose_groups(range(len(groups)), informative.__getitem__, size, size * rounds) is None:
             numbers = range(taken, taken + size - (sum(informative) if rounds > 1 else 0))
-            new = [order.draw(number).task for number in numbers]
-            answers = sampler.answer(new, algorithm.group_size, f"train-{taken}")
+            new = [order.draw(number * agents + k).task for number in numbers for k in range(agents)]
+            answers = sampler.answer_jointly(new, algorithm.group_size, f"train-{taken}", agents)
             if algorithm.needs_greedy_rollouts:
-                answers += sampler.answer(new, 1, f"train-{taken}", greedy=True)
+                answers += sampler.answer_jointly(new, 1, f"train-{taken}", agents, greedy=True)
             added = [
                 [item for item in answers if item.rollout.group_id == f"train-{taken}-{index}"]
-                for index in range(len(new))
+                for index in range(len(numbers))
             ]
             groups += added
             informative += [algorithm.reward_rules.is_informative(group) for group in added]
-            taken += len(new)
+            taken += len(numbers)
         return [item for group in groups for item in group]
 
     def validate() -> float:
@@ -239,6 +266,8 @@ def main() -> None:
         help="mini-batches of a step; with two or more, losses see ratios other than 1",
     )
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--agents", type=int, default=1, help="agents of a rollout")
+    parser.add_argument("--credit", default="rollout", choices=["rollout", "agent"])
     parser.add_argument("--plot", help="PNG file for the reward curves")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -247,9 +276,9 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         results: dict[str, list[Run]] = {}
         for name in args.algorithms.split(","):
-            algorithm = build_algorithm(name, args.lr, args.mini_batches)
+            algorithm = build_algorithm(name, args.lr, args.mini_batches, credit=args.credit)
             with contextlib.redirect_stdout(sys.stderr):  # verl prints
-                runs = [train(algorithm, args.steps, seed) for seed in range(args.seeds)]
+                runs = [train(algorithm, args.steps, seed, args.agents) for seed in range(args.seeds)]
             results[name] = runs
             columns = [
                 mean_and_deviation([getattr(run, figure) for run in runs])

@@ -319,3 +319,11 @@ def test_non_finite_advantages_raise():
         advantages_of(plain(rewards=[1.0] * 4), "own_by_deviation")
     with pytest.raises(ConfigError, match=r"'rloo'.*a reward is out of range"):
         advantages_of(plain(rewards=[1e300, 0.0, 0.0, 1.0]), "rloo")
+
+
+def test_weights_multiply_the_advantages_of_their_rollouts() -> None:
+    rollouts = [[[n]] for n in LENGTHS]
+    plain = advantages_of(batch_of(rollouts), "grpo")
+    weighted = advantages_of(batch_of(rollouts, weights=[1.0, 0.5, 2.0, 1.0]), "grpo")
+    for factor, own, others in zip([1.0, 0.5, 2.0, 1.0], weighted, plain, strict=True):
+        assert own == pytest.approx([factor * value for value in others])

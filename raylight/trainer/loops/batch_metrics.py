@@ -55,6 +55,7 @@ def describe(
         "trace/spans_dropped": float(sum(_spans_dropped(item) for item in sampled)),
         "trace/calls": float(content.relations.calls),
         **{f"trace/{name}": float(content.relations.counts[name]) for name in COUNTED},
+        **{f"agent/{name}/reward": reward for name, reward in content.agent_rewards.items()},
         **_constraint_metrics(content),
         **_age_metrics(content),
         "off_policy/overridden_calls": float(

@@ -12,7 +12,6 @@ from typing import Self
 
 from raylight._utils.aio import task_group
 from raylight.errors import GroupRewardError, ServingLostError
-from raylight.experience.rewards import group_key
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
 from raylight.rewards.scoring_model import RewardModel, Scorer, scoring_by
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
@@ -75,7 +74,7 @@ class GroupGrader:
         groups: dict[str, list[FinishedRollout]] = {}
         for item in finished:
             if item.rollout.status == "succeeded":
-                groups.setdefault(group_key(item), []).append(item)
+                groups.setdefault(item.group, []).append(item)
         graded: dict[str, FinishedRollout] = {}
         async with task_group() as tasks:
             grading = [tasks.create_task(self._grade_one(group)) for group in groups.values()]

@@ -199,9 +199,8 @@ class PolicyRollouts:
 
     async def collect(self, ids: list[str]) -> list[FinishedRollout]:
         """Return finished rollouts, with spans only where these are needed to assign calls to agents or
-        rewards to turns, or to change messages."""
-        algorithm = self._algorithm
-        if self._trained_agents is not None or algorithm.turn_rewards or algorithm.needs_messages:
+        rewards to turns or agents, or to change messages."""
+        if self._trained_agents is not None or self._algorithm.needs_spans:
             return await self.with_spans(ids)
         finished = await self._store.collect(ids)
         chosen = [item.rollout.rollout_id for item in finished if item.rollout.metadata.get(TRAINABLE_AGENTS)]
