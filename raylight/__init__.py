@@ -40,7 +40,7 @@ _EXPORTS = {
     "algorithms.minigrpo": ("MiniGRPO",),
     "algorithms.policy": ("GRPO",),
     "algorithms.policy_gradient": ("OPD", "PPO"),
-    "algorithms.supervised": ("DPO", "SFT"),
+    "algorithms.supervised": ("DPO", "SFT", "RewardModel"),  # until 0.3 rewards.RewardModel had this name
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
@@ -187,6 +187,7 @@ _PACKAGE_OF = {
     for package, exports in _PACKAGE_EXPORTS.items()
     for names in exports.values()
     for name in names
+    if name not in _MODULE_OF
 }
 
 __all__ = sorted(_MODULE_OF)

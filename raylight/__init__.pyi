@@ -42,6 +42,7 @@ from raylight.algorithms.policy import GRPO as GRPO
 from raylight.algorithms.policy_gradient import OPD as OPD
 from raylight.algorithms.policy_gradient import PPO as PPO
 from raylight.algorithms.supervised import DPO as DPO
+from raylight.algorithms.supervised import RewardModel as RewardModel
 from raylight.algorithms.supervised import SFT as SFT
 from raylight.algorithms.verl import VERL as VERL
 from raylight.config import EngineConfig as EngineConfig

@@ -30,6 +30,7 @@ from raylight.algorithms.policy_gradient import ReinforcePlusPlus as ReinforcePl
 from raylight.algorithms.policy_gradient import ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline
 from raylight.algorithms.policy_gradient import SAPO as SAPO
 from raylight.algorithms.supervised import DPO as DPO
+from raylight.algorithms.supervised import RewardModel as RewardModel
 from raylight.algorithms.supervised import SFT as SFT
 from raylight.algorithms.teacher import TeacherConfig as TeacherConfig
 from raylight.algorithms.verl import VERL as VERL

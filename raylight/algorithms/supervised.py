@@ -8,7 +8,11 @@ from pydantic import Field, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.base import BaseAlgorithm
-from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
+from raylight.experience.supervised_settings import (
+    PreferenceSettings,
+    RewardModelSettings,
+    SupervisedSettings,
+)
 from raylight.traces.rewards import MAX_REWARD
 from raylight.types import RolloutMode
 
@@ -81,8 +85,17 @@ class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
 
     def policy_settings(self) -> SupervisedSettings:
         """Return the settings that the learners read."""
-        kind = PreferenceSettings if isinstance(self, PreferenceSettings) else SupervisedSettings
+        kinds = (PreferenceSettings, RewardModelSettings, SupervisedSettings)
+        kind = next(kind for kind in kinds if isinstance(self, kind))
         return kind(**{name: getattr(self, name) for name in kind.model_fields})
+
+
+PAIR_METRICS: dict[str, Literal["max", "min"]] = {
+    "val/loss": "min",
+    "val/accuracy": "max",
+    "val/margin": "max",
+}
+"""Metrics of pairs that can select the best model."""
 
 
 class SFT(SupervisedAlgorithm):
@@ -108,8 +121,16 @@ class DPO(SupervisedAlgorithm, PreferenceSettings):
     worst one, if their rewards differ.
     """
 
-    best_metrics: ClassVar[dict[str, Literal["max", "min"]]] = {
-        "val/loss": "min",
-        "val/accuracy": "max",
-        "val/margin": "max",
-    }
+    best_metrics = PAIR_METRICS
+
+
+class RewardModel(SupervisedAlgorithm, RewardModelSettings):
+    """Training of a reward model, https://arxiv.org/abs/2203.02155.
+
+    A model with a head of one output scores a whole conversation. Each example is a pair, as for `DPO`; its
+    loss is -log sigmoid(score of the chosen - score of the rejected answer - margin), where the margin is the
+    pair's own or 0. The result is served by `rl.rewards.reward_model`.
+    """
+
+    best_metrics = PAIR_METRICS
+    lr: float = Field(default=1e-5, gt=0, le=MAX_FACTOR)

@@ -37,6 +37,12 @@ class LearnedRow:
         """Return the tokens of a trajectory, whose sampled tokens are learned."""
         return cls(row.token_ids, row.mask)
 
+    @classmethod
+    def scored(cls, tokens: Sequence[int]) -> LearnedRow:
+        """Return the row of a conversation that a reward model scores: its score is the value before one more
+        token, which no other token sees."""
+        return cls(np.array([*tokens, tokens[-1]], np.int32), np.array([0] * len(tokens) + [1], np.int8))
+
     def to_trajectory(self, source: str) -> Trajectory:
         """Return the row as the learners take it, at temperature 1."""
         length = len(self.tokens)
@@ -51,10 +57,12 @@ class Example:
     Attributes:
         source: origin, for messages.
         answers: the rows of each answer: of the only one, or of the chosen and the rejected one.
+        margin: score by which the chosen answer of a pair should exceed the other, for a reward model.
     """
 
     source: str
     answers: tuple[tuple[LearnedRow, ...], ...]
+    margin: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -101,7 +109,7 @@ class LengthLimit:
             self.dropped += 1
             return None
         self.truncated += 1
-        return Example(example.source, cut)
+        return Example(example.source, cut, example.margin)
 
     def _cut(self, row: LearnedRow) -> LearnedRow | None:
         mask = row.mask[: self._tokens]
@@ -214,13 +222,13 @@ def split_examples(
 
 def build_supervised_batch(examples: Sequence[Example]) -> TrainBatch:
     """Return the learners' batch. Each answer is a rollout of it; the two of a pair follow each other, the
-    chosen one first."""
+    chosen one first, whose reward is the pair's margin."""
     batch = TrainBatch([], [], [], [])
     for number, example in enumerate(examples):
         for place, rows in enumerate(example.answers):
             for row in rows:
                 batch.rows.append(row.to_trajectory(example.source))
                 batch.owners.append(len(batch.rewards))
-            batch.rewards.append(float(place == 0))
+            batch.rewards.append(example.margin if place == 0 else 0.0)
             batch.groups.append(str(number))
     return batch

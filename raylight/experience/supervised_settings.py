@@ -23,8 +23,20 @@ class SupervisedSettings(OptimizerSettings):
     """True if an update reads the log-probs of the initial model."""
 
 
-class PreferenceSettings(SupervisedSettings):
-    """Settings of an update that prefers one answer of a pair to the other."""
+class PairSettings(SupervisedSettings):
+    """Settings of an update from pairs, of which one answer is preferred to the other."""
+
+
+class RewardModelSettings(PairSettings):
+    """Settings of an update of a reward model."""
+
+    center_rewards_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Weight of the squared sum of a pair's scores, which keeps their mean near 0
+    (https://arxiv.org/abs/2312.09244)."""
+
+
+class PreferenceSettings(PairSettings):
+    """Settings of an update of a policy that prefers one answer of a pair to the other."""
 
     needs_reference: ClassVar[bool] = True
 

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+)
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.packing import keeps_state
 from raylight.experience.settings import CriticSettings, OptimizerSettings
-from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
+from raylight.experience.supervised_settings import PairSettings, SupervisedSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
-from raylight.learner.fsdp import RaylightEngine, ValueEngine
+from raylight.learner.fsdp import RaylightEngine, RewardModelEngine, ValueEngine
 from raylight.learner.local_engine import LocalEngine
 from raylight.learner.model_check import causal_lm_class, check_model
 from raylight.learner.rows import make_probe_row
@@ -70,6 +74,24 @@ def build_critic(
     return _build(ValueEngine, model_path, config, settings, total_steps)
 
 
+def build_reward_model(
+    model_path: str, config: LearnerConfig, settings: OptimizerSettings, total_steps: int
+) -> RewardModelEngine:
+    """Build a reward model from a language model, with a new head, or from a reward model.
+
+    Raises:
+        ConfigError: transformers has no such models of the architecture.
+    """
+    hf_config = AutoConfig.from_pretrained(model_path)
+    kinds = (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
+    if not all(type(hf_config) in kind for kind in kinds):
+        raise ConfigError(
+            f"transformers has no reward models of the architecture {hf_config.model_type}; choose a model "
+            "of another one, such as Qwen or Llama"
+        )
+    return _build(RewardModelEngine, model_path, config, settings, total_steps)
+
+
 def _build(
     cls: Callable[..., Any],
     model_path: str,
@@ -87,7 +109,7 @@ def _build(
         config,
         model_config=verl.HFModelConfig(
             path=model_path,
-            model_type="value_model" if cls is ValueEngine else "language_model",
+            model_type="value_model" if cls in (ValueEngine, RewardModelEngine) else "language_model",
             use_remove_padding=config.packed,
             override_config={"attn_implementation": choose_attention(config, on_gpu, model_path)},
             enable_gradient_checkpointing=config.gradient_checkpointing and not forward_only,
@@ -118,7 +140,7 @@ def _build(
     )
     # ratios and pair weights compare passes, which must have the same weights; answers alone need none
     learns_answers = isinstance(settings, SupervisedSettings)
-    engine.keeps_dropout = learns_answers and not isinstance(settings, PreferenceSettings)
+    engine.keeps_dropout = learns_answers and not isinstance(settings, PairSettings)
     engine.initialize()
     if config.packed:
         _check_packing(engine, config, model_path)
@@ -158,6 +180,9 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     if config.attention != "auto":
         return config.attention
     hf_config = AutoConfig.from_pretrained(model_path)
+    hf_config.architectures = [  # a reward model has the layers of a language model
+        name.replace("ForSequenceClassification", "ForCausalLM") for name in hf_config.architectures or []
+    ]
     architecture = causal_lm_class(hf_config)
     if config.packed and supports_varlen(hf_config, architecture) and (on_16_bits or not on_gpu):
         return VARLEN

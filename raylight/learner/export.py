@@ -13,7 +13,7 @@ from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.checkpoints import TrainingStates, locate_state
 from raylight.experience.settings import PolicySettings
 from raylight.learner import state, weights
-from raylight.learner.engines import build_policy
+from raylight.learner.engines import build_policy, build_reward_model
 
 
 def export_state(source: str, output: Path, model: str | None = None) -> None:
@@ -42,7 +42,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
         dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/ranks", 1), rank=0, world_size=1)
         try:
             with disk_errors(output, "Make room, and export again"):
-                _write(states, step, base, learner, output)
+                _write(states, step, base, learner, output, config["algorithm"].get("name") == "RewardModel")
         finally:
             dist.destroy_process_group()
 
@@ -63,9 +63,12 @@ def _open_states(source: str) -> tuple[TrainingStates, int]:
     return states, steps[-1] if step is None else step
 
 
-def _write(states: TrainingStates, step: int, model: str, learner: LearnerConfig, output: Path) -> None:
+def _write(
+    states: TrainingStates, step: int, model: str, learner: LearnerConfig, output: Path, is_reward_model: bool
+) -> None:
     try:
-        engine = build_policy(model, learner, PolicySettings(), 1)
+        build = build_reward_model if is_reward_model else build_policy
+        engine = build(model, learner, PolicySettings(), 1)
     except OSError as error:
         raise ConfigError(
             f"cannot load the model that training started from, {model}: {error}; name its folder with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -332,7 +333,8 @@ class ValueEngine(RaylightEngine):
         hf_config = self.model_config.hf_config
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
         hf_config.architectures = [
-            name.replace("ForCausalLM", "ForTokenClassification") for name in hf_config.architectures
+            re.sub("For(CausalLM|SequenceClassification)$", "ForTokenClassification", name)
+            for name in hf_config.architectures
         ]
         return super()._build_module()
 
@@ -345,6 +347,16 @@ class ValueEngine(RaylightEngine):
         base = getattr(module, module.base_model_prefix)
         peft.inject_adapter_in_model(peft_config(lora, None, base), base)
         check_adapter(module, lora)
+        return module
+
+
+class RewardModelEngine(ValueEngine):
+    """Engine of a reward model. Its head has no bias, as that of `AutoModelForSequenceClassification`, under
+    which it is saved."""
+
+    def _build_module(self) -> Any:
+        module = super()._build_module()
+        module.score.register_parameter("bias", None)
         return module
 
 

@@ -1,9 +1,10 @@
-"""Updates from examples with known answers: supervised fine-tuning, and preferences between two answers.
+"""Updates from examples with known answers: supervised fine-tuning, preferences between two answers, and
+reward models.
 
-Both losses are linear in the log-probs of the answers once a weight is known for each token, so that rows can
-be in any micro-batch and on any rank. The weights of supervised fine-tuning are 1. The weights of a pair are
-the derivatives of its loss, which a pass before the update computes: the gradient is the same as that of the
-loss itself.
+All losses are linear in the log-probs or scores of the answers once a weight is known for each token, so that
+rows can be in any micro-batch and on any rank. The weights of supervised fine-tuning are 1. Those of a pair
+are the derivatives of its loss, which a pass before the update computes: the gradient is the same as that of
+the loss itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from raylight.config import LearnerConfig
 from raylight.experience.shards import BatchOutline, BatchShard
-from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
+from raylight.experience.supervised_settings import PairSettings, RewardModelSettings, SupervisedSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.metrics import all_reduce_metrics
 from raylight.learner.micro_batch import MicroBatch
@@ -54,9 +55,8 @@ class SupervisedModel(TrainedModel):
     def evaluate_shard(self, shard: BatchShard) -> dict[str, float]:
         """Return the sums of the loss and of other figures over a batch of all ranks, and their `count`."""
         rows = _minibatch(shard).rows
-        if isinstance(self._settings, PreferenceSettings):
-            ratios, tokens = self._log_ratios(rows, shard.outline)
-            return pair_statistics(ratios, tokens, self._settings)
+        if isinstance(self._settings, PairSettings):
+            return pair_statistics(*self._pair_values(rows, shard.outline), self._settings)
         totals = torch.zeros(2, dtype=torch.float64)
         for row, logprobs in zip(rows, self.engine.infer(rows), strict=True):
             totals[0] -= (logprobs.double() * row.mask).sum()
@@ -67,21 +67,26 @@ class SupervisedModel(TrainedModel):
     def _loss(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[Any, dict[str, float]]:
         """Return the loss function of an update, and the metrics that are known before it."""
         settings = self._settings
-        if not isinstance(settings, PreferenceSettings):
+        if not isinstance(settings, PairSettings):
             return answer_loss, {}
-        ratios, tokens = self._log_ratios(rows, outline)
-        ratios.requires_grad_()
-        losses = pair_losses(ratios, tokens, settings)
-        (weights,) = torch.autograd.grad(losses.mean(), ratios)
+        values, facts = self._pair_values(rows, outline)
+        values.requires_grad_()
+        losses = pair_losses(values, facts, settings)
+        (weights,) = torch.autograd.grad(losses.mean(), values)
         for row in rows:
             row.advantages = torch.full(row.mask.shape, -float(weights[row.rollout]))
-        known = pair_statistics(ratios.detach(), tokens, settings)
+        known = pair_statistics(values.detach(), facts, settings)
         pairs = known.pop("count")
         return weighted_loss, {f"train/{name}": total / pairs for name, total in known.items()}
 
-    def _log_ratios(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return, for each answer of the batch, the log ratio of its probability to the initial model's, and
-        the number of its tokens."""
+    def _pair_values(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `pair_losses` reads of each answer of the batch: the log ratio of its probability to
+        the initial model's and the number of its tokens, or its score and its margin."""
+        if isinstance(self._settings, RewardModelSettings):
+            scores = torch.zeros(len(outline.rewards), dtype=torch.float64)
+            for row, values in zip(rows, self.engine.infer(rows), strict=True):
+                scores[row.rollout] += (values.double() * row.mask).sum()
+            return self._sum(scores), torch.tensor(outline.rewards, dtype=torch.float64)
         totals = torch.zeros(2, len(outline.rewards), dtype=torch.float64)
         for row, own, initial in zip(rows, self.engine.infer(rows), self.infer_reference(rows), strict=True):
             totals[0, row.rollout] += ((own - initial).double() * row.mask).sum()
@@ -103,8 +108,9 @@ def answer_loss(outputs: dict[str, torch.Tensor], batch: MicroBatch) -> tuple[to
 
 
 def weighted_loss(outputs: dict[str, torch.Tensor], batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the sum of the log-probs times the negative weights of their tokens."""
-    weighted = -batch.matrix("advantages") * outputs["log_probs"]
+    """Return the sum of the log-probs, or of a reward model's scores, times the negative weights of their
+    tokens."""
+    weighted = -batch.matrix("advantages") * outputs["log_probs" if "log_probs" in outputs else "values"]
     loss = weighted.where(batch.mask, 0.0).sum() * batch.dp_size
     return loss, {"loss": verl.Metric("sum", loss)}
 

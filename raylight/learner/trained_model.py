@@ -9,10 +9,11 @@ import torch
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import SupervisedSettings
+from raylight.experience.supervised_settings import RewardModelSettings, SupervisedSettings
 from raylight.learner import weights
-from raylight.learner.engines import build_policy, build_reference
+from raylight.learner.engines import build_policy, build_reference, build_reward_model
 from raylight.learner.faults import GradientGuard
+from raylight.learner.fsdp import RaylightEngine
 from raylight.learner.rows import TrainRow, make_probe_row
 
 
@@ -35,7 +36,11 @@ class TrainedModel:
         total_steps: int,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.engine = build_policy(model_path, config, settings, total_steps, module)
+        self.engine: RaylightEngine
+        if isinstance(settings, RewardModelSettings):
+            self.engine = build_reward_model(model_path, config, settings, total_steps)
+        else:
+            self.engine = build_policy(model_path, config, settings, total_steps, module)
         # with LoRA the reference is the trained model without its adapter
         separate_reference = settings.needs_reference and config.lora is None
         self._reference = build_reference(model_path, config) if separate_reference else None

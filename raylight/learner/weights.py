@@ -24,6 +24,8 @@ from raylight.weights.source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000
 """Largest size of one file of a saved model."""
+PER_TOKEN = "ForTokenClassification"
+"""End of the names of models with an output for each token."""
 
 
 def gather_model(engine: Any) -> dict[str, torch.Tensor] | None:
@@ -88,7 +90,10 @@ def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | No
 
 def _write_config(model: Any, folder: str) -> None:
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
+    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 renames the class
+    if name.endswith(PER_TOKEN):  # a reward model, which scores the last token of a row
+        name = name.removesuffix(PER_TOKEN) + "ForSequenceClassification"
+    config.architectures = [name]
     config.dtype = "float32"
     vars(config).pop("attn_implementation", None)  # specific to this machine
     config.save_pretrained(folder)

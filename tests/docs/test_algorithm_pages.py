@@ -21,7 +21,7 @@ FAMILY = {
     for name in sorted(set(algorithms.__all__) - {"VERL", "MiniGRPO", "algo"})  # with pages of their own
     if issubclass(getattr(algorithms, name), PolicyAlgorithm)
 }
-SUPERVISED = {name: getattr(algorithms, name) for name in ("SFT", "DPO")}
+SUPERVISED = {name: getattr(algorithms, name) for name in ("SFT", "DPO", "RewardModel")}
 CLASSES = FAMILY | SUPERVISED | {"CriticSettings": CriticSettings}
 UNSEEN = object()
 REQUIRED: dict[str, dict[str, Any]] = {

@@ -9,12 +9,17 @@ from raylight.config import LearnerConfig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.shards import shard_batch
 from raylight.experience.supervised_batches import Example, LearnedRow, build_supervised_batch
-from raylight.experience.supervised_settings import PreferenceSettings, SupervisedSettings
+from raylight.experience.supervised_settings import (
+    PreferenceSettings,
+    RewardModelSettings,
+    SupervisedSettings,
+)
 from raylight.quickstart import STARTER_MODEL
 
 SETTINGS = {
     "sft": SupervisedSettings(lr=1e-4),
     "dpo": PreferenceSettings(lr=1e-4, beta=0.5, loss_type="sigmoid"),
+    "reward": RewardModelSettings(lr=1e-4, center_rewards_coefficient=0.01),
 }
 
 
@@ -37,14 +42,28 @@ def pairs() -> list[Example]:
     ]
 
 
+def scored_pairs() -> list[Example]:
+    """The pairs for a reward model, with margins."""
+    return [
+        Example(
+            example.source,
+            tuple((LearnedRow.scored(answer[0].tokens.tolist()),) for answer in example.answers),
+            margin,
+        )
+        for example, margin in zip(pairs(), (0.0, 0.5, 0.0, 1.0), strict=True)
+    ]
+
+
 def batch(kind: str) -> TrainBatch:
-    return build_supervised_batch(conversations() if kind == "sft" else pairs())
+    examples = {"sft": conversations, "dpo": pairs, "reward": scored_pairs}
+    return build_supervised_batch(examples[kind]())
 
 
 def make_model(kind: str, learner=None, **settings):
     from raylight.learner.supervised import SupervisedModel
 
     known = SETTINGS[kind].model_copy(update=settings)
+    torch.manual_seed(0)  # the head of a reward model
     return SupervisedModel(STARTER_MODEL, LearnerConfig(**learner or {}), known, total_steps=4)
 
 
@@ -65,6 +84,7 @@ def main(rank: int, ranks: int, file: str) -> dict[str, float]:
             found |= {f"{kind}/{step}/{name}": value for name, value in metrics.items()}
         totals = model.evaluate_shard(shard_of(model, batch(kind)))
         found |= {f"{kind}/val/{name}": value for name, value in totals.items()}
-        found |= {f"{kind}/probe/{i}": value for i, value in enumerate(model.logprobs(PROBE))}
+        if kind != "reward":
+            found |= {f"{kind}/probe/{i}": value for i, value in enumerate(model.logprobs(PROBE))}
     dist.destroy_process_group()
     return found

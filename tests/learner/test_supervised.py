@@ -2,6 +2,8 @@
 
 import copy
 import math
+import random
+import shutil
 
 import pytest
 import supervised_ranks
@@ -9,13 +11,23 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 from ranks import PROBE, plain_probe
-from supervised_ranks import SETTINGS, batch, make_model, pairs, shard_of
+from supervised_ranks import SETTINGS, batch, make_model, pairs, scored_pairs, shard_of
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BambaConfig,
+)
 
 import raylight as rl
 from raylight.config import LearnerConfig
-from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch
+from raylight.engines.reward_model.engine import Classifier
+from raylight.errors import ConfigError, DatasetError
+from raylight.experience.supervised_batches import LearnedRow, SupervisedData, build_supervised_batch
+from raylight.learner.engines import build_reward_model
+from raylight.learner.supervised import SupervisedModel
+from raylight.learner.weights import save_model
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.trainer.loops.supervised_data import batch_schedule, load_supervised_data
@@ -131,8 +143,9 @@ def test_micro_batches_do_not_change_an_update(kind):
     whole, split = make_model(kind), make_model(kind, {"max_tokens_per_micro_batch": 16})
     first, second = (model.update_shard(shard_of(model, batch(kind))) for model in (whole, split))
     assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
-    # AdamW's first step divides gradients near 0 by themselves, so that rounding shows
-    assert whole.logprobs(PROBE) == pytest.approx(split.logprobs(PROBE), rel=1e-4, abs=1e-3)
+    if kind != "reward":
+        # AdamW's first step divides gradients near 0 by themselves, so that rounding shows
+        assert whole.logprobs(PROBE) == pytest.approx(split.logprobs(PROBE), rel=1e-4, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -160,6 +173,152 @@ def test_the_rows_of_an_answer_count_together(plain):
         )
     found = model.evaluate_shard(shard_of(model, build_supervised_batch(examples[:1])))
     assert found["chosen_reward"] == pytest.approx(SETTINGS["dpo"].beta * ratio, abs=1e-5)
+
+
+# reward models
+
+
+def classifier_of(model) -> torch.nn.Module:
+    """Return a copy of a reward model in the form in which it is saved."""
+    classifier = AutoModelForSequenceClassification.from_pretrained(STARTER_MODEL, num_labels=1)
+    weights = {name: torch.from_numpy(array) for name, array in model.export().items()}
+    found = classifier.load_state_dict(weights, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    return classifier.eval()
+
+
+def plain_scores(classifier) -> torch.Tensor:
+    """Scores of all answers by plain transformers, one conversation at a time."""
+    rows = [answer[0].tokens[:-1] for example in scored_pairs() for answer in example.answers]
+    return torch.stack([classifier(torch.tensor(row).long()[None]).logits[0, 0] for row in rows])
+
+
+def plain_reward_loss(classifier) -> torch.Tensor:
+    scores = plain_scores(classifier).double()
+    margins = torch.tensor([example.margin for example in scored_pairs()])
+    losses = -logsigmoid(scores[0::2] - scores[1::2] - margins) + 0.01 * (scores[0::2] + scores[1::2]) ** 2
+    return losses.mean()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_of_a_reward_model_is_that_of_plain_torch(packed):
+    model = make_model("reward", {"packed": packed})
+    reference = classifier_of(model)
+    loss, settings = plain_reward_loss(reference), SETTINGS["reward"]
+    scores = plain_scores(reference).detach()
+    metrics = model.update_shard(shard_of(model, batch("reward")))
+    assert metrics["train/loss"] == pytest.approx(float(loss), abs=1e-6)
+    assert metrics["train/chosen_reward"] == pytest.approx(float(scores[0::2].mean()), abs=1e-6)
+    assert metrics["train/accuracy"] == float((scores[0::2] > scores[1::2]).float().mean())
+    assert metrics["learner/grad_norm"] == pytest.approx(plain_step(reference, loss, settings), rel=1e-5)
+    with torch.no_grad():
+        found = model.evaluate_shard(shard_of(model, batch("reward")))
+        assert found["loss"] / found["count"] == pytest.approx(float(plain_reward_loss(reference)), abs=1e-4)
+
+
+def test_the_loss_of_a_reward_model_is_that_of_trl(tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    model = make_model("reward")
+    message = [{"role": "user", "content": "1+1="}]
+    one = {"prompt": [message], "chosen": [[{"role": "assistant", "content": "2"}]], "margin": [0.0]}
+    arguments = trl.RewardConfig(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, center_rewards_coefficient=0.01
+    )
+    trainer = trl.RewardTrainer(
+        classifier_of(model),
+        arguments,
+        train_dataset=Dataset.from_dict(one | {"rejected": [[{"role": "assistant", "content": "3"}]]}),
+        processing_class=AutoTokenizer.from_pretrained(STARTER_MODEL),
+    )
+    trainer.model.eval()
+    answers = [answer[0] for example in scored_pairs() for answer in example.answers]
+    rows = [LearnedRow(row.tokens[:-1], row.mask[:-1]) for row in [*answers[0::2], *answers[1::2]]]
+    inputs = trl_inputs(rows, "completion_mask")
+    del inputs["completion_mask"]
+    inputs["input_ids"][inputs["attention_mask"] == 0] = trainer.model.tokenizer.pad_token_id
+    inputs["margin"] = torch.tensor([example.margin for example in scored_pairs()])
+    with torch.no_grad():
+        expected = float(trainer.compute_loss(trainer.model, inputs))
+    metrics = model.update_shard(shard_of(model, batch("reward")))
+    assert metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_saved_reward_model_scores_in_its_engine_and_can_be_trained_on(tmp_path, lora):
+    model = make_model("reward", {"lora": lora}, lr=1e-3)
+    for _ in range(2):
+        model.update_shard(shard_of(model, batch("reward")))
+    save_model(model.engine, str(tmp_path / "saved"))
+    rows = [answer[0].tokens[:-1].tolist() for example in scored_pairs() for answer in example.answers]
+    scores = Classifier(str(tmp_path / "saved"), "float32", "cpu", 4096).scores(rows)
+    total = model.evaluate_shard(shard_of(model, batch("reward")))
+    assert sum(scores[0::2]) == pytest.approx(total["chosen_reward"], abs=1e-4)
+    assert sum(scores[1::2]) == pytest.approx(total["rejected_reward"], abs=1e-4)
+    again = SupervisedModel(str(tmp_path / "saved"), LearnerConfig(), SETTINGS["reward"], 1)
+    assert again.evaluate_shard(shard_of(again, batch("reward"))) == pytest.approx(total, abs=1e-4)
+
+
+def test_a_reward_model_learns_to_prefer_a_digit():
+    """Pairs of messages, as `rl.RewardModel(data=...)` reads them."""
+
+    def answer(number):
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": number}]
+
+    numbers = [str(n) for n in range(10, 1000) if "7" in str(n)]
+    random.Random(0).shuffle(numbers)
+    data = [{"chosen": answer(n), "rejected": answer(n.replace("7", "8")), "margin": 0.5} for n in numbers]
+    algorithm = rl.RewardModel(model=STARTER_MODEL, data=data[:192], lr=1e-3)
+    train = load(algorithm)
+    assert {example.margin for example in train} == {0.5}
+    held_out = build_supervised_batch(load(rl.RewardModel(model=STARTER_MODEL, data=data[192:])))
+    torch.manual_seed(0)
+    model = SupervisedModel(STARTER_MODEL, LearnerConfig(), algorithm.policy_settings(), 18)
+    for step in range(18):
+        part = train[step % 6 * 32 : step % 6 * 32 + 32]
+        model.update_shard(shard_of(model, build_supervised_batch(part)))
+    found = model.evaluate_shard(shard_of(model, held_out))
+    assert found["accuracy"] / found["count"] > 0.9
+
+
+def test_the_scored_token_is_that_of_transformers_if_padding_ends_a_conversation(tmp_path):
+    """Tokenizers may pad with the token that ends an answer."""
+    shutil.copytree(STARTER_MODEL, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "model")
+    data = [{k: [{"role": "assistant", "content": n}] for k, n in (("chosen", "12"), ("rejected", "345"))}]
+    algorithm = rl.RewardModel(model=str(tmp_path / "model"), data=data)
+    (example,) = load_supervised_data(algorithm, algorithm.model, LearnerConfig()).train
+    torch.manual_seed(0)
+    model = SupervisedModel(algorithm.model, LearnerConfig(), algorithm.policy_settings(), 1)
+    save_model(model.engine, str(tmp_path / "saved"))
+    rows = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.pad_token_id]
+        for text in ("12", "345")
+    ]
+    scores = Classifier(str(tmp_path / "saved"), "float32", "cpu", 4096).scores(rows)
+    found = model.evaluate_shard(shard_of(model, build_supervised_batch([example])))
+    assert scores == pytest.approx([found["chosen_reward"], found["rejected_reward"]], abs=1e-5)
+
+
+@pytest.mark.parametrize("margin", ["1", True, float("nan"), None])
+def test_a_wrong_margin_raises(margin):
+    pair = {
+        "chosen": [{"role": "assistant", "content": "1"}],
+        "rejected": [{"role": "assistant", "content": "2"}],
+    }
+    with pytest.raises(DatasetError, match="example 1 of data: margin is"):
+        load(rl.RewardModel(model=STARTER_MODEL, data=[pair | {"margin": margin}]))
+
+
+def test_an_architecture_without_reward_models_is_refused(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BambaConfig(**sizes, vocab_size=16, mamba_n_heads=2, mamba_d_head=8).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="transformers has no reward models of the architecture bamba"):
+        build_reward_model(str(tmp_path), LearnerConfig(), SETTINGS["reward"], 1)
 
 
 @pytest.mark.slow

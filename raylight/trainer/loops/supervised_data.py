@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raylight.algorithms.supervised import DPO, SFT, SupervisedAlgorithm
+from raylight.algorithms.supervised import SFT, RewardModel, SupervisedAlgorithm
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, DatasetError
-from raylight.experience.demonstrations import Demonstration, demonstration_rows
+from raylight.experience.demonstrations import Demonstration, demonstration_rows, render_demonstration
 from raylight.experience.rollout_selection import RolloutSelection
 from raylight.experience.row_rules import RowRules, learned_rows
 from raylight.experience.supervised_batches import (
@@ -20,6 +21,8 @@ from raylight.experience.supervised_batches import (
     LengthLimit,
     SupervisedData,
 )
+from raylight.experience.supervised_settings import PairSettings
+from raylight.rewards.group import GroupRollout
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import StoredRollouts
 from raylight.trainer.spec.run_file import read_data
@@ -79,7 +82,8 @@ class _ExampleReader:
 
     def __init__(self, algorithm: SupervisedAlgorithm, tokenizer: Any, learner: LearnerConfig) -> None:
         self._algorithm, self._tokenizer, self._learner = algorithm, tokenizer, learner
-        self._is_paired = isinstance(algorithm, DPO)
+        self._is_paired = isinstance(algorithm, PairSettings)
+        self._is_scored = isinstance(algorithm, RewardModel)
         self.notes: list[str] = []
 
     def read(self, source: Any, name: str) -> list[Example]:
@@ -132,9 +136,24 @@ class _ExampleReader:
     def _pair(self, value: Any, source: str) -> Example:
         chosen, rejected = Demonstration.parse_pair(value, source)
         answers = self._encode(chosen, f"{source}, chosen"), self._encode(rejected, f"{source}, rejected")
-        return Example(source, answers)
+        return Example(source, answers, self._margin(value, source))
+
+    def _margin(self, value: Mapping[str, Any], source: str) -> float:
+        margin = value.get("margin", 0.0)
+        if not self._is_scored:
+            return 0.0
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise DatasetError(f"{source}: margin is {margin!r:.80}; give a finite number, or leave it out")
+        return float(margin)
 
     def _encode(self, demonstration: Demonstration, source: str) -> tuple[LearnedRow, ...]:
+        if self._is_scored:
+            text = render_demonstration(self._tokenizer, demonstration, source)
+            tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            padding = getattr(self._tokenizer, "pad_token_id", None) or self._tokenizer.eos_token_id
+            while len(tokens) > 1 and tokens[-1] == padding:  # transformers scores the token before
+                tokens.pop()
+            return (LearnedRow.scored(tokens),)
         rows = demonstration_rows(self._tokenizer, demonstration, source)
         return tuple(map(LearnedRow.from_demonstration, rows))
 
@@ -165,7 +184,8 @@ class _ExampleReader:
                     "reward only, best_of_group=True the best of each group"
                 )
         config = read_config(stored.file.parent) or {}
-        self._check_tokenizer(config, name)
+        if not self._is_scored:
+            self._check_tokenizer(config, name)
         rules = RowRules.from_config(config)
         rollouts = stored.read([rollout_id for ids in chosen for rollout_id in ids])
         empty = 0
@@ -209,6 +229,12 @@ class _ExampleReader:
             )
 
     def _recorded_rows(self, finished: FinishedRollout, rules: RowRules) -> tuple[LearnedRow, ...]:
+        if self._is_scored:
+            rollout, source = GroupRollout(finished), finished.rollout.rollout_id
+            if not rollout.messages:
+                return ()
+            conversation = {"messages": rollout.messages, "tools": rollout.tools}
+            return self._encode(Demonstration.parse(conversation, source), source)
         rows = learned_rows(finished, rules)
         vocabulary = len(self._tokenizer)
         if any(int(row.token_ids.max()) >= vocabulary for row in rows):
