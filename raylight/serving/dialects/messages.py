@@ -13,6 +13,7 @@ from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Tran
 from raylight.serving.dialects.messages_request import (
     CountTokensRequest,
     MessagesRequest,
+    provider_tools,
     sign,
 )
 from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
@@ -70,7 +71,7 @@ class MessagesDialect(Dialect):
             return TokenCount(count.to_chat(), count.field_names())
         request = MessagesRequest.read(body)
         translation = MessagesTranslation(request.to_chat(), request.field_names())
-        translation.dropped_tools = request.dropped_tools()
+        translation.dropped_tools = provider_tools(request.tools)
         return translation
 
     @classmethod

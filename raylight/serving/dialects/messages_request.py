@@ -337,10 +337,6 @@ class CountTokensRequest(RequestModel):
         """Return the names of this request's fields by those of its chat request."""
         return FieldNames(CHAT_FIELDS | self._tool_paths(), self._sources)
 
-    def dropped_tools(self) -> list[str]:
-        """Return the types of the tools that the model does not get."""
-        return provider_tools(self.tools)
-
     def _given_tools(self) -> dict[int, MessagesTool]:
         """Return the tools that the model gets, by their index in the request."""
         found = {

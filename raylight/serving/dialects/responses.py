@@ -13,9 +13,13 @@ from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import CONTEXT_LENGTH, RequestError
 from raylight.semconv import RESPONSES_SPAN
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
-from raylight.serving.dialects.responses_items import ID_PREFIXES, item_id
-from raylight.serving.dialects.responses_request import ResponsesRequest
-from raylight.serving.dialects.responses_tools import GivenTools, custom_input
+from raylight.serving.dialects.responses_request import (
+    ID_PREFIXES,
+    GivenTools,
+    ResponsesRequest,
+    custom_input,
+    item_id,
+)
 from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 
 TEXT_NAMES = {
