@@ -34,7 +34,7 @@ from raylight.serving.capture.conversation_loader import ConversationLoader, His
 from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import REPEATED_KEY
-from raylight.serving.capture.sampling_override import OVERRIDDEN_KEY
+from raylight.serving.capture.sampling_override import override
 from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
@@ -58,6 +58,9 @@ class CaptureMiddleware:
         clock: seconds since the epoch.
         finished: finished attempts, shared with the gateway.
         budgets: limits the calls of attempts with budgets; None limits none.
+        training_temperature: temperature of all calls of training rollouts, see `override`; None leaves the
+            sampling to the agents.
+        count_override: called for each request whose sampling was replaced.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class CaptureMiddleware:
         clock: Callable[[], float] = time.time,
         finished: FinishedAttempts | None = None,
         budgets: CallBudgets | None = None,
+        training_temperature: float | None = None,
+        count_override: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._engine = engine
@@ -79,6 +84,7 @@ class CaptureMiddleware:
         self._clock = clock
         self._finished = finished or FinishedAttempts()
         self._budgets = budgets
+        self._training_temperature, self._count_override = training_temperature, count_override
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         attempt = SCOPE.get()
@@ -106,8 +112,13 @@ class CaptureMiddleware:
         """
         if attempt in self._finished:
             raise AttemptFinishedError
-        headers = dict(scope["headers"])
-        context = self._context(attempt, scope, request.fields)
+        headers, overridden = dict(scope["headers"]), {}
+        if attempt.trains and self._training_temperature is not None:
+            fields, overridden = override(request.fields, self._training_temperature)
+            request = JsonRequest(fields, receive)
+            if overridden:
+                self._count_override()
+        context = self._context(attempt, scope, request.fields, overridden)
         is_chat = scope["path"] == ChatDialect.path
         if attempt.has_budgets and self._budgets is not None:
             await self._budgets.limit(context)
@@ -132,7 +143,9 @@ class CaptureMiddleware:
         finally:
             self._recorder.close(captured.records(self._engine.model))
 
-    def _context(self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any]) -> CaptureContext:
+    def _context(
+        self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any], overridden: dict[str, Any]
+    ) -> CaptureContext:
         """Return the context in which the engine samples for a request.
 
         Raises:
@@ -159,7 +172,7 @@ class CaptureMiddleware:
             body,
             self._clock(),
             keys,
-            overridden=scope.get(OVERRIDDEN_KEY) or {},
+            overridden=overridden,
             requested_model=scope.get(REQUESTED_MODEL_KEY),
         )
 

@@ -64,12 +64,10 @@ class AnswerReader:
     Pieces are only kept at first, so that a piece costs the stream little.
 
     Args:
-        content_type: type of the answer. `text/event-stream` is read as a stream, every other one as a JSON
-            object.
+        streams: True for a stream of events, False for a JSON object.
     """
 
-    def __init__(self, content_type: str) -> None:
-        streams = content_type.strip().lower().startswith("text/event-stream")
+    def __init__(self, streams: bool) -> None:
         self._events = SseReader() if streams else None
         self._unread: list[bytes] = []
         self._unread_bytes = 0

@@ -12,6 +12,7 @@ from typing import Self
 from starlette.types import Message, Send
 
 from raylight._utils.aio import cancel_all, pause
+from raylight.http.sse import is_event_stream
 
 KEEP_ALIVE_S = 15.0
 """Seconds of silence after which something is sent, as the standard on server-sent events recommends."""
@@ -57,7 +58,7 @@ class KeepAliveSend:
             await self._send(message)
             self._tail = (self._tail + message.get("body", b"")[-LONGEST_END:])[-LONGEST_END:]
         self._sent_at = asyncio.get_running_loop().time()
-        if message["type"] == "http.response.start" and _is_stream(message):
+        if message["type"] == "http.response.start" and is_event_stream(message):
             self._task = asyncio.create_task(self._keep_alive(), name="keep a stream alive")
 
     async def _keep_alive(self) -> None:
@@ -75,11 +76,3 @@ class KeepAliveSend:
         if self._task is not None:
             await cancel_all([self._task])
             self._task = None
-
-
-def _is_stream(start: Message) -> bool:
-    """Return True if the start of an answer is one of server-sent events."""
-    return start["status"] < 400 and any(
-        name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream")
-        for name, value in start.get("headers", ())
-    )

@@ -18,7 +18,7 @@ from raylight.engines.families import template_of
 from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
-from raylight.http.sse import SseReader, sse_bytes
+from raylight.http.sse import SseReader, is_event_stream, sse_bytes
 from raylight.serving.dialects.answers import DONE, decode_json
 from raylight.serving.dialects.chat_normalizer import ChatNormalizer
 from raylight.serving.dialects.dialect import Dialect, Event, Translation
@@ -189,10 +189,9 @@ class _AnswerSender:
 
     async def _start(self, message: Message) -> None:
         self._status = message["status"]
-        headers = {name.lower(): value for name, value in message.get("headers", [])}
         self._headers = _without(message.get("headers", []), b"content-length", b"content-type", ANSWER_ID)
-        if self._status < 400 and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
-            answer_id = headers.get(ANSWER_ID, b"").decode()
+        if is_event_stream(message):
+            answer_id = dict(message["headers"]).get(ANSWER_ID, b"").decode()
             self._events = _EventStream(self._dialect, self.translation, answer_id)
             await self._send_start(b"text/event-stream; charset=utf-8")
 

@@ -18,16 +18,14 @@ from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.host_names import OTHER_HOST, is_own_host
-from raylight.http.request import MAX_BODY, read_request
+from raylight.http.request import MAX_BODY, JsonRequest, read_request
 from raylight.serving.capture.call_budgets import CallBudgets, CheckBudgets
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
-from raylight.serving.capture.sampling_override import SamplingOverride
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.ignored_fields import IgnoredFields
 from raylight.serving.dialects.keep_alive import KEEP_ALIVE_S
 from raylight.serving.dialects.registry import dialect_of
 from raylight.serving.dialects.translate import TranslationMiddleware
@@ -42,6 +40,7 @@ from raylight.serving.gateway.model_names import (
 from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
 from raylight.serving.gateway.sessions import SessionService, answer_request
 from raylight.traces.otlp import Sink, traces_route
+from raylight.types.request_fields import drop_field, log_dropped
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +66,8 @@ class Gateway:
         attempts: True if attempts have addresses; without a recorder their calls would be lost.
         sessions: answers requests of agents outside the run; None: the routes do not exist.
         max_body: largest body of a request, in bytes.
+        ignore_fields: request fields to drop before any layer reads them, in every dialect, as
+            `EngineConfig.ignore_fields` names them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Gateway:
         attempts: bool = True,
         sessions: SessionService | None = None,
         max_body: int = MAX_BODY,
+        ignore_fields: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._engine = engine
@@ -91,6 +93,7 @@ class Gateway:
         self._attempts = attempts and secret is not None
         self._sessions = sessions
         self._max_body = max_body
+        self._ignore_fields = ignore_fields
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -215,10 +218,21 @@ class Gateway:
 
     async def _forward(self, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend) -> None:
         """Have the inner layers answer a request with a JSON body."""
-        request = await read_request(inner, receive, self._max_body)
+        request = self._without_ignored(await read_request(inner, receive, self._max_body), receive)
         await self._app(request.put_into(inner), request, answer)
         if not (answer.started or request.disconnected):
             raise RuntimeError("the inner layers sent no answer")
+
+    def _without_ignored(self, request: JsonRequest, receive: Receive) -> JsonRequest:
+        """Return a request without ignored fields. Each is counted, and the first one of a name is logged."""
+        fields = request.fields
+        for name in self._ignore_fields:
+            kept = drop_field(fields, name.split("."))
+            if kept is not fields:
+                fields = kept
+                self._metrics.count("ignored_fields_total", name)
+                log_dropped(name, "engine.ignore_fields names")
+        return request if fields is request.fields else JsonRequest(fields, receive)
 
     async def _answer_models(
         self, model: str | None, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend
@@ -302,18 +316,21 @@ def build_gateway(
         _watch_records(metrics, recorder, conversations)
         budgets = None if check_budgets is None else CallBudgets(check_budgets)
         app = CaptureMiddleware(
-            app, engine, recorder, conversations, history, finished=finished, budgets=budgets
+            app,
+            engine,
+            recorder,
+            conversations,
+            history,
+            finished=finished,
+            budgets=budgets,
+            training_temperature=training_temperature,
+            count_override=functools.partial(metrics.count, "overridden_requests_total"),
         )
-        if training_temperature is not None:
-            count_override = functools.partial(metrics.count, "overridden_requests_total")
-            app = SamplingOverride(app, training_temperature, count_override)
     count_dropped = functools.partial(metrics.count, "dropped_tools_total")
     app = TranslationMiddleware(app, engine.tokenizer, count_dropped, keep_alive_s)
     if recorder is not None:
         app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
         app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))
-    if ignore_fields:
-        app = IgnoredFields(app, ignore_fields, functools.partial(metrics.count, "ignored_fields_total"))
     traces = None if spans is None else traces_route(spans, _attempt_of_scope)
     return Gateway(
         app,
@@ -325,6 +342,7 @@ def build_gateway(
         attempts=recorder is not None,
         sessions=sessions,
         max_body=max_body,
+        ignore_fields=ignore_fields,
     )
 
 
