@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylight.store.call_batcher import Channel
-from raylight.store.call_deltas import CallDeltas
+from raylight.store.call_rows import CallDeltas
 from raylight.store.payloads import decode_payload, encode_payload
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (

@@ -19,8 +19,7 @@ from langchain_core.callbacks.base import BaseCallbackHandler
 
 from raylight.semconv import REQUEST_MODEL, RESPONSE_ID
 from raylight.traces.attributes import CHAIN
-from raylight.traces.context import AttemptTrace, current_trace
-from raylight.traces.parent_span import ParentSpan, current_parent
+from raylight.traces.context import AttemptTrace, ParentSpan, current_parent, current_trace
 from raylight.types import Attributes, Span, TraceStatus
 
 CHAIN_SPAN = "langchain.chain"

@@ -8,7 +8,6 @@ token sequence to train on.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
     ATTEMPT_FINISHED,
     ATTEMPT_TRANSITIONS,
@@ -58,6 +57,7 @@ from raylight.types.spans import (
     Triplet,
     span_json,
 )
+from raylight.types.tokens import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 
 if TYPE_CHECKING:
     from raylight.types.tokens import (

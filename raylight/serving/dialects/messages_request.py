@@ -26,7 +26,7 @@ from raylight.serving.dialects.chat_messages import (
     text_part,
     tool_call,
 )
-from raylight.serving.dialects.field_names import FieldNames, MessageSource
+from raylight.serving.dialects.dialect import FieldNames, MessageSource
 from raylight.types.chat_messages import INVALID_JSON
 
 CHAT_FIELDS = {

@@ -17,8 +17,7 @@ from raylight.agent.attempt_keys import KeyUse, key_use
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
-from raylight.http.host_names import OTHER_HOST, is_own_host
-from raylight.http.request import MAX_BODY, JsonRequest, read_request
+from raylight.http.request import MAX_BODY, OTHER_HOST, JsonRequest, is_own_host, read_request
 from raylight.serving.capture.call_budgets import CallBudgets, CheckBudgets
 from raylight.serving.capture.conversation_loader import History
 from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
@@ -26,9 +25,8 @@ from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.keep_alive import KEEP_ALIVE_S
 from raylight.serving.dialects.registry import dialect_of
-from raylight.serving.dialects.translate import TranslationMiddleware
+from raylight.serving.dialects.translate import KEEP_ALIVE_S, TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
 from raylight.serving.gateway.metrics import Metrics, RequestTimer
 from raylight.serving.gateway.model_names import (
@@ -136,7 +134,7 @@ class Gateway:
                 raise
             logger.exception("%s %s failed (request %s)", scope["method"], path, answer.request_id)
             message = "The server had an error while processing your request; see its log"
-            await answer.send_error(dialect, RequestError(message, 500, "server_error"))
+            await answer.send_error(dialect, RequestError(message, 500))
         finally:
             timer.end()
 
@@ -148,11 +146,9 @@ class Gateway:
                 have no addresses here.
         """
         if attempt is not None and not self._attempts:
-            raise RequestError(
-                "this server records no rollouts; use its addresses without /rollout", 404, "not_found_error"
-            )
+            raise RequestError("this server records no rollouts; use its addresses without /rollout", 404)
         if self._secret is None and not is_own_host(headers):
-            raise RequestError(OTHER_HOST, 403, "permission_error")
+            raise RequestError(OTHER_HOST, 403)
         secret, keys = self._secret, _keys(dict(headers))
         uses = [] if secret is None else [_use_of(key, secret, attempt) for key in keys]
         if secret is not None and not any(uses):
@@ -161,7 +157,6 @@ class Gateway:
             raise RequestError(
                 f"Incorrect API key provided: {problem}. Send the key that was given with this base URL",
                 401,
-                "authentication_error",
             )
         return next(filter(None, uses), None)
 
@@ -205,7 +200,7 @@ class Gateway:
                 await self._answer_health(inner, receive, answer)
             elif route.inner == TRACES:
                 if self._traces is None:
-                    raise RequestError("this server stores no spans", 404, "not_found_error")
+                    raise RequestError("this server stores no spans", 404)
                 await self._traces(inner, receive, answer)
             elif route.inner == "/v1/models":
                 await self._answer_models(route.model, inner, receive, answer)
@@ -260,7 +255,7 @@ class Gateway:
             await self._engine.check_health()
         except Exception:
             logger.exception("the engine's health check failed")
-            raise RequestError("the engine is unhealthy and cannot serve", 503, "overloaded_error") from None
+            raise RequestError("the engine is unhealthy and cannot serve", 503) from None
         await JSONResponse({"status": "ok", "model": self._engine.model})(scope, receive, send)
 
 
@@ -406,7 +401,6 @@ def _check_use(use: KeyUse | None, route: Route) -> None:
         else "this key calls models only; send spans with llm.traces_key, which the agent passes to a "
         "process that may set rewards (CommandAgent: sends_spans=True)",
         403,
-        "permission_error",
     )
 
 

@@ -9,9 +9,8 @@ from capture_helpers import ASKED, ENGINE, Call, FakeApp, Sink
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.experience.off_policy import off_policy_parameters
-from raylight.serving.capture.middleware import CaptureMiddleware
+from raylight.serving.capture.middleware import CaptureMiddleware, override
 from raylight.serving.capture.recorder import Recorder
-from raylight.serving.capture.sampling_override import override
 
 AGENTS = {
     "temperature": 0.0,

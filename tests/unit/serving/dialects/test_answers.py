@@ -14,10 +14,9 @@ from template_helpers import says
 from raylight.http.errors import RequestError, error_body, error_response, read_error
 from raylight.http.sse import ServerSentEvent, SseReader, sse_bytes
 from raylight.serving.dialects import answers
-from raylight.serving.dialects.answers import Answer, AnswerReader, Choice
+from raylight.serving.dialects.answers import Answer, AnswerReader, BlockReader, Choice
 from raylight.serving.dialects.messages import MessagesDialect
 from raylight.serving.dialects.registry import dialect_of
-from raylight.serving.dialects.turns import BlockReader
 
 # events
 
