@@ -103,8 +103,7 @@ class LangChainHandler(BaseCallbackHandler):
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
         self._end(run_id, {"gen_ai.tool.call.result": str(getattr(output, "content", output))})
 
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        self._end(run_id, error=error)
+    on_tool_error = on_chain_error
 
     # models
 
@@ -127,8 +126,7 @@ class LangChainHandler(BaseCallbackHandler):
         response_id = _response_id(response)
         self._end(run_id, {RESPONSE_ID: response_id} if response_id else {})
 
-    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        self._end(run_id, error=error)
+    on_llm_error = on_chain_error
 
     def _start(self, name: str, attributes: Attributes, run_id: UUID, parent_run_id: UUID | None) -> None:
         trace = current_trace() or self._trace

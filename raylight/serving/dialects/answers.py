@@ -361,32 +361,21 @@ class BlockReader:
 
 
 def read_turn(answer: dict[str, Any]) -> Turn:
-    """Return the turn of a whole chat answer.
+    """Return the turn of a whole chat answer, which is read as a stream of one chunk.
 
     Raises:
         RequestError: 502, it is not a chat answer.
     """
-    turn = Turn()
+    reader = BlockReader()
     try:
-        _read_head(turn, answer)
         choice = answer["choices"][0]
         message = normalize_message(choice["message"])
-        _read_end(turn, choice)
-        texts: list[tuple[BlockKind, Any]] = [
-            ("reasoning", message.get("reasoning_content")),
-            ("text", message["content"] or message.get("refusal")),
-        ]
-        for kind, text in texts:
-            if text:
-                if not isinstance(text, str):
-                    raise TypeError(f"its {kind} is not a string")
-                turn.blocks.append(Block(kind, len(turn.blocks), text))
-        for call in message.get("tool_calls", []):
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            turn.blocks.append(Block("call", len(turn.blocks), arguments, call["id"], name))
+        calls = [{**call, "index": index} for index, call in enumerate(message.get("tool_calls", ()))]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise _unreadable(error) from error
-    return turn
+    reader.feed({**answer, "choices": [{**choice, "delta": {**message, "tool_calls": calls}}]})
+    reader.finish()
+    return reader.turn
 
 
 def _read_head(turn: Turn, answer: dict[str, Any]) -> None:
