@@ -23,13 +23,16 @@ from cachetools import LRUCache
 from raylight.errors import StoreError
 from raylight.semconv import INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
 from raylight.store.payloads import damaged, decode_payload, pack
-from raylight.store.records import ClosedCall
 from raylight.store.rows import Row, call_span_row
 from raylight.types import CallKey, FinishReason, Generation, HistoryNote, IntArray, Span
 
 CALL = "call_id, rollout_id, attempt_id, base, shared, generation"
 """Columns of a recorded call. `base` is the id of a call of the same attempt, or NULL; `shared` is the number
 of its tokens (prompt and output) with which this call's prompt begins."""
+ClosedCall = tuple[str, str, str, str | None, int, bytes | None, int, Row | None]
+"""`(rollout_id, attempt_id, call_id, base, shared, generation, tokens, span)`; the generation is None if
+nothing was sampled, the span if there is none. `tokens` is the number of sampled ones; CALL explains `base`
+and `shared`."""
 CallId = tuple[str, str]
 """`(attempt_id, call_id)`."""
 

@@ -54,7 +54,7 @@ from raylight.types import (
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from raylight.store.budgets import Allowance
+    from raylight.store.tables.budgets import Allowance
 
 RECORDS_TIMEOUT_S = 30.0
 """Time that a finishing attempt waits for the records of its calls."""

@@ -27,20 +27,20 @@ from typing import Any
 from raylight._utils.aio import BroadcastCondition, cancel_all
 from raylight.config import StoreConfig
 from raylight.errors import DiskError, QueryError, RaylightError, StoreError
-from raylight.store.answered_messages import AnsweredMessages, CallResult
-from raylight.store.attempts import Attempts
-from raylight.store.budgets import Budgets
-from raylight.store.journal import Journal, JournalError
-from raylight.store.leases import Leases
-from raylight.store.outages import Outages
 from raylight.store.queries import Queries
-from raylight.store.records import Records
-from raylight.store.resources import Resources, Steps
-from raylight.store.rollouts import CommitEvents, Rollouts
 from raylight.store.rows import Row
-from raylight.store.run_clock import RunClock
-from raylight.store.sessions import Sessions
-from raylight.store.workers import Workers
+from raylight.store.tables.answered_messages import AnsweredMessages, CallResult
+from raylight.store.tables.attempts import Attempts
+from raylight.store.tables.budgets import Budgets
+from raylight.store.tables.journal import Journal, JournalError
+from raylight.store.tables.leases import Leases
+from raylight.store.tables.outages import Outages
+from raylight.store.tables.records import Records
+from raylight.store.tables.resources import Resources, Steps
+from raylight.store.tables.rollouts import CommitEvents, Rollouts
+from raylight.store.tables.run_clock import RunClock
+from raylight.store.tables.sessions import Sessions
+from raylight.store.tables.workers import Workers
 
 logger = logging.getLogger(__name__)
 

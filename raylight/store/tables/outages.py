@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 
-from raylight.store.attempts import Attempts
-from raylight.store.journal import Journal
-from raylight.store.rollouts import Rollouts
 from raylight.store.rows import failure_json
-from raylight.store.run_clock import RunClock
-from raylight.store.transitions import IS_LIVE, AttemptState, InfrastructureLosses
+from raylight.store.tables.attempts import Attempts
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.rollouts import Rollouts
+from raylight.store.tables.run_clock import RunClock
+from raylight.store.tables.transitions import IS_LIVE, AttemptState, InfrastructureLosses
 from raylight.types import AttemptStatus, Failure, RolloutStatus
 
 UNDONE: dict[AttemptStatus, frozenset[RolloutStatus]] = {

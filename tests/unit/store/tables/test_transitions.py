@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raylight.store.transitions import FIRST_BACKOFF_S, MAX_BACKOFF_S, backoff_seconds
+from raylight.store.tables.transitions import FIRST_BACKOFF_S, MAX_BACKOFF_S, backoff_seconds
 from raylight.types import RolloutConfig
 
 IDS = st.text(max_size=30)

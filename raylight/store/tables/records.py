@@ -20,19 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylight.semconv import GRADE_SPAN_ID
-from raylight.store.attempts import Attempts
-from raylight.store.journal import Journal
-from raylight.store.rollouts import Rollouts
+from raylight.store.call_rows import ClosedCall
 from raylight.store.rows import BASE, REWARD, SPAN, SPAN_ID, Row, failure_json
-from raylight.store.transitions import HOLD, AttemptState
+from raylight.store.tables.attempts import Attempts
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.rollouts import Rollouts
+from raylight.store.tables.transitions import HOLD, AttemptState
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, MAX_REWARD_SPANS, MAX_SPANS, REPEATED, Failure
 
 OpenedCall = tuple[str, str, str, float, str, str]
 """`(rollout_id, attempt_id, call_id, start_time, recorder, request)`."""
-ClosedCall = tuple[str, str, str, str | None, int, bytes | None, int, Row | None]
-"""`(rollout_id, attempt_id, call_id, base, shared, generation, tokens, span)`; the generation is None if
-nothing was sampled, the span if there is none. `tokens` is the number of sampled ones; CALL explains `base`
-and `shared`."""
 CallIds = tuple[str, str, str]
 """`(rollout_id, attempt_id, call_id)`."""
 _ADD_SPAN = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raylight.errors import UnknownIdError
-from raylight.store.journal import Journal
 from raylight.store.rows import RESOURCES, Row
+from raylight.store.tables.journal import Journal
 
 
 class Resources:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from raylight.errors import InvalidTransitionError, StoreError
-from raylight.store import answered_messages
-from raylight.store.answered_messages import AnsweredMessages
 from raylight.store.client import StoreClient
-from raylight.store.journal import Journal
 from raylight.store.service import StoreService
+from raylight.store.tables import answered_messages
+from raylight.store.tables.answered_messages import AnsweredMessages
+from raylight.store.tables.journal import Journal
 
 
 @pytest.fixture

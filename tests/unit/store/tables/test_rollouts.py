@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from store_helpers import BROKEN, Box, Clock, ids_of, open_box, span_of
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.transitions import MANUAL_TRANSITIONS
+from raylight.store.tables.transitions import MANUAL_TRANSITIONS
 from raylight.types import FINISHED, EnqueueRolloutRequest, Rollout, RolloutConfig
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.journal import Journal
-from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ATTEMPT, N_STATE, Row, config_from_json, failure_from_json, failure_json
-from raylight.store.run_clock import RunClock
-from raylight.store.transitions import (
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.rollouts import Rollouts
+from raylight.store.tables.run_clock import RunClock
+from raylight.store.tables.transitions import (
     HOLD,
     SELECT_STATE,
     AttemptState,
@@ -24,7 +24,7 @@ from raylight.store.transitions import (
     check_attempt_transition,
     decide,
 )
-from raylight.store.workers import Workers
+from raylight.store.tables.workers import Workers
 from raylight.types import (
     ATTEMPT_FINISHED,
     FINISHED,

@@ -20,7 +20,7 @@ from typing import Any
 
 from raylight._utils.disk import disk_error, find_disk_error
 from raylight.errors import DiskError, StoreError
-from raylight.store.schema import SCHEMA, VERSION
+from raylight.store.tables.schema import SCHEMA, VERSION
 
 _ADD_TO_COUNTER = "INSERT INTO counts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value"
 PRAGMAS = (

@@ -341,7 +341,7 @@ async def test_the_last_spans_of_an_attempt_that_was_decided_before_are_late(box
 
 async def test_the_spans_of_an_attempt_are_bounded(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other processes too, which have sequence ids with gaps. Rewards have room of their own."""
-    monkeypatch.setattr("raylight.store.records.MAX_SPANS", 4)
+    monkeypatch.setattr("raylight.store.tables.records.MAX_SPANS", 4)
     rollout = await box.take()
     await box.store.add_many_spans([span_of(rollout), reward_of(rollout, 0.25), span_of(rollout)])
     await box.store.get_many_span_sequence_ids([ids_of(rollout)] * 5)
@@ -356,7 +356,7 @@ async def test_the_spans_of_an_attempt_are_bounded(box: Box, monkeypatch: pytest
 
 
 async def test_an_attempt_with_too_many_rewards_fails(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylight.store.records.MAX_REWARD_SPANS", 3)
+    monkeypatch.setattr("raylight.store.tables.records.MAX_REWARD_SPANS", 3)
     rollout, other = await box.take(), await box.take()
     for value in range(5):
         await box.store.add_span(reward_of(rollout, value))
@@ -370,8 +370,8 @@ async def test_an_attempt_with_too_many_rewards_fails(box: Box, monkeypatch: pyt
 
 
 async def test_spans_that_arrive_again_take_no_room(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylight.store.records.MAX_REWARD_SPANS", 3)
-    monkeypatch.setattr("raylight.store.records.MAX_SPANS", 3)
+    monkeypatch.setattr("raylight.store.tables.records.MAX_REWARD_SPANS", 3)
+    monkeypatch.setattr("raylight.store.tables.records.MAX_SPANS", 3)
     rollout = await box.take()
     sent = [span_of(rollout), span_of(rollout), reward_of(rollout, 0.25), reward_of(rollout, 0.5)]
     await box.store.add_many_spans(sent)

@@ -13,13 +13,13 @@ Laws:
 from __future__ import annotations
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
-from raylight.store.attempts import Attempts
-from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload
-from raylight.store.rollouts import Rollouts
 from raylight.store.rows import ROLLOUT_STATE, Row
-from raylight.store.run_clock import RunClock
-from raylight.store.transitions import AttemptState
+from raylight.store.tables.attempts import Attempts
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.rollouts import Rollouts
+from raylight.store.tables.run_clock import RunClock
+from raylight.store.tables.transitions import AttemptState
 from raylight.types import ATTEMPT_FINISHED, RolloutStatus
 
 NAMED = "session:"

@@ -11,8 +11,8 @@ from typing import Any
 
 import raylight.errors
 from raylight.errors import StoreError
-from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload, encode_payload
+from raylight.store.tables.journal import Journal
 
 CallResult = tuple[bool, Any]
 """`(True, result)` of a call that succeeded, `(False, error)` of one that failed."""

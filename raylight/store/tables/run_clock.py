@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Callable
 
-from raylight.store.journal import Journal
+from raylight.store.tables.journal import Journal
 
 SECONDS_LIVED, SAVED_AT = "seconds_lived", "seconds_lived_saved_at"
 """Counters: the seconds lived, and the monotonic time at which they were stored. A store that is killed

@@ -19,10 +19,10 @@ from store_helpers import BROKEN, Box, Clock, call_of, conversation_of, ids_of, 
 from unit_helpers import make_generation, within
 
 from raylight.errors import DiskError, StoreError
-from raylight.store.journal import Journal
-from raylight.store.rollouts import CommitEvents
-from raylight.store.schema import VERSION
 from raylight.store.service import StoreService
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.rollouts import CommitEvents
+from raylight.store.tables.schema import VERSION
 
 # files that cannot be a journal
 
@@ -271,7 +271,7 @@ asyncio.run(main())
 
 def kill_a_writer(path: Path, lines: int) -> list[list[str]]:
     """Acknowledged records that a process printed before it was killed."""
-    code = textwrap.dedent(WRITER).format(folder=str(Path(__file__).parents[1] / "helpers"), path=str(path))
+    code = textwrap.dedent(WRITER).format(folder=str(Path(__file__).parents[2] / "helpers"), path=str(path))
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,

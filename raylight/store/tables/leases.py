@@ -15,14 +15,14 @@ Laws:
 from __future__ import annotations
 
 from raylight.errors import WorkerGoneError
-from raylight.store.attempts import Attempts
-from raylight.store.journal import Journal
-from raylight.store.outages import Outages
-from raylight.store.rollouts import Rollouts
 from raylight.store.rows import Row, new_id
-from raylight.store.run_clock import RunClock
-from raylight.store.transitions import IS_LIVE, AttemptState
-from raylight.store.workers import Workers
+from raylight.store.tables.attempts import Attempts
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.outages import Outages
+from raylight.store.tables.rollouts import Rollouts
+from raylight.store.tables.run_clock import RunClock
+from raylight.store.tables.transitions import IS_LIVE, AttemptState
+from raylight.store.tables.workers import Workers
 from raylight.types import ATTEMPT_FINISHED, FINISHED, LIVE, AttemptStatus, Failure
 
 

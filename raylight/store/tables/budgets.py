@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from cachetools import LRUCache
 
 from raylight.errors import UnknownIdError
-from raylight.store.attempts import Attempts
 from raylight.store.call_rows import sampled_tokens
-from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload, encode_payload
-from raylight.store.rollouts import Rollouts
-from raylight.store.run_clock import RunClock
+from raylight.store.tables.attempts import Attempts
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.rollouts import Rollouts
+from raylight.store.tables.run_clock import RunClock
 from raylight.types import ATTEMPT_FINISHED, TRUNCATED, Budget, FinishReason
 
 REMEMBERED = 10_000

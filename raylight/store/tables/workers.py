@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raylight.store.journal import Journal
 from raylight.store.rows import Row
+from raylight.store.tables.journal import Journal
 
 _WORKER = """
 SELECT w.worker_id,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylight.errors import UnknownIdError
-from raylight.store.journal import Journal
 from raylight.store.rows import (
     LATEST,
     N_ROLLOUT,
@@ -24,8 +23,9 @@ from raylight.store.rows import (
     Row,
     config_from_json,
 )
-from raylight.store.run_clock import RunClock
-from raylight.store.transitions import InfrastructureLosses, check_manual_transition
+from raylight.store.tables.journal import Journal
+from raylight.store.tables.run_clock import RunClock
+from raylight.store.tables.transitions import InfrastructureLosses, check_manual_transition
 from raylight.types import FINISHED, WAITING, RolloutConfig, RolloutStatus
 
 ResourcesVersion = tuple[str | None, int | None]
