@@ -378,12 +378,11 @@ CHUNK = 500
 RETRY_AFTER_S = 2
 """Seconds in the `Retry-After` header while the store is down."""
 
-Sink = Callable[[list[Span]], Awaitable[Sequence[str] | None]]
-"""Function that stores spans.
+Sink = Callable[[list[Span]], Awaitable[object]]
+"""Function that stores spans, normally `StoreClient.add_many_spans`.
 
-It returns one reason per rejected span (None or nothing: all were stored), or raises one of PERMANENT_ERRORS.
-Any other error means that the store is down: the exporter is asked to retry, and spans that were stored are
-received again.
+It raises one of PERMANENT_ERRORS if it stored none of them, because one cannot be stored. Any other error
+means that the store is down: the exporter is asked to retry, and spans that were stored are received again.
 """
 PERMANENT_ERRORS = (UnknownIdError, SpanError, InvalidTransitionError)
 """Errors with which the store rejects spans permanently."""
@@ -491,7 +490,8 @@ async def _store(sink: Sink, spans: list[Span]) -> list[str]:
     if not spans:
         return []
     try:
-        return list(await sink(spans) or ())
+        await sink(spans)
+        return []
     except PERMANENT_ERRORS as error:
         by_attempt: dict[tuple[str, str], list[Span]] = {}
         for span in spans:

@@ -29,10 +29,9 @@ from raylight.experience.off_policy import NEUTRAL, off_policy_parameters
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
-from raylight.serving.capture.call_budgets import CallBudgets
+from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts
 from raylight.serving.capture.captured_request import CapturedRequest
 from raylight.serving.capture.conversation_loader import ConversationLoader, History
-from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import REPEATED_KEY
 from raylight.serving.conversations.conversations import Conversations, SentConversation

@@ -30,7 +30,7 @@ from cachetools import LRUCache
 from raylight._utils.aio import BroadcastCondition
 from raylight.http.errors import RequestError
 from raylight.serving.capture.retry_queue import INVALID_ITEM, RetryQueue
-from raylight.store.transitions import HOLD
+from raylight.store.tables.transitions import HOLD
 from raylight.types import CallKey, Generation, Span
 
 logger = logging.getLogger(__name__)

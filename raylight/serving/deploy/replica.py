@@ -33,7 +33,7 @@ from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
 from raylight.store.client import StoreClient
-from raylight.types import IntArray, LogprobArray, Span
+from raylight.types import IntArray, LogprobArray
 from raylight.weights.client import GRACE_S, call_until_answered, wait_for_turn
 from raylight.weights.executor import OrderExecutor
 from raylight.weights.starts import derive_seed
@@ -181,7 +181,7 @@ class EngineReplica:
 
         Once the replica has subscribed, the run counts it as started.
         """
-        settings, config = self._settings, self._settings.config
+        settings = self._settings
         metrics = Metrics()
         self._executor = OrderExecutor(
             self._replica,
@@ -206,17 +206,10 @@ class EngineReplica:
             engine,
             settings.secret,
             self._recorder,
-            self._add_spans if store is not None else None,
-            max_body=config.max_body_bytes,
-            token_in=config.token_in,
-            tolerate_rewrites=config.tolerate_rewrites,
-            ignore_fields=config.ignore_fields,
+            store,
+            settings.config,
             training_temperature=settings.training_temperature,
-            history=store.chat_history if store is not None else None,
             metrics=metrics,
-            is_finished=store.is_attempt_finished if store is not None else None,
-            # the tokens of an upstream model are not known
-            check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
             sessions=self._session_service(),
         )
         run = settings.run or settings.app_name
@@ -301,10 +294,6 @@ class EngineReplica:
             await self._recorder.aclose(FLUSH_TIMEOUT_S)
         if self._executor is not None:
             await self._executor.close()
-
-    async def _add_spans(self, spans: list[Span]) -> None:
-        assert self._settings.store is not None
-        await self._settings.store.add_many_spans(spans)
 
     async def _delete_application(self) -> None:
         name = self._settings.app_name

@@ -14,13 +14,12 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.agent.attempt_keys import KeyUse, key_use
+from raylight.config import EngineConfig
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.request import MAX_BODY, OTHER_HOST, JsonRequest, is_own_host, read_request
-from raylight.serving.capture.call_budgets import CallBudgets, CheckBudgets
-from raylight.serving.capture.conversation_loader import History
-from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
+from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
@@ -37,7 +36,8 @@ from raylight.serving.gateway.model_names import (
 )
 from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
 from raylight.serving.gateway.sessions import SessionService, answer_request
-from raylight.traces.otlp import Sink, traces_route
+from raylight.store.client import StoreClient
+from raylight.traces.otlp import traces_route
 from raylight.types.request_fields import drop_field, log_dropped
 
 logger = logging.getLogger(__name__)
@@ -264,16 +264,10 @@ def build_gateway(
     engine: Engine,
     secret: str | None,
     recorder: Recorder | None,
-    spans: Sink | None,
+    store: StoreClient | None,
+    config: EngineConfig | None = None,
     *,
-    max_body: int = MAX_BODY,
     metrics: Metrics | None = None,
-    token_in: bool = True,
-    tolerate_rewrites: bool = True,
-    history: History | None = None,
-    is_finished: IsFinished | None = None,
-    check_budgets: CheckBudgets | None = None,
-    ignore_fields: Sequence[str] = (),
     training_temperature: float | None = None,
     sessions: SessionService | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
@@ -284,38 +278,34 @@ def build_gateway(
         secret: the run's secret, or the key of a server of its own. None accepts every client, and attempts
             have no addresses.
         recorder: sends the calls of attempts to the store. None: attempts have no addresses.
-        spans: stores spans that other processes send to `/v1/traces`. None: the route does not exist.
-        max_body: largest body of a request, in bytes.
-        token_in: build the next prompt of a conversation from its own tokens, if the engine has a tokenizer.
-        tolerate_rewrites: do so too if the agent sends its messages in other words.
-        history: loads conversations of an attempt that another replica served before; normally
-            `StoreClient.chat_history`.
-        is_finished: returns True if an attempt has finished, for requests that open no call; normally
-            `StoreClient.is_attempt_finished`.
-        check_budgets: returns what an attempt with budgets may still use; normally
-            `StoreClient.check_budgets`. None: no call is limited.
-        ignore_fields: request fields to drop, as `EngineConfig.ignore_fields` names them.
+        store: stores spans that other processes send to `/v1/traces`, has the conversations that another
+            replica served before, and knows which attempts have finished and what their budgets leave them.
+            None: the route does not exist, and no call is limited.
+        config: settings of the engine; None: the defaults.
         training_temperature: temperature of all calls of training rollouts, which then sample from the whole
             distribution; None leaves the sampling to the agents.
         sessions: answers requests of agents outside the run; None: they have no sessions.
         keep_alive_s: seconds of silence in a stream after which a sign of life is sent.
     """
+    config = config or EngineConfig()
     metrics = metrics or Metrics()
     metrics.watch_load(engine.load)
-    finished = FinishedAttempts(is_finished)
+    finished = FinishedAttempts(None if store is None else store.is_attempt_finished)
     app = metrics.count_samples(engine_app)
     if recorder is not None:
         conversations = None
-        if token_in and engine.tokenizer is not None:
-            conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
+        if config.token_in and engine.tokenizer is not None:
+            conversations = Conversations(engine.tokenizer, tolerate_rewrites=config.tolerate_rewrites)
         _watch_records(metrics, recorder, conversations)
-        budgets = None if check_budgets is None else CallBudgets(check_budgets)
+        budgets = None
+        if store is not None and config.kind != "upstream":  # whose tokens are not known
+            budgets = CallBudgets(store.check_budgets)
         app = CaptureMiddleware(
             app,
             engine,
             recorder,
             conversations,
-            history,
+            None if store is None else store.chat_history,
             finished=finished,
             budgets=budgets,
             training_temperature=training_temperature,
@@ -326,7 +316,7 @@ def build_gateway(
     if recorder is not None:
         app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
         app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))
-    traces = None if spans is None else traces_route(spans, _attempt_of_scope)
+    traces = None if store is None else traces_route(store.add_many_spans, _attempt_of_scope)
     return Gateway(
         app,
         engine,
@@ -336,8 +326,8 @@ def build_gateway(
         finished,
         attempts=recorder is not None,
         sessions=sessions,
-        max_body=max_body,
-        ignore_fields=ignore_fields,
+        max_body=config.max_body_bytes,
+        ignore_fields=config.ignore_fields,
     )
 
 

@@ -426,14 +426,6 @@ def test_a_reward_that_cannot_be_read_is_rejected(store: Store, value: dict[str,
     assert "the reward 'primary' is" in message
 
 
-def test_a_sink_may_return_reasons() -> None:
-    async def sink(spans: list[Span]) -> list[str]:
-        return ["the attempt is decided"] * (len(spans) - 1)
-
-    body = as_json(*(span_json(spanId=f"{i}" * 16) for i in (1, 2, 3)))
-    assert partial(post(client_of(sink), body)) == (2, "2 of 3 spans: the attempt is decided")
-
-
 def test_a_refusal_of_the_only_attempt(store: Store) -> None:
     store.error = InvalidTransitionError("it is decided")
     assert partial(post(client_of(store.add), as_json(span_json()))) == (1, "1 of 1 spans: it is decided")

@@ -17,7 +17,7 @@ from raylight.serving.capture import recorder as module
 from raylight.serving.capture.recorder import AttemptFinishedError, ClosedCall, Holds, OpenedCall, Recorder
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.store.transitions import HOLD
+from raylight.store.tables.transitions import HOLD
 from raylight.types import REPEATED, AttemptedRollout, CallKey
 
 pytestmark = pytest.mark.timeout(60)
