@@ -8,6 +8,7 @@ token sequence to train on.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from raylight.types.history import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 from raylight.types.rollouts import (
     ATTEMPT_FINISHED,
     ATTEMPT_TRANSITIONS,
@@ -57,7 +58,6 @@ from raylight.types.spans import (
     Triplet,
     span_json,
 )
-from raylight.types.tokens import CONTINUED, DRIFTS, ContinuedKind, DriftKind, HistoryKind, HistoryNote
 
 if TYPE_CHECKING:
     from raylight.types.tokens import (

@@ -16,7 +16,7 @@ import msgspec
 
 from raylight.http.errors import RequestError
 from raylight.http.sse import SseReader
-from raylight.serving.dialects.chat_messages import dicts_in, normalize_message, tool_call
+from raylight.types.chat_messages import dicts_in, normalize_message, tool_call
 
 DONE = "[DONE]"
 """Data of the last event of a stream."""

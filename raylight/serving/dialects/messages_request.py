@@ -19,15 +19,15 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 
 from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.chat_messages import (
+from raylight.serving.dialects.dialect import FieldNames, MessageSource
+from raylight.types.chat_messages import (
+    INVALID_JSON,
     image_part,
     join_parts,
     normalize_message,
     text_part,
     tool_call,
 )
-from raylight.serving.dialects.dialect import FieldNames, MessageSource
-from raylight.types.chat_messages import INVALID_JSON
 
 CHAT_FIELDS = {
     "max_completion_tokens": "max_tokens",

@@ -26,14 +26,14 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.chat_messages import (
+from raylight.serving.dialects.dialect import FieldNames, MessageSource
+from raylight.types.chat_messages import (
     image_part,
     join_parts,
     normalize_message,
     text_part,
     tool_call,
 )
-from raylight.serving.dialects.dialect import FieldNames, MessageSource
 from raylight.types.request_fields import log_dropped
 
 DEFAULT_NAMESPACE = "functions"
