@@ -15,12 +15,16 @@ import contextlib
 import functools
 import hmac
 import json
+import secrets
+import socket
+import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -32,12 +36,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight._utils.aio import pause
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.errors import ConfigError, QueryError, RaylightError, UnknownIdError
 from raylight.http.request import is_own_host
+from raylight.http.slow_clients import ImpatientProtocol
 from raylight.ui import rollout_view, token_view
 from raylight.ui.rollout_view import plain
-from raylight.ui.run_folder import RunFolder, find_runs, name_runs
-from raylight.ui.shown_run import REFRESH_S, ShownRun
+from raylight.ui.run_folder import REFRESH_S, RunFolder, ShownRun, find_runs, name_runs
 from raylight.ui.workers import show_workers
 
 COOKIE = "raylight-ui-"
@@ -505,3 +510,85 @@ def json_text(value: Any) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         return json.dumps(plain(value))
+
+
+DEFAULT_PORT = 7860
+PORTS_TRIED = 50
+"""Ports after the default one that are tried, if no port was asked for."""
+GRACE_S = 1
+"""Seconds for which a stopping server waits for event streams, which do not end by themselves."""
+
+
+def serve_ui(
+    paths: Sequence[Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    key: str | None = None,
+    until_closed: bool = False,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Serve the pages until Ctrl-C.
+
+    Args:
+        paths: run directories, and folders of them.
+        host: address to listen on. Any but loopback needs a key.
+        port: None for the first free one from DEFAULT_PORT on.
+        key: key that visitors must have. None: none on loopback, and a new one elsewhere.
+        until_closed: end with the standard input, and so with the process that writes it.
+        show: receives the address.
+
+    Raises:
+        ConfigError: a path does not exist, the key is empty, or the port is taken.
+    """
+    server, listener, address = _prepare(paths, host, port, key)
+    if until_closed:
+        show(f"the run is shown at {address}")
+        threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+    else:
+        show(f"raylight ui: {address} (press Ctrl-C to stop)")
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def _end_with_input(server: uvicorn.Server) -> None:
+    sys.stdin.read()
+    server.should_exit = True
+
+
+def _prepare(
+    paths: Sequence[Path], host: str, port: int | None, key: str | None
+) -> tuple[uvicorn.Server, socket.socket, str]:
+    """Return a server, the socket that it listens on, and the address of its first page."""
+    if key == "":
+        raise ConfigError("the key of raylight ui is empty; give one, or leave --key and RAYLIGHT_UI_KEY out")
+    if key is None and host not in LOOPBACK:
+        key = secrets.token_urlsafe(24)
+    app = build_app(paths, key)
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, lifespan="on", http=ImpatientProtocol
+    )
+    shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}/"
+    return uvicorn.Server(config), listener, f"{address}?key={key}" if key else address
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Return a socket on a port, or on the first free one.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+    """
+    tried = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
+    problem: OSError | None = None
+    for number in tried:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, number), family=family, backlog=256)
+        except OSError as error:
+            problem = error
+    raise ConfigError(
+        f"raylight ui cannot listen on {host} port {tried[0]}: {problem}; choose another --host or --port"
+    )

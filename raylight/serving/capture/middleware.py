@@ -177,7 +177,7 @@ class CaptureMiddleware:
         """
         if attempt in self._finished:
             raise AttemptFinishedError
-        headers, overridden = dict(scope["headers"]), {}
+        headers, overridden = dict(scope["headers"]), dict[str, Any]()
         if attempt.trains and self._training_temperature is not None:
             fields, overridden = override(request.fields, self._training_temperature)
             request = JsonRequest(fields, receive)
