@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from raylight.engines.families import find_style
 from raylight.engines.transformers.message import PARSERS
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
-from raylight.serving.dialects.system_messages import SystemMessages
+from raylight.serving.dialects.chat_normalizer import SystemMessages
 
 PAGE = Path(__file__).parent / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of the families -->\n"

@@ -27,7 +27,7 @@ from raylight.semconv import (
     REWARD_AGENT,
     reward_attributes,
 )
-from raylight.traces.recording import record_span
+from raylight.traces.context import record_span
 from raylight.traces.rewards import SpanLike, named_rewards
 from raylight.types import Attributes, SpanCoreFields
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from raylight.agent.attributes import as_attributes, exception_attributes, exception_message, value_attributes
 from raylight.errors import EmitError, EmitTypeError
 from raylight.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
-from raylight.traces.context import current_trace
-from raylight.traces.parent_span import (
+from raylight.traces.context import (
     ParentSpan,
     current_parent,
+    current_trace,
     parent_from_context,
     start_otel_span,
     use_parent,

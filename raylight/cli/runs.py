@@ -39,7 +39,7 @@ def ui_command(
     ] = False,
 ) -> None:
     """Show runs in the browser: curves, rollouts, conversations and tokens, live and afterwards."""
-    from raylight.ui.server import serve_ui
+    from raylight.ui.app import serve_ui
 
     default = Path("outputs")
     paths = runs or [default if default.is_dir() else Path()]

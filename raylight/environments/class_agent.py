@@ -7,8 +7,13 @@ from typing import Any
 
 from raylight.agent.decorators import FunctionalLitAgent
 from raylight.agent.resources import LLM, check_sampling
-from raylight.environments.environment_class import Factory, check_positive, instance_type, tool_schemas
-from raylight.environments.live_environment import LiveEnvironment
+from raylight.environments.live_environment import (
+    Factory,
+    LiveEnvironment,
+    check_positive,
+    instance_type,
+    tool_schemas,
+)
 from raylight.environments.tool_loop import MAX_RESULT, run_tool_loop
 from raylight.errors import AgentSignatureError, DatasetError
 

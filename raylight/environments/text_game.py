@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from raylight.agent.decorators import FunctionalLitAgent
 from raylight.agent.resources import LLM, check_sampling
-from raylight.environments.environment_class import check_positive
-from raylight.environments.live_environment import LiveEnvironment
+from raylight.environments.live_environment import LiveEnvironment, check_positive
 from raylight.environments.tool_loop import next_message
 from raylight.errors import DatasetError
 from raylight.types import Rollout, RolloutConfig

@@ -19,8 +19,8 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, check_sampling
 from raylight.environments.shared_services import shared_service
 from raylight.errors import ConfigError, EnvironmentServerError, EnvironmentUnavailableError, RaylightError
+from raylight.sandboxes.local_program import ProcessGuard
 from raylight.sandboxes.marked_processes import MARK_VARIABLE
-from raylight.sandboxes.process_guard import ProcessGuard
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 SETTINGS = "RAYLIGHT_VERIFIERS"

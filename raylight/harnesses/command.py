@@ -28,8 +28,7 @@ from raylight.harnesses.rewards import (
 )
 from raylight.harnesses.task import HarnessTask
 from raylight.sandboxes.file_bundle import FileSource, bundle_files, resolve_files
-from raylight.sandboxes.pool import SandboxPool
-from raylight.sandboxes.registry import SandboxSpec
+from raylight.sandboxes.registry import SandboxPool, SandboxSpec
 from raylight.sandboxes.sandbox import Sandbox
 from raylight.types import Rollout
 

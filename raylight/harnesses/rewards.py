@@ -15,8 +15,7 @@ from raylight.agent.operations import operation
 from raylight.errors import AgentSignatureError, RewardError
 from raylight.harnesses.model_environment import home_environment
 from raylight.sandboxes.file_bundle import ARCHIVE, FileBundle, FileSource, pack, resolve_files
-from raylight.sandboxes.pool import SandboxPool
-from raylight.sandboxes.registry import SandboxSpec
+from raylight.sandboxes.registry import SandboxPool, SandboxSpec
 from raylight.sandboxes.sandbox import ExecResult, Sandbox
 
 MAX_REWARD_FILE = 64 * 1024

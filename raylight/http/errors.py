@@ -43,7 +43,17 @@ STATUS_OF: Mapping[str, int] = {
 }
 """Status of an error in a stream, which has none, by its `code` or `type`. All others are 500."""
 
-_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Kind of an error by its status: a `type` of Anthropic's."""
 _FIELD = re.compile(r"(?!body:)([A-Za-z_][\w.\[\]-]{0,99}): ")
 """A field's name at the start of a message."""
 _TYPE = re.compile(r"[a-z][a-z_]*")
@@ -64,7 +74,8 @@ class RequestError(Exception):
     Attributes:
         message: the text of the answer.
         status: its HTTP status.
-        kind: a key of `OPENAI_TYPES`, or a `type` of OpenAI's.
+        kind: a key of `OPENAI_TYPES`, or a `type` of OpenAI's. By default that of `KINDS`, or else
+            `invalid_request_error` below status 500 and `server_error` from there on.
         code: its `code` in OpenAI's shape; None: the default of the kind.
         param: field of the request that is wrong. By default the one that the message of a status 400 begins
             with: "field: reason".
@@ -75,7 +86,7 @@ class RequestError(Exception):
         self,
         message: str,
         status: int = 400,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         *,
         code: str | None = None,
         param: str | None = None,
@@ -84,8 +95,8 @@ class RequestError(Exception):
         super().__init__(message)
         self.message = message.encode("utf-8", "replace").decode()  # quotes of lone surrogates cannot be sent
         self.status = status
-        self.kind = kind
-        self.code = code or OPENAI_TYPES.get(kind, (kind, None))[1]
+        self.kind = kind or KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.code = code or OPENAI_TYPES.get(self.kind, (None, None))[1]
         if param is None and status == 400 and (field := _FIELD.match(message)):
             param = field[1]
         self.param = param
@@ -100,7 +111,6 @@ class UnknownModelError(RequestError):
         super().__init__(
             f"The model `{model!s:.200}` does not exist{names}",
             404,
-            "not_found_error",
             code="model_not_found",
             param="model",
         )
@@ -174,9 +184,6 @@ def _error(
         code = CONTEXT_LENGTH
     if code == CONTEXT_LENGTH and CONTEXT_LENGTH not in message:
         message = f"{message} ({CONTEXT_LENGTH})"  # LangChain looks for it in the text
-    if kind is None:
-        kind = _KINDS.get(status, "invalid_request_error") if status < 500 else "server_error"
-        kind = "overloaded_error" if status in (503, 529) else kind
     return RequestError(message, status, kind, code=code, param=param)
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 from starlette.types import Scope as AsgiScope
 
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.http.errors import RequestError
 
 MAX_BODY = 16 * 2**20
@@ -177,9 +179,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
     """
     global _arriving
     if _arriving >= MAX_ARRIVING:
-        raise RequestError(
-            f"{_arriving} other bodies are arriving; send the request again later", 503, "overloaded_error"
-        )
+        raise RequestError(f"{_arriving} other bodies are arriving; send the request again later", 503)
     _arriving += 1
     body, started_at = bytearray(), asyncio.get_running_loop().time()
     try:
@@ -279,5 +279,23 @@ def _too_large(max_bytes: int) -> RequestError:
     return RequestError(
         f"the body is larger than {max_bytes} bytes; send less, or raise engine.max_body_bytes",
         413,
-        "request_too_large",
     )
+
+
+OTHER_HOST = (
+    "a server without a key answers requests to localhost only, and this one names another host; call it by "
+    "127.0.0.1 or localhost, or start it with an API key"
+)
+
+
+def is_own_host(headers: Iterable[tuple[bytes, bytes]], names: Collection[str] = ()) -> bool:
+    """Return True if a request is addressed to this machine by a name of loopback, or one of `names`."""
+    hosts = [_name(value.decode("latin-1")) for field, value in headers if field == b"host"]
+    return bool(hosts) and all(host in LOOPBACK or host in names for host in hosts)
+
+
+def _name(host: str) -> str:
+    """Return the name in a `Host` header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()

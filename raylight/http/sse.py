@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from starlette.types import Message
+
 from raylight.store.payloads import json_text
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -67,6 +69,14 @@ class SseReader:
             self._data.append(value)
         elif field == b"event":
             self._name = value.decode("utf-8", "replace") or None
+
+
+def is_event_stream(start: Message) -> bool:
+    """Return True if the start of an answer, an ASGI message, begins a stream of events."""
+    return start["status"] < 400 and any(
+        name.lower() == b"content-type" and value.strip().lower().startswith(b"text/event-stream")
+        for name, value in start.get("headers", ())
+    )
 
 
 def sse_bytes(data: str | dict[str, Any], event: str | None = None) -> bytes:

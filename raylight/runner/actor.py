@@ -14,8 +14,7 @@ from raylight._utils.garbage import collect_less_often, freeze_startup_objects
 from raylight._utils.no_proxy import bypass_proxies
 from raylight.agent.clients import close_clients
 from raylight.agent.hooks import Hook, HookDispatcher
-from raylight.agent.litagent import LitAgent
-from raylight.agent.rollout_scope import TrainerView
+from raylight.agent.litagent import LitAgent, TrainerView
 from raylight.components import CODE_FOLDERS, add_code_folders
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError

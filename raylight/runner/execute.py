@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 
 from raylight._utils.agent_threads import AgentThreads
 from raylight.agent.hooks import HookDispatcher
-from raylight.agent.litagent import LitAgent
+from raylight.agent.litagent import LitAgent, RolloutScope, TrainerView, rollout_scope
 from raylight.agent.resources import LLM, NamedResources
-from raylight.agent.rollout_scope import RolloutScope, TrainerView, rollout_scope
 from raylight.errors import HookError
 from raylight.runner.outcome import CANCELLED, Outcome, describe, one_line, read_result, truncate
 from raylight.traces.context import SEND_BATCH, AttemptTrace

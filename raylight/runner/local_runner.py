@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 from raylight.agent.hooks import Hook, HookDispatcher
-from raylight.agent.litagent import LitAgent
+from raylight.agent.litagent import LitAgent, TrainerView
 from raylight.agent.resources import LLM, NamedResources
-from raylight.agent.rollout_scope import TrainerView
 from raylight.errors import ConfigError, RolloutsFailedError
 from raylight.runner.runner import Runner
 from raylight.store.client import StoreClient

@@ -26,9 +26,8 @@ from raylight._utils.agent_threads import AgentThreads
 from raylight._utils.aio import BroadcastCondition, pause
 from raylight._utils.no_proxy import bypass_proxies
 from raylight.agent.hooks import HookDispatcher
-from raylight.agent.litagent import LitAgent
+from raylight.agent.litagent import LitAgent, TrainerView
 from raylight.agent.resources import LLM, NamedResources
-from raylight.agent.rollout_scope import TrainerView
 from raylight.errors import SpanError, WorkerGoneError
 from raylight.runner.execute import RolloutContext, execute
 from raylight.runner.outcome import CANCELLED, Outcome, describe

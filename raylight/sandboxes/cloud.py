@@ -1,7 +1,10 @@
-"""Base of the sandboxes of cloud providers, which are reached by the provider's Python package.
+"""Sandboxes of cloud providers, each over the provider's own Python package.
 
 Every call of a provider's API is short: a program runs detached in the sandbox, its outputs go to files, and
 calls wait for its end a few seconds each. So a program may run longer than any connection lasts.
+
+They follow modal 1.6, daytona 0.226, e2b 2.63 and k8s-agent-sandbox 1.0. They are tested against fakes with
+the signatures of these packages, and not against the services.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib
+import math
 import secrets
 import shlex
 import signal
@@ -18,7 +22,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from raylight.errors import SandboxError, SandboxUnavailableError
+from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
 from raylight.sandboxes.relay import reach_of
 from raylight.sandboxes.remote_program import END_MARKED, MARK_VARIABLE
@@ -228,3 +232,224 @@ class CloudSandbox(ExecSandbox):
             if isinstance(error, TypeError | AttributeError):
                 raise
             raise SandboxUnavailableError(message) from error
+
+
+UPLOAD_PART = 48 * 1024
+"""Bytes of a file in one call; as base64 in a command line, which Linux limits to 128 KiB."""
+
+
+class ModalSandbox(CloudSandbox):
+    """Sandbox of Modal from an image of a registry: `modal:python:3.12`.
+
+    Args:
+        arguments: further arguments of `modal.Sandbox.create`, such as `{"gpu": "T4"}`.
+    """
+
+    NAME = PACKAGE = "modal"
+    INSTALL = "modal>=1.6"
+    REJECTIONS = frozenset(
+        {"AuthError", "InvalidError", "NotFoundError", "PermissionDeniedError", "ImageBuildError"}
+    )
+    APP = "raylight"
+    """Modal's app to which the sandboxes belong."""
+
+    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
+        super().__init__(image, limits, **options)
+        self.refuse_limits("processes", "file_mb", "network")
+        self._sandbox: Any = None
+
+    async def create(self) -> None:
+        modal = self.package()
+        app = await modal.App.lookup.aio(self.APP, create_if_missing=True)
+        memory = self.limits.memory_mb
+        self._sandbox = await modal.Sandbox.create.aio(
+            "sleep",
+            "infinity",
+            app=app,
+            image=modal.Image.from_registry(self.image),
+            timeout=self.lifetime_s,
+            **({} if memory is None else {"memory": (memory, memory)}),
+            **self.arguments,
+        )
+
+    async def shell(self, script: str) -> str:
+        process = await self._sandbox.exec.aio("sh", "-c", script, timeout=CALL_S)
+        output = await process.stdout.read.aio()
+        await process.wait.aio()
+        return output
+
+    async def upload(self, path: str, content: bytes) -> None:
+        await self._sandbox.filesystem.write_bytes.aio(content, path)
+
+    async def delete(self) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.terminate.aio()
+
+
+class DaytonaSandbox(CloudSandbox):
+    """Sandbox of Daytona from an image of a registry: `daytona:python:3.12`. Memory is rounded up to GiB.
+
+    Args:
+        arguments: further arguments of `daytona.CreateSandboxFromImageParams`.
+    """
+
+    NAME = PACKAGE = "daytona"
+    INSTALL = "daytona>=0.226"
+    REJECTIONS = frozenset(
+        {
+            "DaytonaAuthenticationError",
+            "DaytonaForbiddenError",
+            "DaytonaNotFoundError",
+            "DaytonaBadRequestError",
+            "DaytonaUnprocessableEntityError",
+        }
+    )
+
+    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
+        super().__init__(image, limits, **options)
+        self.refuse_limits("processes", "file_mb", "network")
+        self._client: Any = None
+        self._sandbox: Any = None
+
+    async def create(self) -> None:
+        daytona = self.package()
+        memory = self.limits.memory_mb
+        resources = None if memory is None else daytona.Resources(memory=math.ceil(memory / 1024))
+        params = {
+            "image": self.image,
+            "resources": resources,
+            "ttl_minutes": math.ceil(self.lifetime_s / 60),
+            "auto_stop_interval": 0,  # a program that waits for the model is no event
+            **self.arguments,
+        }
+        self._client = daytona.AsyncDaytona()
+        self._sandbox = await self._client.create(
+            daytona.CreateSandboxFromImageParams(**params), timeout=START_S
+        )
+
+    async def shell(self, script: str) -> str:
+        return (await self._sandbox.process.exec(script, timeout=CALL_S)).result
+
+    async def upload(self, path: str, content: bytes) -> None:
+        await self._sandbox.fs.upload_file(content, path)
+
+    async def delete(self) -> None:
+        client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            if self._sandbox is not None:
+                await client.delete(self._sandbox)
+        finally:
+            await client.close()
+
+
+class E2BSandbox(CloudSandbox):
+    """Sandbox of E2B from a template: `e2b:base`. The template has the limits.
+
+    Args:
+        arguments: further arguments of `e2b.AsyncSandbox.create`.
+    """
+
+    NAME = PACKAGE = "e2b"
+    INSTALL = "e2b>=2.63"
+    REJECTIONS = frozenset({"AuthenticationException", "InvalidArgumentException", "TemplateException"})
+
+    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
+        super().__init__(image, limits, **options)
+        self.refuse_limits("memory_mb", "processes", "file_mb", "network")
+        self._sandbox: Any = None
+
+    async def create(self) -> None:
+        create = self.package().AsyncSandbox.create
+        self._sandbox = await create(self.image, timeout=self.lifetime_s, **self.arguments)
+
+    async def shell(self, script: str) -> str:
+        return (await self._sandbox.commands.run(script, timeout=CALL_S)).stdout
+
+    async def upload(self, path: str, content: bytes) -> None:
+        await self._sandbox.files.write(path, content)
+
+    async def delete(self) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.kill()
+
+
+class KubernetesSandbox(CloudSandbox):
+    """Sandbox of Kubernetes' agent-sandbox from a warm pool: `kubernetes:POOL`. Its template has the limits.
+
+    Its pods reach private addresses of the cluster's network.
+
+    Args:
+        router_url: address of agent-sandbox's router. None: runners run in the cluster.
+        namespace: Kubernetes' namespace of the sandboxes.
+        arguments: further arguments of `AsyncSandboxClient.create_sandbox`.
+    """
+
+    NAME = "kubernetes"
+    PACKAGE = "k8s_agent_sandbox.async_sandbox_client"
+    INSTALL = "k8s-agent-sandbox[async]>=1.0.8"
+    REJECTIONS = frozenset(
+        {
+            "SandboxTemplateNotFoundError",
+            "SandboxWarmPoolNotFoundError",
+            "SandboxClaimFailedError",
+            "ValueError",
+        }
+    )
+    REACHES = ("network", "internet")
+
+    def __init__(
+        self,
+        image: str | None,
+        limits: SandboxLimits,
+        *,
+        router_url: str | None = None,
+        namespace: str = "default",
+        **options: Any,
+    ) -> None:
+        super().__init__(image, limits, **options)
+        self.refuse_limits("memory_mb", "processes", "file_mb", "network")
+        if "warmpool" in self.arguments:
+            raise ConfigError(
+                'the warm pool of the sandbox "kubernetes" is its image; give "kubernetes:POOL"'
+            )
+        self._router_url, self._namespace = router_url, namespace
+        self._client: Any = None
+        self._sandbox: Any = None
+
+    async def create(self) -> None:
+        models = self.package("k8s_agent_sandbox.models")
+        connection = (
+            models.SandboxInClusterConnectionConfig()
+            if self._router_url is None
+            else models.SandboxDirectConnectionConfig(api_url=self._router_url)
+        )
+        self._client = self.package().AsyncSandboxClient(connection_config=connection)
+        self._sandbox = await self._client.create_sandbox(
+            self.image,
+            namespace=self._namespace,
+            sandbox_ready_timeout=int(START_S),
+            shutdown_after_seconds=self.lifetime_s,
+            **self.arguments,
+        )
+
+    async def shell(self, script: str) -> str:
+        return (await self._sandbox.commands.run(script, timeout=CALL_S)).stdout
+
+    async def upload(self, path: str, content: bytes) -> None:
+        # the package's own upload is confined to the folder of the sandbox's server
+        append = 'printf %s "$1" | base64 -d >> "$2"'
+        for at in range(0, max(1, len(content)), UPLOAD_PART):
+            part = base64.b64encode(content[at : at + UPLOAD_PART]).decode()
+            await self.run_script(append, part, path)
+
+    async def delete(self) -> None:
+        client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            if self._sandbox is not None:
+                await client.delete_sandbox(self._sandbox.claim_name, namespace=self._namespace)
+        finally:
+            await client.close()

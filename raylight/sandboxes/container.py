@@ -1,25 +1,154 @@
-"""Sandboxes that are containers of podman or docker, by their command lines."""
+"""Sandboxes that a command-line tool starts and enters.
+
+They are containers of podman or docker, or instances of Apptainer, for machines on which users may not run
+containers otherwise.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shutil
 import socket
 import tempfile
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
-from raylight.errors import SandboxError
+from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes import relay_inside
+from raylight.sandboxes.exec_sandbox import ExecSandbox
+from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
-from raylight.sandboxes.process import inherited_environment
+from raylight.sandboxes.process import inherited_environment, make_folder
 from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
+from raylight.sandboxes.remote_program import run_remote_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
-from raylight.sandboxes.tool_sandbox import STOP_S, ToolSandbox, runner_lives
+
+STOP_S = 60.0
+
+
+class ToolSandbox(ExecSandbox):
+    """A sandbox of a tool such as podman. It has a name of its own, and a folder of this machine.
+
+    Attributes:
+        TOOL: the tool's program.
+        START_S: seconds that a start may take.
+        MISSING_IMAGE: parts of the messages of an image that is not there.
+        ENV_PREFIX: prefix of the variables by which the tool hands variables to programs inside.
+    """
+
+    TOOL: ClassVar[str]
+    START_S: ClassVar[float]
+    MISSING_IMAGE: ClassVar[tuple[str, ...]]
+    ENV_PREFIX: ClassVar[str] = ""
+    orphans_removed: ClassVar[set[str]] = set()
+    """Tools whose sandboxes without a runner this process has removed."""
+
+    def __init__(self, image: str | None, limits: SandboxLimits, name: str) -> None:
+        super().__init__(image, limits)
+        self.require_image("python:3.12")
+        self._name = name
+        self._folder: SandboxFolder | None = None
+
+    @abstractmethod
+    async def remove_orphans(self) -> None:
+        """Remove the sandboxes of this tool whose runner on this machine has ended."""
+
+    @abstractmethod
+    async def _start_inside(self, folder: str) -> tuple[ExecResult, str]:
+        """Start the sandbox with a folder of this machine; return the tool's answer and the workspace."""
+
+    @abstractmethod
+    def _exec_arguments(
+        self, program: Sequence[str], variables: Mapping[str, str], cwd: str
+    ) -> Sequence[str]:
+        """Return the tool's arguments that run a program. They have no values of variables."""
+
+    @abstractmethod
+    def _stop_arguments(self) -> Sequence[str]:
+        """Return the tool's arguments that end the sandbox."""
+
+    async def start(self) -> None:
+        if self._folder is not None:
+            return
+        if self.TOOL not in self.orphans_removed:
+            self.orphans_removed.add(self.TOOL)
+            await self.remove_orphans()
+        self._folder = await make_folder()
+        ended, workspace = await self._start_inside(self._folder.path)
+        if ended.status != 0:
+            await self.stop()
+            raise self._start_error(ended)
+        self._workspace = workspace
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> ExecResult:
+        folder = self.path(cwd or "")
+        return await run_remote_program(
+            lambda program, variables: [self.TOOL, *self._exec_arguments(program, variables, folder)],
+            command,
+            env=env or {},
+            stdin=stdin,
+            timeout_s=timeout_s,
+            env_prefix=self.ENV_PREFIX,
+        )
+
+    async def stop(self) -> None:
+        folder, self._folder, self._workspace = self._folder, None, None
+        if folder is None:
+            return
+        try:
+            await self._tool(self._stop_arguments(), STOP_S)
+        finally:
+            await asyncio.to_thread(folder.remove)
+
+    def _folder_path(self) -> str:
+        if self._folder is None:
+            raise SandboxError("the sandbox is not started; call start() first")
+        return self._folder.path
+
+    def _start_error(self, ended: ExecResult) -> SandboxError:
+        message = f"no answer within {self.START_S:g} s" if ended.timed_out else ended.stderr.strip()[-400:]
+        if any(part in message.lower() for part in self.MISSING_IMAGE):
+            return SandboxError(
+                f"{self.TOOL} has no image {self.image} ({message}); pull or build it on every machine"
+            )
+        return SandboxUnavailableError(f"{self.TOOL} cannot start {self.image}: {message}")
+
+    async def _tool(self, arguments: Sequence[str], timeout_s: float) -> ExecResult:
+        try:
+            return await run_program(
+                [self.TOOL, *arguments],
+                env=inherited_environment(),
+                timeout_s=timeout_s,
+                ends_children=False,  # what was started stays, and so does a network's service
+            )
+        except (OSError, ValueError) as error:
+            raise SandboxError(
+                f"{self.TOOL} cannot be started: {error}; install it on every machine with runners"
+            ) from None
+
+
+def runner_lives(pid: str, started: str) -> bool:
+    """Return True if a process of this machine with this id and start, in seconds since 1970, is alive."""
+    try:
+        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 2
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+
 
 LABEL = "raylight.runner"
 """Label of a container: the machine and process that made it, so that one without its runner is removed."""
@@ -193,3 +322,82 @@ def _own_label() -> str:
     """Return the machine, the id and the start of this process."""
     process = psutil.Process()
     return f"{socket.gethostname()} {process.pid} {process.create_time():.0f}"
+
+
+WORKSPACE = "/workspace"
+NAME_PREFIX = "raylight"
+
+
+class ApptainerSandbox(ToolSandbox):
+    """An instance of Apptainer: `apptainer:python:3.12`, or `apptainer:/images/python.sif`.
+
+    The image is read-only below a file system in memory; the workspace is a temporary folder of the machine.
+    Processes and the folders /tmp and home are the instance's own, the network is the machine's. Programs
+    run as the runner's user. The command lines follow Apptainer 1.3's manual; they are tested against a
+    program that records them, because Apptainer is not among Debian's packages.
+
+    Args:
+        image: a file, a folder, a URI such as `docker://...`, or the name of an image of a registry.
+        limits: memory and processes, for which Apptainer needs cgroups v2.
+        arguments: further arguments of `instance start`, such as `["--nv"]`.
+
+    Raises:
+        ConfigError: there is no image, or a limit that cannot be enforced.
+        SandboxError: the tool or the image is missing. SandboxUnavailableError: the tool failed otherwise.
+    """
+
+    NAME = TOOL = "apptainer"
+    START_S = 600.0  # the first start of an image converts it
+    MISSING_IMAGE = ("no such file", "could not open image", "manifest unknown", "unauthorized", "denied")
+    ENV_PREFIX = "APPTAINERENV_"
+
+    def __init__(self, image: str | None, limits: SandboxLimits, *, arguments: Sequence[str] = ()) -> None:
+        process = psutil.Process()
+        owner = f"{process.pid}-{process.create_time():.0f}"
+        super().__init__(image, limits, f"{NAME_PREFIX}-{owner}-{secrets.token_hex(8)}")
+        self.refuse_limits("file_mb", "network")
+        self._arguments = list(arguments)
+
+    async def _start_inside(self, folder: str) -> tuple[ExecResult, str]:
+        return await self._tool(self._start_arguments(folder), self.START_S), WORKSPACE
+
+    def _exec_arguments(
+        self, program: Sequence[str], variables: Mapping[str, str], cwd: str
+    ) -> Sequence[str]:
+        # Apptainer does not let a variable of the machine set HOME
+        home = ["env", f"HOME={variables['HOME']}"] if "HOME" in variables else []
+        return ["exec", "--cleanenv", "--pwd", cwd, f"instance://{self._name}", *home, *program]
+
+    def _stop_arguments(self) -> Sequence[str]:
+        return ["instance", "stop", "--force", self._name]
+
+    async def forward(self, url: str) -> str:
+        return url
+
+    async def remove_orphans(self) -> None:
+        """Stop the instances whose runner has ended."""
+        listed = await self._tool(["instance", "list", "--json"], STOP_S)
+        if listed.status != 0 or not listed.stdout.strip():
+            return
+        for entry in json.loads(listed.stdout).get("instances") or []:
+            parts = entry["instance"].split("-")
+            if len(parts) == 4 and parts[0] == NAME_PREFIX and not runner_lives(parts[1], parts[2]):
+                await self._tool(["instance", "stop", "--force", entry["instance"]], STOP_S)
+
+    def _start_arguments(self, folder: str) -> list[str]:
+        arguments = [
+            "instance",
+            "start",
+            "--containall",
+            "--writable-tmpfs",
+            "--bind",
+            f"{folder}:{WORKSPACE}",
+        ]
+        if self.limits.memory_mb is not None:
+            arguments += ["--memory", f"{self.limits.memory_mb}M"]
+        if self.limits.processes is not None:
+            arguments += ["--pids-limit", str(self.limits.processes)]
+        image = self.require_image("python:3.12")
+        if "://" not in image and not image.endswith(".sif") and not os.path.exists(image):
+            image = f"docker://{image}"
+        return [*arguments, *self._arguments, image, self._name]

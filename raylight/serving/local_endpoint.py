@@ -22,7 +22,6 @@ from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.store.client import StoreClient
-from raylight.types import Span
 
 FLUSH_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
@@ -84,14 +83,8 @@ class Endpoint:
             self._engine,
             self._secret,
             self._recorder,
-            self._add_spans,
-            max_body=config.max_body_bytes,
-            token_in=config.token_in,
-            tolerate_rewrites=config.tolerate_rewrites,
-            ignore_fields=config.ignore_fields,
-            history=self._store.chat_history,
-            is_finished=self._store.is_attempt_finished,
-            check_budgets=self._store.check_budgets,
+            self._store,
+            config,
             training_temperature=self._training_temperature,
             metrics=self._metrics,
         )
@@ -135,9 +128,6 @@ class Endpoint:
         raise EngineStartError(
             f"the HTTP server at {self.url} has stopped unexpectedly"
         ) from self._serving.exception()
-
-    async def _add_spans(self, spans: list[Span]) -> None:
-        await self._store.add_many_spans(spans)
 
 
 def reachable_host() -> str:

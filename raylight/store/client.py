@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylight.store.call_batcher import Channel
-from raylight.store.call_deltas import CallDeltas
+from raylight.store.call_rows import CallDeltas
 from raylight.store.payloads import decode_payload, encode_payload
 from raylight.store.reading import StoreReader
 from raylight.store.rows import (
@@ -54,7 +54,7 @@ from raylight.types import (
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from raylight.store.budgets import Allowance
+    from raylight.store.tables.budgets import Allowance
 
 RECORDS_TIMEOUT_S = 30.0
 """Time that a finishing attempt waits for the records of its calls."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from raylight.semconv import INPUT_MESSAGES, OUTPUT_MESSAGES
 from raylight.store.call_rows import call_versions
-from raylight.store.journal import Journal
 from raylight.store.payloads import decode_payload
 from raylight.store.rows import SPAN, SharedTexts, failure_from_json, step_groups_from_json
+from raylight.store.tables.journal import Journal
 from raylight.types import FINISHED, Failure, StepGroups
 from raylight.types.chat_messages import reasoning_of
 

@@ -12,8 +12,8 @@ from raylight.errors import QueryError, UnknownIdError
 from raylight.semconv import GRADE_SPAN_ID
 from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
-from raylight.store.run_clock import SAVED_AT, SECONDS_LIVED
-from raylight.store.workers import WORKERS
+from raylight.store.tables.run_clock import SAVED_AT, SECONDS_LIVED
+from raylight.store.tables.workers import WORKERS
 from raylight.types import RolloutStatus
 
 

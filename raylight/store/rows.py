@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,7 @@ SPAN = (
 the span whose texts this one continues, or "" if its texts are complete."""
 SPAN_FIELDS = SPAN.split(", ")[:9]
 """Columns that are fields of `Span`."""
+_plain_fields = operator.attrgetter(*SPAN_FIELDS)
 ATTEMPT_ID, SPAN_ID, REWARD, BASE = map(SPAN.split(", ").index, ("attempt_id", "span_id", "reward", "base"))
 """Positions of columns in SPAN."""
 RESOURCES = "resources_id, version, create_time, update_time, body"
@@ -175,21 +177,7 @@ def span_row(span: Span) -> Row:
     Raises:
         SpanError: the span cannot be stored (see `span_json`).
     """
-    body = span_json(span)
-    return (
-        span.rollout_id,
-        span.attempt_id,
-        span.sequence_id,
-        span.trace_id,
-        span.span_id,
-        span.parent_id,
-        span.name,
-        span.start_time,
-        span.end_time,
-        get_reward_value(span),
-        None,
-        body,
-    )
+    return (*_plain_fields(span), get_reward_value(span), None, span_json(span))
 
 
 def call_span_row(
@@ -211,8 +199,7 @@ def call_span_row(
         "".join((span.name, span.span_id, span.trace_id, span.parent_id or "")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpanError(f"the span of the call {span.trace_id!r} cannot be stored: {error}") from None
-    ids = (span.rollout_id, span.attempt_id, span.sequence_id, span.trace_id, span.span_id, span.parent_id)
-    return (*ids, span.name, span.start_time, span.end_time, None, base, text)
+    return (*_plain_fields(span), None, base, text)
 
 
 def spans_from_rows(rows: Sequence[Row], bases: Sequence[Row] = ()) -> list[Span]:
@@ -296,16 +283,7 @@ def stats_json(stats: dict[str, Any] | None) -> str | None:
 
 
 def worker_from_row(row: Row) -> Worker:
-    """Worker, from columns of WORKERS."""
-    worker_id, status, stats, heartbeat, dequeue, busy, idle, rollout_id, attempt_id = row
-    return Worker(
-        worker_id=worker_id,
-        status=status,
-        heartbeat_stats=decode_json(stats) if stats else None,
-        last_heartbeat_time=heartbeat,
-        last_dequeue_time=dequeue,
-        last_busy_time=busy,
-        last_idle_time=idle,
-        current_rollout_id=rollout_id,
-        current_attempt_id=attempt_id,
-    )
+    """Worker, from columns of WORKERS, which are its fields in their order."""
+    fields = dict(zip(Worker.model_fields, row, strict=True))
+    stats = fields["heartbeat_stats"]
+    return Worker(**fields | {"heartbeat_stats": decode_json(stats) if stats else None})

@@ -154,7 +154,7 @@ async def _serve(
 ) -> None:
     from raylight.tinker.app import build_app
     from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
-    from raylight.tinker.samplers import Samplers
+    from raylight.tinker.sampling import Samplers
     from raylight.tinker.service import TinkerService
     from raylight.tinker.trainer_actor import TrainerClient, start_trainer
 

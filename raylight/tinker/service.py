@@ -16,11 +16,10 @@ from raylight.http.errors import RequestError
 from raylight.tinker import requests as bodies
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.datums import check_batch
-from raylight.tinker.models import RESTARTED, Models, TenantModel, TenantTrainer
+from raylight.tinker.models import RESTARTED, Models, TenantModel, TenantTrainer, Work
 from raylight.tinker.promises import Promises, ResultBody, json_answer
 from raylight.tinker.sampling import SamplingClients, SamplingEngines
 from raylight.tinker.settings import TinkerSettings
-from raylight.tinker.turns import Work
 from raylight.tinker.wire import (
     PROTOBUF,
     read_data,

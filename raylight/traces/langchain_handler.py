@@ -19,8 +19,7 @@ from langchain_core.callbacks.base import BaseCallbackHandler
 
 from raylight.semconv import REQUEST_MODEL, RESPONSE_ID
 from raylight.traces.attributes import CHAIN
-from raylight.traces.context import AttemptTrace, current_trace
-from raylight.traces.parent_span import ParentSpan, current_parent
+from raylight.traces.context import AttemptTrace, ParentSpan, current_parent, current_trace
 from raylight.types import Attributes, Span, TraceStatus
 
 CHAIN_SPAN = "langchain.chain"
@@ -104,8 +103,7 @@ class LangChainHandler(BaseCallbackHandler):
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
         self._end(run_id, {"gen_ai.tool.call.result": str(getattr(output, "content", output))})
 
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        self._end(run_id, error=error)
+    on_tool_error = on_chain_error
 
     # models
 
@@ -128,8 +126,7 @@ class LangChainHandler(BaseCallbackHandler):
         response_id = _response_id(response)
         self._end(run_id, {RESPONSE_ID: response_id} if response_id else {})
 
-    def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        self._end(run_id, error=error)
+    on_llm_error = on_chain_error
 
     def _start(self, name: str, attributes: Attributes, run_id: UUID, parent_run_id: UUID | None) -> None:
         trace = current_trace() or self._trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
@@ -99,26 +99,15 @@ def read_call(attributes: Mapping[str, Any], children: Sequence[Span] = ()) -> C
         attributes: attributes of the span.
         children: child spans. AgentOps records the tool calls of an answer there.
     """
-    choices = unflatten_list(attributes, f"{WEAVE_OUTPUT}.choices")
-    prompt = _first(
-        attributes.get(INPUT_MESSAGES),
-        unflatten_list(attributes, "gen_ai.prompt"),
-        raw_field(attributes, "messages"),
-        unflatten_list(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
-    )
-    answers = _first(
-        attributes.get(OUTPUT_MESSAGES),
-        unflatten_list(attributes, "gen_ai.completion"),
-        raw_field(attributes, "choices"),
-        choices,
-    )
+    prompts, answer_lists, choices = _recorded(attributes, unflatten_list)
     tools = _first(
         attributes.get(TOOL_DEFINITIONS),
         *(unflatten_list(attributes, prefix) for prefix in TOOL_LISTS),
         raw_field(attributes, "tools"),
         unflatten_list(attributes, f"{WEAVE_INPUT}.tools") if choices else None,
     )
-    asked, answered = openai_messages(prompt, "user"), openai_messages(answers, "assistant")
+    asked = openai_messages(_first(*prompts), "user")
+    answered = openai_messages(_first(*answer_lists), "assistant")
     system = _contents(_list(attributes.get(SYSTEM_INSTRUCTIONS)))
     if system and not any(message["role"] == "system" for message in asked):
         asked.insert(0, {"role": "system", "content": system})
@@ -136,20 +125,32 @@ def recorded_messages(attributes: Mapping[str, Any]) -> tuple[Any, Any]:
 
     Missing ones are None.
     """
-    choices = unflatten(attributes, f"{WEAVE_OUTPUT}.choices")
+    prompts, answers, _ = _recorded(attributes, unflatten)
+    return next(filter(None, prompts), None), next(filter(None, answers), None)
+
+
+def _recorded(
+    attributes: Mapping[str, Any], flat: Callable[[Mapping[str, Any], str], Any]
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """Return the prompt and the answers of a call in each convention, and Weave's choices.
+
+    Args:
+        flat: reads the attributes below a prefix.
+    """
+    choices = flat(attributes, f"{WEAVE_OUTPUT}.choices")
     prompts = (
         parse_literal(attributes.get(INPUT_MESSAGES)),
-        unflatten(attributes, "gen_ai.prompt"),
+        flat(attributes, "gen_ai.prompt"),
         raw_field(attributes, "messages"),
-        unflatten(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
+        flat(attributes, f"{WEAVE_INPUT}.messages") if choices else None,
     )
     answers = (
         parse_literal(attributes.get(OUTPUT_MESSAGES)),
-        unflatten(attributes, "gen_ai.completion"),
+        flat(attributes, "gen_ai.completion"),
         raw_field(attributes, "choices"),
         choices,
     )
-    return next(filter(None, prompts), None), next(filter(None, answers), None)
+    return prompts, answers, choices
 
 
 def image_urls(messages: Sequence[Message]) -> list[str]:

@@ -9,24 +9,364 @@ cannot be read, name no attempt, or name one for which the store rejects them. T
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import itertools
+import json
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.rpc.status_pb2 import Status
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from raylight.errors import InvalidTransitionError, OtlpError, SpanError, StoreLostError, UnknownIdError
-from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID
-from raylight.traces.otlp_body import JSON, MAX_BYTES, MAX_SPANS, PROTOBUF, decode, media_type
-from raylight.types import Span
+from raylight.errors import (
+    InvalidTransitionError,
+    OtlpError,
+    RewardError,
+    SpanError,
+    StoreLostError,
+    UnknownIdError,
+)
+from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from raylight.traces.rewards import has_reward
+from raylight.types import (
+    MAX_SEQUENCE_ID,
+    Event,
+    Link,
+    OtelResource,
+    Span,
+    SpanContext,
+    TraceStatus,
+    span_json,
+)
 
 logger = logging.getLogger(__name__)
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+MAX_BYTES = 4 * 2**20
+"""Limit of a body in bytes, both compressed and decompressed. Parsing a body of empty spans takes about 80
+times its size in memory."""
+MAX_SPANS = 10_000
+"""Maximum number of spans in a body. OpenTelemetry's exporters send at most 512 by default."""
+MAX_COPIES = 16
+"""Limit of the copies of resources, one per span, as a multiple of the limit of a body."""
+STATUS = {0: "UNSET", 1: "OK", 2: "ERROR"}
+IS_REMOTE = 0x200
+"""Bit of a link's flags: the linked span is in another process."""
+
+
+def decode(
+    body: bytes,
+    content_type: str,
+    content_encoding: str | None = None,
+    max_bytes: int = MAX_BYTES,
+    max_spans: int = MAX_SPANS,
+) -> tuple[list[Span], list[str]]:
+    """Decode an ExportTraceServiceRequest to spans, in the order sent, and one reason for each rejected span.
+
+    Ids of rollout and attempt are "" if the body has none.
+
+    Args:
+        body: body of the request, possibly compressed.
+        content_type: `application/x-protobuf` or `application/json`; parameters are ignored.
+        content_encoding: None, `identity`, `gzip` or `deflate`.
+        max_bytes: limit of the decompressed body, in bytes.
+        max_spans: limit of the number of spans, including malformed ones.
+
+    Raises:
+        OtlpError: the body as a whole is malformed (400), too large (413), or of an unknown media type or
+            content coding (415).
+    """
+    kind = media_type(content_type)
+    data = _decompress(body, content_encoding, max_bytes)
+    groups = _groups_of_protobuf(data) if kind == PROTOBUF else _groups_of_json(data)
+    total = sum(group.count for group in groups)
+    if total > max_spans:
+        raise OtlpError(
+            f"the body has {total} spans, and the limit is {max_spans}; send fewer spans at once", 413
+        )
+    if sum(group.shared.ByteSize() * group.count for group in groups) > MAX_COPIES * max_bytes:
+        raise OtlpError(
+            "the attributes of the resource are too large to copy to each of its spans; send fewer "
+            "attributes or spans",
+            413,
+        )
+    spans: list[Span] = []
+    reasons: list[str] = []
+    for group in groups:
+        resource = OtelResource(
+            attributes=_attributes(group.shared.resource.attributes), schema_url=group.shared.schema_url
+        )
+        for sent in itertools.chain(*group.scopes):
+            try:
+                span = _span(sent if isinstance(sent, ProtoSpan) else _span_of_json(sent), resource)
+                span_json(span)
+                has_reward(span)  # a reward that cannot be read is not stored in silence
+                spans.append(span)
+            except (OtlpError, SpanError, RewardError) as error:
+                reasons.append(str(error))
+    return spans, reasons
+
+
+def media_type(content_type: str) -> str:
+    """Return the media type of a content type, PROTOBUF or JSON.
+
+    Raises:
+        OtlpError: the media type is another one (415).
+    """
+    kind = content_type.split(";")[0].strip().lower()
+    if kind not in (PROTOBUF, JSON):
+        raise OtlpError(f"content type {content_type!r:.80} is not supported; send {PROTOBUF} or {JSON}", 415)
+    return kind
+
+
+def _decompress(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
+    """Decompress a body, without ever holding more than `max_bytes`."""
+    coding = (content_encoding or "identity").strip().lower()
+    if coding in ("", "identity"):
+        data = body[: max_bytes + 1]
+    elif coding in ("gzip", "x-gzip", "deflate"):
+        data = _inflate(body, 31 if coding.endswith("gzip") else _deflate_window(body), max_bytes)
+    else:
+        raise OtlpError(
+            f"content coding {content_encoding!r:.80} is not supported; send gzip, deflate or none", 415
+        )
+    if len(data) > max_bytes:
+        raise OtlpError(
+            f"the decompressed body is larger than {max_bytes} bytes; send fewer spans at once", 413
+        )
+    return data
+
+
+def _inflate(body: bytes, window: int, max_bytes: int) -> bytes:
+    decompressor = zlib.decompressobj(window)
+    try:
+        data = decompressor.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise OtlpError(f"the body cannot be decompressed: {error}") from None
+    if len(data) <= max_bytes and (not decompressor.eof or decompressor.unused_data):
+        raise OtlpError("the compressed body is truncated or followed by other data")
+    return data
+
+
+def _deflate_window(body: bytes) -> int:
+    """Return the zlib window of a deflate body. Some clients omit zlib's header (a multiple of 31)."""
+    has_header = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
+    return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A resource with its spans: protobuf messages, or JSON objects that are still to be parsed one by
+    one."""
+
+    shared: ResourceSpans
+    scopes: Sequence[Sequence[Any]]
+
+    @property
+    def count(self) -> int:
+        """Number of spans."""
+        return sum(map(len, self.scopes))
+
+
+def _groups_of_protobuf(data: bytes) -> list[_Group]:
+    request = ExportTraceServiceRequest()
+    try:
+        request.ParseFromString(data)
+    except Exception as error:  # parsers raise many types, and all mean a malformed body
+        raise _malformed(error) from None
+    groups = []
+    for sent in request.resource_spans:
+        if scopes := [scope.spans for scope in sent.scope_spans if scope.spans]:
+            groups.append(_Group(ResourceSpans(resource=sent.resource, schema_url=sent.schema_url), scopes))
+    return groups
+
+
+def _groups_of_json(data: bytes) -> list[_Group]:
+    try:
+        document = json.loads(data)
+        if not isinstance(document, dict):
+            raise OtlpError("the body is JSON, but not an object")
+        groups = []
+        for sent in _members(document, "resourceSpans", "resource_spans"):
+            if scopes := list(
+                filter(
+                    None, (_listed(scope, "spans") for scope in _members(sent, "scopeSpans", "scope_spans"))
+                )
+            ):
+                shared = {
+                    name: value for name, value in sent.items() if name not in ("scopeSpans", "scope_spans")
+                }
+                groups.append(
+                    _Group(json_format.ParseDict(shared, ResourceSpans(), ignore_unknown_fields=True), scopes)
+                )
+    except OtlpError:
+        raise
+    except Exception as error:  # as above
+        raise _malformed(error) from None
+    return groups
+
+
+def _malformed(error: Any) -> OtlpError:
+    return OtlpError(f"the body is not an ExportTraceServiceRequest: {str(error)[:300]}")
+
+
+def _members(holder: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+    """Return a list of objects under one of several names."""
+    members = _listed(holder, *names)
+    if not all(isinstance(member, dict) for member in members):
+        raise _malformed(f"{names[0]} has an entry that is not an object")
+    return members
+
+
+def _listed(holder: dict[str, Any], *names: str) -> list[Any]:
+    """Return the list under one of several names; empty if there is none."""
+    members: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
+    if not isinstance(members, list):
+        raise _malformed(f"{names[0]} is not a list")
+    return members
+
+
+def _span_of_json(raw: Any) -> ProtoSpan:
+    if not isinstance(raw, dict):
+        raise OtlpError(f"{raw!r:.60} is not a span")
+    _make_ids_base64(raw)
+    try:
+        return json_format.ParseDict(raw, ProtoSpan(), ignore_unknown_fields=True)
+    except Exception as error:  # as above
+        raise OtlpError(f"a span cannot be read: {str(error)[:300]}") from None
+
+
+def _make_ids_base64(span: dict[str, Any]) -> None:
+    """Convert ids from hexadecimal, as in OTLP/JSON, to base64, as protobuf's JSON parser needs."""
+    links = span.get("links")
+    for holder in (
+        span,
+        *(link for link in (links if isinstance(links, list) else ()) if isinstance(link, dict)),
+    ):
+        for name in ("traceId", "trace_id", "spanId", "span_id", "parentSpanId", "parent_span_id"):
+            if isinstance(holder.get(name), str):
+                holder[name] = base64.b64encode(_unhex(holder[name], name)).decode()
+
+
+def _unhex(text: str, name: str) -> bytes:
+    try:
+        return binascii.unhexlify(text)
+    except ValueError:
+        raise OtlpError(f"{name} {text!r:.60} is not hexadecimal") from None
+
+
+def _span(span: ProtoSpan, resource: OtelResource) -> Span:
+    own = _attributes(span.attributes)
+    return Span(
+        rollout_id=_text(resource.attributes.get(ROLLOUT_ID)) or _text(own.get(ROLLOUT_ID)),
+        attempt_id=_text(resource.attributes.get(ATTEMPT_ID)) or _text(own.get(ATTEMPT_ID)),
+        # the span's own number takes precedence, as a resource's is the same for all its spans
+        sequence_id=_sequence_id(own.get(SPAN_SEQUENCE_ID, resource.attributes.get(SPAN_SEQUENCE_ID))),
+        trace_id=_id(span.trace_id, 16, "trace_id", span.name),
+        span_id=_id(span.span_id, 8, "span_id", span.name),
+        parent_id=_id(span.parent_span_id, 8, "parent_span_id", span.name)
+        if any(span.parent_span_id)
+        else None,
+        name=span.name,
+        status=TraceStatus(
+            status_code=STATUS.get(span.status.code, "UNSET"),  # type: ignore[arg-type]
+            description=span.status.message or None,
+        ),
+        attributes=own,
+        events=[
+            Event(
+                name=event.name,
+                attributes=_attributes(event.attributes),
+                timestamp=_seconds(event.time_unix_nano),
+            )
+            for event in span.events
+        ],
+        links=[_link(link, span.name) for link in span.links],
+        start_time=_seconds(span.start_time_unix_nano),
+        end_time=_seconds(span.end_time_unix_nano),
+        resource=resource,
+    )
+
+
+def _link(link: ProtoSpan.Link, name: str) -> Link:
+    states = (entry.partition("=") for entry in link.trace_state.split(",") if "=" in entry)
+    context = SpanContext(
+        trace_id=_id(link.trace_id, 16, "trace_id of a link", name),
+        span_id=_id(link.span_id, 8, "span_id of a link", name),
+        is_remote=bool(link.flags & IS_REMOTE),
+        trace_state={key.strip(): value.strip() for key, _, value in states},
+    )
+    return Link(context=context, attributes=_attributes(link.attributes) or None)
+
+
+def _id(value: bytes, size: int, field: str, name: str) -> str:
+    if len(value) != size or not any(value):
+        raise OtlpError(
+            f"the {field} of span {name!r:.80} is {value.hex()[:64]!r}; it must have {size} bytes that are "
+            "not all zero"
+        )
+    return value.hex()
+
+
+def _seconds(nanoseconds: int) -> float | None:
+    """Convert nanoseconds to seconds. OTLP writes an unknown time as 0."""
+    return nanoseconds / 1e9 if nanoseconds else None
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _sequence_id(value: Any) -> int:
+    """Return a sequence number, or 0 (the store assigns the next one) if the value is missing or invalid."""
+    if value is None or value == "":
+        return 0
+    try:
+        number = int(str(value))
+    except ValueError:
+        number = -1
+    if not 0 <= number < MAX_SEQUENCE_ID:
+        logger.warning(
+            "%s %.40r is not a number from 0 to 2**62; the store assigns another", SPAN_SEQUENCE_ID, value
+        )
+        return 0
+    return number
+
+
+def _attributes(pairs: Sequence[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Any:
+    """Convert to a plain value. Bytes become hexadecimal text, as in agent-lightning."""
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return _attributes(value.kvlist_value.values)
+    if kind == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, kind)
+
 
 READ_TIMEOUT_S = 30.0
 """Longest time in which a body arrives."""
@@ -38,12 +378,11 @@ CHUNK = 500
 RETRY_AFTER_S = 2
 """Seconds in the `Retry-After` header while the store is down."""
 
-Sink = Callable[[list[Span]], Awaitable[Sequence[str] | None]]
-"""Function that stores spans.
+Sink = Callable[[list[Span]], Awaitable[object]]
+"""Function that stores spans, normally `StoreClient.add_many_spans`.
 
-It returns one reason per rejected span (None or nothing: all were stored), or raises one of PERMANENT_ERRORS.
-Any other error means that the store is down: the exporter is asked to retry, and spans that were stored are
-received again.
+It raises one of PERMANENT_ERRORS if it stored none of them, because one cannot be stored. Any other error
+means that the store is down: the exporter is asked to retry, and spans that were stored are received again.
 """
 PERMANENT_ERRORS = (UnknownIdError, SpanError, InvalidTransitionError)
 """Errors with which the store rejects spans permanently."""
@@ -151,7 +490,8 @@ async def _store(sink: Sink, spans: list[Span]) -> list[str]:
     if not spans:
         return []
     try:
-        return list(await sink(spans) or ())
+        await sink(spans)
+        return []
     except PERMANENT_ERRORS as error:
         by_attempt: dict[tuple[str, str], list[Span]] = {}
         for span in spans:

@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from raylight.errors import ConfigError, TracerError
-from raylight.traces.context import SEND_BATCH, AttemptTrace, current_trace, tracing
-from raylight.traces.recording import record_span
+from raylight.traces.context import SEND_BATCH, AttemptTrace, current_trace, record_span, tracing
 from raylight.types import Attributes, Rollout, Span, SpanCoreFields, TraceStatus
 
 if TYPE_CHECKING:
     from langchain_core.callbacks.base import BaseCallbackHandler
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from raylight.traces.export import AttemptExport
-    from raylight.traces.otel import SpanCapture
+    from raylight.traces.otel import AttemptExport, SpanCapture
 
 EXPORT_TIMEOUT_S = 10.0
 """Seconds that `teardown` waits for the export of the last spans."""
@@ -288,8 +286,7 @@ class OtelTracer(Tracer):
         """
         if self._is_set_up:
             return
-        from raylight.traces.export import AttemptExport
-        from raylight.traces.otel import process_capture
+        from raylight.traces.otel import AttemptExport, process_capture
 
         with _SETUP_LOCK:
             if self._is_set_up:

@@ -4,6 +4,8 @@ Laws:
 - Nothing that an agent or a model wrote becomes HTML: the server sends it as JSON only, and the pages' policy
   refuses inline scripts and styles.
 - Only files of the known runs are read, and none is written but the search index.
+- A visitor needs the server's key, or addresses the server by a name of its host; a policy tells
+  browsers what pages may load.
 """
 
 from __future__ import annotations
@@ -11,28 +13,123 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import json
+import secrets
+import socket
+import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlencode
 
+import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.requests import Request, cookie_parser
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight._utils.aio import pause
+from raylight._utils.no_proxy import LOOPBACK
 from raylight.errors import ConfigError, QueryError, RaylightError, UnknownIdError
+from raylight.http.request import is_own_host
+from raylight.http.slow_clients import ImpatientProtocol
 from raylight.ui import rollout_view, token_view
-from raylight.ui.access import AccessGuard
 from raylight.ui.rollout_view import plain
-from raylight.ui.run_folder import RunFolder, find_runs, name_runs
-from raylight.ui.shown_run import REFRESH_S, ShownRun
+from raylight.ui.run_folder import REFRESH_S, RunFolder, ShownRun, find_runs, name_runs
 from raylight.ui.workers import show_workers
+
+COOKIE = "raylight-ui-"
+"""Beginning of the cookie's name. Its port follows, because browsers send cookies to all ports of a host."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+)
+HEADERS = {  # of every answer; files are asked for again, as another version of raylight may serve others
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class AccessGuard:
+    """Middleware that admits visitors, and adds the policy to every answer.
+
+    With a key, a visitor needs it: in the address of the first page (`?key=`), then in a cookie, or in the
+    header `Authorization: Bearer KEY`. Without one, the page must be addressed by a name of the host, against
+    DNS rebinding.
+
+    Args:
+        key: the key; None for none.
+        hosts: names of the host, in addition to those of loopback.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None = None, hosts: Collection[str] = ()) -> None:
+        self._app, self._key = app, key
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        refusal = self._refusal_for(scope)
+        await (self._app if refusal is None else refusal)(scope, receive, send_with_policy)
+
+    def _refusal_for(self, scope: Scope) -> Response | None:
+        """Return the answer to a visitor who is not admitted yet; None for one who is."""
+        headers = Headers(scope=scope)
+        if self._key is None:
+            if is_own_host(scope["headers"], self._hosts):
+                return None
+            return _refusal(
+                "this address is not one of the server's; open the one that `raylight ui` has printed"
+            )
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        if "key" in query and not scope["path"].startswith("/api/"):
+            return self._exchange_key(scope, query)
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        cookie = cookie_parser(headers.get("cookie", "")).get(_cookie_name(scope), "")
+        if self._is_key(token.strip() if scheme.lower() == "bearer" else cookie):
+            return None
+        return _refusal("a key is needed; open the address with `?key=` that `raylight ui` has printed")
+
+    def _exchange_key(self, scope: Scope, query: dict[str, list[str]]) -> Response:
+        """Exchange the key in an address for a cookie, so that the key does not stay in the address."""
+        if not self._is_key(query.pop("key")[0]):
+            return _refusal("the key is wrong; open the address that `raylight ui` has printed")
+        rest = urlencode(query, doseq=True)
+        local = "/" + scope["path"].lstrip("/\\")  # `//name` would be another host
+        response = RedirectResponse(f"{local}?{rest}" if rest else local, 303)
+        response.set_cookie(_cookie_name(scope), self._key or "", httponly=True, samesite="strict")
+        return response
+
+    def _is_key(self, given: str) -> bool:
+        return bool(self._key and given) and hmac.compare_digest(given.encode(), (self._key or "").encode())
+
+
+def _cookie_name(scope: Scope) -> str:
+    return f"{COOKIE}{(scope.get('server') or ('', ''))[1]}"
+
+
+def _refusal(message: str) -> Response:
+    return JSONResponse({"error": message}, 401, {"WWW-Authenticate": "Bearer"})
+
 
 STATIC = Path(__file__).parent / "static"
 MAX_PAGE = 1_000
@@ -413,3 +510,85 @@ def json_text(value: Any) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
         return json.dumps(plain(value))
+
+
+DEFAULT_PORT = 7860
+PORTS_TRIED = 50
+"""Ports after the default one that are tried, if no port was asked for."""
+GRACE_S = 1
+"""Seconds for which a stopping server waits for event streams, which do not end by themselves."""
+
+
+def serve_ui(
+    paths: Sequence[Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    key: str | None = None,
+    until_closed: bool = False,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Serve the pages until Ctrl-C.
+
+    Args:
+        paths: run directories, and folders of them.
+        host: address to listen on. Any but loopback needs a key.
+        port: None for the first free one from DEFAULT_PORT on.
+        key: key that visitors must have. None: none on loopback, and a new one elsewhere.
+        until_closed: end with the standard input, and so with the process that writes it.
+        show: receives the address.
+
+    Raises:
+        ConfigError: a path does not exist, the key is empty, or the port is taken.
+    """
+    server, listener, address = _prepare(paths, host, port, key)
+    if until_closed:
+        show(f"the run is shown at {address}")
+        threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+    else:
+        show(f"raylight ui: {address} (press Ctrl-C to stop)")
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def _end_with_input(server: uvicorn.Server) -> None:
+    sys.stdin.read()
+    server.should_exit = True
+
+
+def _prepare(
+    paths: Sequence[Path], host: str, port: int | None, key: str | None
+) -> tuple[uvicorn.Server, socket.socket, str]:
+    """Return a server, the socket that it listens on, and the address of its first page."""
+    if key == "":
+        raise ConfigError("the key of raylight ui is empty; give one, or leave --key and RAYLIGHT_UI_KEY out")
+    if key is None and host not in LOOPBACK:
+        key = secrets.token_urlsafe(24)
+    app = build_app(paths, key)
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=GRACE_S, lifespan="on", http=ImpatientProtocol
+    )
+    shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+    address = f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}/"
+    return uvicorn.Server(config), listener, f"{address}?key={key}" if key else address
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """Return a socket on a port, or on the first free one.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+    """
+    tried = [port] if port is not None else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
+    problem: OSError | None = None
+    for number in tried:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, number), family=family, backlog=256)
+        except OSError as error:
+            problem = error
+    raise ConfigError(
+        f"raylight ui cannot listen on {host} port {tried[0]}: {problem}; choose another --host or --port"
+    )

@@ -32,7 +32,7 @@ from raylight.serving.dialects.translate import TranslationMiddleware
 from raylight.serving.gateway.gateway import Gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.model_names import AnyModelName
-from raylight.store.call_deltas import CallDeltas
+from raylight.store.call_rows import CallDeltas
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 

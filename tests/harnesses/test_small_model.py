@@ -27,7 +27,6 @@ class SmallServer(HarnessServer):
     async def _engine(self, path: str) -> Engine:
         from raylight.engines.transformers.engine import TransformersEngine
 
-        self.gateway_options["check_budgets"] = self.store.check_budgets
         return TransformersEngine(path, MODEL, slots=2, max_model_len=CONTEXT)
 
 

@@ -22,7 +22,6 @@ from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.types import Span
 
 T = TypeVar("T")
 ENGINES = ("transformers", "upstream", "vllm")
@@ -104,11 +103,8 @@ class EngineServer:
         self.recorder = Recorder(self.store.capture)
         self._stack.push_async_callback(self.recorder.aclose)
         options = {"keep_alive_s": KEEP_ALIVE_S, **self.gateway_options}
-        app = build_gateway(await engine.app(), engine, SECRET, self.recorder, self._add_spans, **options)
+        app = build_gateway(await engine.app(), engine, SECRET, self.recorder, self.store, **options)
         self.port = await self._serve(app)
-
-    async def _add_spans(self, spans: list[Span]) -> None:
-        await self.store.add_many_spans(spans)
 
     async def _engine(self, path: str) -> Engine:
         if self.kind == "transformers":

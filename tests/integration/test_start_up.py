@@ -11,7 +11,7 @@ from ray_cluster import Cluster, eventually
 
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError
-from raylight.runner.start_up import StartUp, read_start_states
+from raylight.runner.pool import StartUp, read_start_states
 
 
 @ray.remote

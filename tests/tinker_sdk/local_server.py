@@ -18,7 +18,7 @@ from raylight.engines.transformers.engine import TransformersEngine
 from raylight.tinker.app import build_app
 from raylight.tinker.checkpoints import CheckpointPath, Checkpoints
 from raylight.tinker.lora_trainer import LoraTrainer
-from raylight.tinker.samplers import Samplers
+from raylight.tinker.sampling import Samplers
 from raylight.tinker.service import TinkerService
 from raylight.tinker.settings import TinkerSettings
 

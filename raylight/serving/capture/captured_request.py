@@ -13,6 +13,7 @@ from starlette.types import Scope as AsgiScope
 from raylight._utils.aio import cancel_all
 from raylight.engines.capture_context import CURRENT, OVERRIDDEN, CaptureContext, Sample
 from raylight.http.request import JsonRequest, until_disconnect
+from raylight.http.sse import is_event_stream
 from raylight.semconv import (
     AGENT_NAME,
     CALL_ID,
@@ -209,12 +210,9 @@ class CapturedRequest:
         if self._disconnected.is_set() and not self._started:
             return  # ignore responses sent after the client disconnected
         self._start, self._status = message, message["status"]
-        headers = message.get("headers", [])
-        value = next((value for name, value in headers if name.lower() == b"content-type"), b"")
-        content_type = value.decode("latin-1")
-        self._streams = content_type.startswith("text/event-stream")
+        self._streams = is_event_stream(message)
         if self._status < 400:
-            self._reader = AnswerReader(content_type)
+            self._reader = AnswerReader(self._streams)
             if self._streams:
                 self._start_timer = asyncio.get_running_loop().call_later(START_AFTER_S, self._start_late)
 

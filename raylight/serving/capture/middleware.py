@@ -8,12 +8,16 @@ closed, whatever happens, with everything that was sampled for it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import msgspec
+from cachetools import LRUCache
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
@@ -25,20 +29,81 @@ from raylight.engines.capture_context import (
     new_keys,
 )
 from raylight.engines.protocol import PROMPT_IDS, Engine
+from raylight.errors import UnknownIdError
+from raylight.experience.off_policy import NEUTRAL, off_policy_parameters
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import JsonRequest, json_request
-from raylight.serving.capture.call_budgets import CallBudgets
+from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts
 from raylight.serving.capture.captured_request import CapturedRequest
-from raylight.serving.capture.conversation_loader import ConversationLoader, History
-from raylight.serving.capture.finished_attempts import FinishedAttempts
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import REPEATED_KEY
-from raylight.serving.capture.sampling_override import OVERRIDDEN_KEY
 from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.translate import DIALECT_KEY
+from raylight.store.reading import ChatTurn
 from raylight.types import DRIFTS, REPEATED, HistoryNote
+
+logger = logging.getLogger(__name__)
+
+History: TypeAlias = Callable[[str, str], Awaitable[list[ChatTurn]]]
+"""Returns the turns of an attempt of a rollout; normally `StoreClient.chat_history`."""
+REMEMBERED_LOADS = 10_000
+"""Answers whose loading is remembered."""
+
+
+class ConversationLoader:
+    """Loads the history of an attempt from the store into this replica's conversations.
+
+    It loads once for each missing answer. An answer that the agent wrote itself is not in the store, and is
+    in every later request.
+
+    Args:
+        timeout_s: longest wait for the store. After it the prompt is rendered, and the next call loads again.
+    """
+
+    def __init__(self, conversations: Conversations, history: History, timeout_s: float = 10.0) -> None:
+        self._conversations = conversations
+        self._history = history
+        self._timeout_s = timeout_s
+        self._loads: LRUCache[tuple[str, str, bytes], asyncio.Task[None] | None] = LRUCache(REMEMBERED_LOADS)
+        """Loads that run; None for one that has ended, whose task would take memory."""
+
+    async def load(self, scope: AttemptScope, missing: bytes) -> None:
+        """Load what the store has of an attempt's conversations. Concurrent calls for one answer load once.
+
+        Args:
+            missing: key of the answer that is not known here.
+        """
+        name = (scope.rollout_id, scope.attempt_id, missing)
+        if name not in self._loads:
+            self._loads[name] = asyncio.create_task(self._load(scope, missing))
+        if (task := self._loads[name]) is not None:
+            await asyncio.wait([task])  # a caller that is cancelled does not cancel the load of the others
+
+    async def _load(self, scope: AttemptScope, missing: bytes) -> None:
+        name = (scope.rollout_id, scope.attempt_id, missing)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                turns = await self._history(scope.rollout_id, scope.attempt_id)
+        except UnknownIdError:
+            self._loads[name] = None
+            return  # the store rejects the call for the same reason
+        except Exception as error:
+            logger.warning(
+                "the conversations of attempt %s could not be loaded, and are rendered: %s",
+                scope.attempt_id,
+                error,
+            )
+            self._loads.pop(name, None)
+            return
+        self._loads[name] = None
+        known = self._conversations
+        read = [(known.read(replace(scope, agent=turn.agent), turn.request), turn) for turn in turns]
+        new = [(sent, turn) for sent, turn in read if not known.knows(sent, turn.answer)]
+        for sent, turn in new:  # the latest of equal ones counts, so that this replica's own must come later
+            known.remember(sent, turn.answer, turn.tokens, turn.prompt_length)
+
 
 PROMPT_FIELD = "kv_transfer_params"
 """Field of a chat request in which engines take a prompt in tokens. Agents may not send it."""
@@ -58,6 +123,9 @@ class CaptureMiddleware:
         clock: seconds since the epoch.
         finished: finished attempts, shared with the gateway.
         budgets: limits the calls of attempts with budgets; None limits none.
+        training_temperature: temperature of all calls of training rollouts, see `override`; None leaves the
+            sampling to the agents.
+        count_override: called for each request whose sampling was replaced.
     """
 
     def __init__(
@@ -70,6 +138,8 @@ class CaptureMiddleware:
         clock: Callable[[], float] = time.time,
         finished: FinishedAttempts | None = None,
         budgets: CallBudgets | None = None,
+        training_temperature: float | None = None,
+        count_override: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._engine = engine
@@ -79,6 +149,7 @@ class CaptureMiddleware:
         self._clock = clock
         self._finished = finished or FinishedAttempts()
         self._budgets = budgets
+        self._training_temperature, self._count_override = training_temperature, count_override
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         attempt = SCOPE.get()
@@ -106,8 +177,13 @@ class CaptureMiddleware:
         """
         if attempt in self._finished:
             raise AttemptFinishedError
-        headers = dict(scope["headers"])
-        context = self._context(attempt, scope, request.fields)
+        headers, overridden = dict(scope["headers"]), dict[str, Any]()
+        if attempt.trains and self._training_temperature is not None:
+            fields, overridden = override(request.fields, self._training_temperature)
+            request = JsonRequest(fields, receive)
+            if overridden:
+                self._count_override()
+        context = self._context(attempt, scope, request.fields, overridden)
         is_chat = scope["path"] == ChatDialect.path
         if attempt.has_budgets and self._budgets is not None:
             await self._budgets.limit(context)
@@ -132,7 +208,9 @@ class CaptureMiddleware:
         finally:
             self._recorder.close(captured.records(self._engine.model))
 
-    def _context(self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any]) -> CaptureContext:
+    def _context(
+        self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any], overridden: dict[str, Any]
+    ) -> CaptureContext:
         """Return the context in which the engine samples for a request.
 
         Raises:
@@ -159,7 +237,7 @@ class CaptureMiddleware:
             body,
             self._clock(),
             keys,
-            overridden=scope.get(OVERRIDDEN_KEY) or {},
+            overridden=overridden,
             requested_model=scope.get(REQUESTED_MODEL_KEY),
         )
 
@@ -215,3 +293,30 @@ def _digest(body: Mapping[str, Any]) -> str:
     """Return a hash by which equal requests are recognized, streamed or not."""
     fields = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
     return hashlib.blake2b(msgspec.json.encode(fields, order="deterministic"), digest_size=16).hexdigest()
+
+
+REMOVED = (*NEUTRAL, "seed")
+"""Parameters that are removed. A seed would give all rollouts of a group the same random numbers."""
+
+
+def override(fields: dict[str, Any], temperature: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a request's fields with the training sampling, and the requested values that were replaced.
+
+    The temperature is replaced, and `top_p`, `top_k`, `min_p`, penalties, biases that ban nothing and the
+    seed are removed. Limits of length, stop words, schemas and tools stay as requested.
+    """
+    replaced = {name: fields[name] for name in REMOVED if fields.get(name) is not None}
+    replaced = {name: value for name, value in replaced.items() if value not in NEUTRAL.get(name, ())}
+    if fields.get("temperature", 1.0) not in (None, temperature):
+        replaced["temperature"] = fields.get("temperature", 1.0)
+    kept = {name: value for name, value in fields.items() if name not in REMOVED}
+    if "logit_bias" in off_policy_parameters({"logit_bias": _bias(fields)}):
+        replaced["logit_bias"] = kept.pop("logit_bias")
+    return kept | {"temperature": temperature}, replaced
+
+
+def _bias(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the request's bias if it is well-formed; engines reject others."""
+    bias = fields.get("logit_bias")
+    well_formed = isinstance(bias, dict) and all(isinstance(value, int | float) for value in bias.values())
+    return bias if well_formed else None

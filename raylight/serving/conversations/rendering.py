@@ -149,22 +149,6 @@ class Renderer:
         sampled = next((n for n in range(min(len(end), len(ids)), 0, -1) if end[-n:] == ids[:n]), 0)
         return [*tokens, *ids[sampled:]]
 
-    def text_after_answer(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        answer_index: int,
-        tools: Any = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Return the rendered text after `messages[answer_index]`, from the end of its turn on.
-
-        Raises:
-            UnsupportedTemplate: the template raises, the text cannot be found, it depends on the answer, or
-                it omits a message.
-        """
-        conversation = self._read(messages, answer_index, tools, template_kwargs)
-        return self._new_text(self._rule(conversation), conversation, FIRST)
-
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 

@@ -33,7 +33,7 @@ from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
 from raylight.store.client import StoreClient
-from raylight.types import IntArray, LogprobArray, Span
+from raylight.types import IntArray, LogprobArray
 from raylight.weights.client import GRACE_S, call_until_answered, wait_for_turn
 from raylight.weights.executor import OrderExecutor
 from raylight.weights.starts import derive_seed
@@ -100,10 +100,27 @@ def close_pickle_port() -> None:
         serve_replica.add_port_to_grpc_server = lambda server, address: 0
 
 
-class ReplicaRuntime:
-    """The replica's side of a run: executes the coordinator's orders, records calls, and serves HTTP.
+def add_replica_header(app: ASGIApp, replica: str) -> ASGIApp:
+    """Wrap an application so that each response names its replica in the header `x-raylight-replica`."""
+    header = (b"x-raylight-replica", replica.encode())
 
-    It deletes its own Serve application when the coordinator's actor is gone, and with it the run.
+    async def with_header(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await app(scope, receive, send_with_header)
+
+    return with_header
+
+
+@serve.ingress()
+class EngineReplica:
+    """An engine of the registry, or of the user's own, behind HTTP.
+
+    It executes the coordinator's orders, records calls, and deletes its own Serve application when the
+    coordinator's actor is gone, and with it the run.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
@@ -119,7 +136,19 @@ class ReplicaRuntime:
         self._scorer: ConversationScorer | None = None
         self._following: asyncio.Task[None] | None = None
 
-    async def seed(self) -> int:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        try:
+            load_factory(self._settings.config.kind)  # imports what the engine needs, before its turn
+            await self._enter()
+            self._engine = await build_engine(engine_settings(self._settings, await self._seed()))
+            self._engine_app = await self._engine.app()
+        except Exception as error:
+            await self._report_start_failure(error)
+            raise
+        self._starting.close()  # it has its memory; new weights may have to wait for the learners
+        return await self._start(self._engine, self._engine_app)
+
+    async def _seed(self) -> int:
         """Return the seed of this start of a replica. The first replica of a run has the run's own seed.
 
         Raises:
@@ -131,7 +160,7 @@ class ReplicaRuntime:
         )
         return derive_seed(settings.seed, stream)
 
-    async def enter(self) -> None:
+    async def _enter(self) -> None:
         """Wait until the replica may take device memory: learners on the same GPUs hold still."""
         note_stage("waiting for its turn")
         limit = self._settings.config.start_timeout_s
@@ -139,7 +168,7 @@ class ReplicaRuntime:
         self._starting.entered = True
         note_stage("loading the engine")
 
-    async def report_start_failure(self, error: Exception) -> None:
+    async def _report_start_failure(self, error: Exception) -> None:
         """Report an error to the coordinator, so that the run fails instead of Serve retrying forever."""
         self._starting.close()
         broken = find_broken(error)
@@ -147,19 +176,12 @@ class ReplicaRuntime:
         reason = f"{type(cause).__name__}: {cause}"
         await call_until_answered(self._settings.coordinator, "report_start_failure", reason, within=GRACE_S)
 
-    async def start(self, engine: Engine) -> ASGIApp:
+    async def _start(self, engine: Engine, engine_app: ASGIApp) -> ASGIApp:
         """Apply all current orders to the engine, and build the application that agents call.
 
-        The engine's application comes first: once the replica has subscribed, the run counts it as started.
+        Once the replica has subscribed, the run counts it as started.
         """
-        self._engine = engine
-        settings, config = self._settings, self._settings.config
-        try:
-            self._engine_app = await engine.app()
-        except Exception as error:
-            await self.report_start_failure(error)
-            raise
-        self._starting.close()  # it has its memory; new weights may have to wait for the learners
+        settings = self._settings
         metrics = Metrics()
         self._executor = OrderExecutor(
             self._replica,
@@ -180,21 +202,14 @@ class ReplicaRuntime:
         if store is not None:
             self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
         gateway = build_gateway(
-            self._engine_app,
+            engine_app,
             engine,
             settings.secret,
             self._recorder,
-            self._add_spans if store is not None else None,
-            max_body=config.max_body_bytes,
-            token_in=config.token_in,
-            tolerate_rewrites=config.tolerate_rewrites,
-            ignore_fields=config.ignore_fields,
+            store,
+            settings.config,
             training_temperature=settings.training_temperature,
-            history=store.chat_history if store is not None else None,
             metrics=metrics,
-            is_finished=store.is_attempt_finished if store is not None else None,
-            # the tokens of an upstream model are not known
-            check_budgets=store.check_budgets if store is not None and config.kind != "upstream" else None,
             sessions=self._session_service(),
         )
         run = settings.run or settings.app_name
@@ -265,8 +280,11 @@ class ReplicaRuntime:
             await self._engine.check_health()
             self._executor.check_health()
 
-    async def close(self) -> None:
-        """Stop computing, flush the last records to the store, and unsubscribe from the coordinator."""
+    async def __del__(self) -> None:
+        """Stop computing, flush the last records to the store, and unsubscribe from the coordinator.
+
+        Serve awaits it when the replica stops.
+        """
         self._starting.close()
         if self._metrics is not None:
             self._metrics.stop()
@@ -277,70 +295,12 @@ class ReplicaRuntime:
         if self._executor is not None:
             await self._executor.close()
 
-    async def _add_spans(self, spans: list[Span]) -> None:
-        assert self._settings.store is not None
-        await self._settings.store.add_many_spans(spans)
-
     async def _delete_application(self) -> None:
         name = self._settings.app_name
         logger.warning(
             "the run that started the Serve application %s is gone; deleting the application", name
         )
         await asyncio.to_thread(serve.delete, name, _blocking=False)
-
-
-def add_replica_header(app: ASGIApp, replica: str) -> ASGIApp:
-    """Wrap an application so that each response names its replica in the header `x-raylight-replica`."""
-    header = (b"x-raylight-replica", replica.encode())
-
-    async def with_header(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_header(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
-
-        await app(scope, receive, send_with_header)
-
-    return with_header
-
-
-@serve.ingress()
-class EngineReplica:
-    """An engine of the registry, or of the user's own, behind HTTP."""
-
-    def __init__(self, settings: ReplicaSettings) -> None:
-        self._runtime = ReplicaRuntime(settings)
-        self._settings = settings
-
-    async def __serve_build_asgi_app__(self) -> Any:
-        try:
-            load_factory(self._settings.config.kind)  # imports what the engine needs, before its turn
-            await self._runtime.enter()
-            engine = await build_engine(engine_settings(self._settings, await self._runtime.seed()))
-        except Exception as error:
-            await self._runtime.report_start_failure(error)
-            raise
-        return await self._runtime.start(engine)
-
-    async def score_conversations(
-        self, conversations: list[RewardModelInput], truncate: bool
-    ) -> list[ScoredConversation]:
-        """See `ReplicaRuntime.score_conversations`."""
-        return await self._runtime.score_conversations(conversations, truncate)
-
-    async def token_logprobs(self, rows: list[ScoredRow]) -> list[LogprobArray]:
-        """See `ReplicaRuntime.token_logprobs`."""
-        return await self._runtime.token_logprobs(rows)
-
-    async def render_chats(self, requests: list[str]) -> list[list[int]]:
-        """See `ReplicaRuntime.render_chats`."""
-        return await self._runtime.render_chats(requests)
-
-    async def check_health(self) -> None:
-        await self._runtime.check_health()
-
-    async def __del__(self) -> None:  # awaited by Serve when the replica stops
-        await self._runtime.close()
 
 
 def engine_settings(settings: ReplicaSettings, seed: int) -> EngineSettings:

@@ -2,18 +2,224 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import hashlib
 import operator
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import msgspec
+from cachetools import LRUCache
 from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.system_messages import SystemMessages
-from raylight.serving.dialects.tool_checks import check_response_format, check_tools
 from raylight.types.request_fields import log_dropped
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+"""Names that at least one provider accepts."""
+CACHED_SCHEMAS = 4096
+"""Schemas whose check is remembered: an agent sends the same ones with each request."""
+CHECKED_AT_ONCE = 2**13
+"""Bytes of schemas that are checked without a thread; they take some 15 ms."""
+MAX_CHECKED = 2**18
+"""Schemas of a request that are checked, in bytes of JSON; checking more would delay all requests."""
+
+_PROBLEMS: LRUCache[bytes, str | None] = LRUCache(CACHED_SCHEMAS)
+"""Faults of schemas, by their digests."""
+
+
+def check_tools(tools: Any) -> None:
+    """Check the names and the schemas of a request's function tools. Engines check the rest of their form.
+
+    Raises:
+        RequestError: 400, a name or a schema is invalid.
+    """
+    checked = 0
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict):
+            continue
+        name, path = function.get("name"), f"tools[{index}].function"
+        if isinstance(name, str) and not TOOL_NAME.fullmatch(name):
+            raise RequestError(
+                f"{path}.name: {name!r:.200} is no name of a tool; it may have up to 128 letters, digits, "
+                "underscores, hyphens and dots"
+            )
+        if (schema := function.get("parameters")) is not None:
+            encoded = msgspec.json.encode(schema)
+            checked += len(encoded)
+            _check_parameters(f"{path}.parameters", name, schema, encoded if checked <= MAX_CHECKED else None)
+
+
+def check_response_format(response_format: Any) -> None:
+    """Check the schema of a request's answer.
+
+    Raises:
+        RequestError: 400, it is invalid.
+    """
+    schema = _schema_of(response_format)
+    if not isinstance(schema, dict) or len(encoded := msgspec.json.encode(schema)) > MAX_CHECKED:
+        return
+    if problem := _problem_of(encoded):
+        raise RequestError(f"response_format.json_schema.schema: it is no valid JSON schema: {problem}")
+
+
+def _check_parameters(path: str, name: Any, schema: Any, encoded: bytes | None) -> None:
+    if not isinstance(schema, dict):
+        raise RequestError(
+            f"{path}: the schema of tool {name!r:.200} must be an object, not {type(schema).__name__}"
+        )
+    if schema.get("type", "object") != "object":
+        raise RequestError(
+            f"{path}: the schema of tool {name!r:.200} must have the type 'object', not "
+            f"{schema['type']!r:.100}; put a single value into an object with one property"
+        )
+    if encoded is not None and (problem := _problem_of(encoded)):
+        raise RequestError(f"{path}: the schema of tool {name!r:.200} is no valid JSON schema: {problem}")
+
+
+async def check_large_schemas(body: Mapping[str, Any]) -> None:
+    """Check a request's schemas in a thread if they are large, so that the other checks find the results.
+
+    Schemas of `MAX_CHECKED` bytes take half a second, during which other requests would wait.
+    """
+    tools, response_format = body.get("tools"), body.get("response_format")
+    if not (tools or response_format):
+        return
+    schemas = [_parameters_of(tool) for tool in tools] if isinstance(tools, list) else []
+    schemas.append(_schema_of(response_format))
+    encoded = [msgspec.json.encode(schema) for schema in schemas if isinstance(schema, dict)]
+    if sum(map(len, encoded)) <= CHECKED_AT_ONCE:
+        return
+    new = {key: one for one in encoded if len(one) <= MAX_CHECKED and (key := _key_of(one)) not in _PROBLEMS}
+    if new:
+        problems = await asyncio.to_thread(lambda: [_find_problem(one) for one in new.values()])
+        _PROBLEMS.update(zip(new, problems, strict=True))
+
+
+def _schema_of(response_format: Any) -> Any:
+    json_schema = response_format.get("json_schema") if isinstance(response_format, dict) else None
+    return json_schema.get("schema") if isinstance(json_schema, dict) else None
+
+
+def _parameters_of(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("parameters") if isinstance(function, dict) else None
+
+
+def _problem_of(encoded: bytes) -> str | None:
+    """Return what is wrong with a schema, from an earlier check if there was one."""
+    key = _key_of(encoded)
+    if key not in _PROBLEMS:
+        _PROBLEMS[key] = _find_problem(encoded)
+    return _PROBLEMS[key]
+
+
+def _key_of(encoded: bytes) -> bytes:
+    return hashlib.blake2b(encoded, digest_size=16).digest()
+
+
+def _find_problem(encoded: bytes) -> str | None:
+    """Return what is wrong with a schema, and where; None if it is valid.
+
+    It is checked as one of draft 7, whose keywords later drafts have too; their check takes ten times longer.
+    Formats are left out: a `pattern` is a regular expression of ECMAScript, which Python's `re` cannot judge.
+    """
+    from jsonschema import Draft7Validator, SchemaError
+
+    schema = msgspec.json.decode(encoded)
+    if "definitions" not in schema and "$defs" in schema:  # its newer name
+        schema["definitions"] = schema["$defs"]
+    try:
+        Draft7Validator.check_schema(schema, format_checker=None)
+    except SchemaError as error:
+        where = ".".join(map(str, error.absolute_path))
+        return f"{f'at {where}: ' if where else ''}{error.message:.300}"
+    return None
+
+
+FIRST, SECOND = (f"Zq{uuid.uuid4().hex}" for _ in range(2))
+"""Words that are unique in a rendered text."""
+
+
+class SystemMessages:
+    """Puts the system messages of a chat where its template takes them. Not thread-safe.
+
+    Messages of developers become messages of the system, the only name that most templates know. Where the
+    template refuses or omits a system message that is not the first message, all of them are folded into the
+    first, in their order, as other servers do. Where it takes them, they keep their places, because another
+    first message is another prompt.
+
+    Args:
+        tokenizer: Hugging Face tokenizer with the chat template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def place(self, messages: Any) -> Any:
+        """Return a request's messages with system messages in their places; the same list if they are."""
+        if not isinstance(messages, list):
+            return messages
+        named = [
+            {**message, "role": "system"}
+            if isinstance(message, dict) and message.get("role") == "developer"
+            else message
+            for message in messages
+        ]
+        found = [index for index, message in enumerate(named) if _is_system(message)]
+        if found not in ([], [0]) and not (
+            self._takes_later if found != list(range(len(found))) else self._takes_several
+        ):
+            text = "\n\n".join(filter(None, (_text(named[index]) for index in found)))
+            rest = [message for message in named if not _is_system(message)]
+            return [{**named[found[0]], "content": text}, *rest]
+        return messages if all(new is old for new, old in zip(named, messages, strict=True)) else named
+
+    @functools.cached_property
+    def _takes_later(self) -> bool:
+        """True if the template shows a system message after an answer."""
+        turns = [_message("user", "u"), _message("assistant", "a"), _message("system", SECOND)]
+        return self._shows([_message("system", FIRST), *turns, _message("user", "u")])
+
+    @functools.cached_property
+    def _takes_several(self) -> bool:
+        """True if the template shows two system messages at the start."""
+        return self._shows([_message("system", FIRST), _message("system", SECOND), _message("user", "u")])
+
+    def _shows(self, messages: list[dict[str, str]]) -> bool:
+        """True if the template shows all system messages, or not even the first, which the engine reports."""
+        text = self._render(messages)
+        if FIRST in text and SECOND in text:
+            return True
+        return FIRST not in self._render([_message("system", FIRST), _message("user", "u")])
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        """Return the rendered text; "" if the template raises."""
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # a template is the model authors' program and may raise anything
+            return ""
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _is_system(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "system"
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
 
 HINTS = frozenset({"reasoning_effort", "reasoning", "verbosity", "thinking", "enable_thinking"})
 """Settings of a model's style and reasoning, by their names in chat requests."""

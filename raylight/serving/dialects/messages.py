@@ -7,30 +7,19 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.http.errors import CONTEXT_LENGTH, RequestError, anthropic_message
+from raylight.http.errors import CONTEXT_LENGTH, KINDS, RequestError, anthropic_message
 from raylight.semconv import MESSAGES_SPAN
+from raylight.serving.dialects.answers import Block, BlockReader, Step, Turn, read_turn
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
 from raylight.serving.dialects.messages_request import (
     CountTokensRequest,
     MessagesRequest,
+    provider_tools,
     sign,
 )
-from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
 from raylight.types.chat_messages import INVALID_JSON
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
-"""Types of errors by HTTP status."""
 STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
@@ -70,7 +59,7 @@ class MessagesDialect(Dialect):
             return TokenCount(count.to_chat(), count.field_names())
         request = MessagesRequest.read(body)
         translation = MessagesTranslation(request.to_chat(), request.field_names())
-        translation.dropped_tools = request.dropped_tools()
+        translation.dropped_tools = provider_tools(request.tools)
         return translation
 
     @classmethod
@@ -81,7 +70,7 @@ class MessagesDialect(Dialect):
         details = {"details": error.details} if error.details else {}
         return {
             "type": "error",
-            "error": {"type": ERROR_TYPES.get(error.status, default), "message": message} | details,
+            "error": {"type": KINDS.get(error.status, default), "message": message} | details,
             "request_id": None,
         }
 
@@ -105,13 +94,11 @@ class TokenCount(Translation):
 
     def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(answer.get("count"), int):
-            raise RequestError("the engine's answer has no count of tokens", 502, "server_error")
+            raise RequestError("the engine's answer has no count of tokens", 502)
         return {"input_tokens": answer["count"]}
 
     def start_stream(self) -> MessagesStream:
-        raise RequestError(
-            "the engine streams a count of tokens, which is one JSON object", 502, "server_error"
-        )
+        raise RequestError("the engine streams a count of tokens, which is one JSON object", 502)
 
 
 class MessagesStream(AnswerStream):

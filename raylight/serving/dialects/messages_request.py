@@ -19,15 +19,15 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 
 from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.chat_messages import (
+from raylight.serving.dialects.dialect import FieldNames, MessageSource
+from raylight.types.chat_messages import (
+    INVALID_JSON,
     image_part,
     join_parts,
     normalize_message,
     text_part,
     tool_call,
 )
-from raylight.serving.dialects.field_names import FieldNames, MessageSource
-from raylight.types.chat_messages import INVALID_JSON
 
 CHAT_FIELDS = {
     "max_completion_tokens": "max_tokens",
@@ -336,10 +336,6 @@ class CountTokensRequest(RequestModel):
     def field_names(self) -> FieldNames:
         """Return the names of this request's fields by those of its chat request."""
         return FieldNames(CHAT_FIELDS | self._tool_paths(), self._sources)
-
-    def dropped_tools(self) -> list[str]:
-        """Return the types of the tools that the model does not get."""
-        return provider_tools(self.tools)
 
     def _given_tools(self) -> dict[int, MessagesTool]:
         """Return the tools that the model gets, by their index in the request."""

@@ -12,11 +12,15 @@ from cachetools import LRUCache
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import CONTEXT_LENGTH, RequestError
 from raylight.semconv import RESPONSES_SPAN
+from raylight.serving.dialects.answers import Block, BlockReader, Step, Turn, read_turn
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
-from raylight.serving.dialects.responses_items import ID_PREFIXES, item_id
-from raylight.serving.dialects.responses_request import ResponsesRequest
-from raylight.serving.dialects.responses_tools import GivenTools, custom_input
-from raylight.serving.dialects.turns import Block, BlockReader, Step, Turn, read_turn
+from raylight.serving.dialects.responses_request import (
+    ID_PREFIXES,
+    GivenTools,
+    ResponsesRequest,
+    custom_input,
+    item_id,
+)
 
 TEXT_NAMES = {
     "text": "output_text",
@@ -300,7 +304,7 @@ class ResponseHistory:
                     items[index] = self._items[scope, item["id"]]
                 except KeyError:
                     error = _missing(f"input[{index}]", f"item {item['id']!r:.200}")
-                    raise RequestError(error, 404, "not_found_error", param=f"input[{index}]") from None
+                    raise RequestError(error, 404, param=f"input[{index}]") from None
         return body | {"input": items}
 
 

@@ -4,26 +4,464 @@ A replica remembers a response for `previous_response_id` unless the request has
 stores one for later retrieval, so that answers have `store: false`. `metadata` and `user` are echoed.
 Messages of developers become messages of the system. A request that includes `reasoning.encrypted_content`,
 as agent-framework's client always does, gets reasoning as plain text, which may be sent back unchanged.
+
+One turn of the model comes back as several input items (reasoning, a message, tool calls) and is one message
+of chat.
+
+Tools become functions of chat. A custom tool, whose input is plain text, becomes a function with one
+parameter, `input`. The tools of a namespace become functions named `NAMESPACE__NAME`. Tools that a provider
+runs are dropped: no model here can use them. Those that the agent runs in a form that only OpenAI's models
+know (local_shell, shell, apply_patch, computer) are refused: give them as functions. A tool with
+`defer_loading` is given at once, because nobody searches for it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from raylight.http.body import RequestModel
-from raylight.serving.dialects.field_names import FieldNames
-from raylight.serving.dialects.responses_items import (
-    AdditionalToolsItem,
-    ConfigurationUpdateItem,
-    Effort,
-    InputItem,
-    as_items,
-    to_messages,
+from raylight.http.errors import RequestError
+from raylight.serving.dialects.dialect import FieldNames, MessageSource
+from raylight.types.chat_messages import (
+    image_part,
+    join_parts,
+    normalize_message,
+    text_part,
+    tool_call,
 )
-from raylight.serving.dialects.responses_tools import GivenTools, ResponsesTool
 from raylight.types.request_fields import log_dropped
+
+DEFAULT_NAMESPACE = "functions"
+"""Namespace of the tools without one."""
+INPUT = "input"
+"""Parameter of the function that stands for a custom tool."""
+
+
+class PlainTool(RequestModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = Field(default=None, exclude=True)
+    allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
+    output_schema: dict[str, Any] | None = Field(default=None, exclude=True)
+    """Schema of the tool's results, which chat has no field for; ignored."""
+
+
+class PlainInput(RequestModel):
+    type: Literal["text"]
+
+
+class GrammarInput(RequestModel):
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(RequestModel):
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: Annotated[PlainInput | GrammarInput, Field(discriminator="type")] = PlainInput(type="text")
+    defer_loading: bool | None = Field(default=None, exclude=True)
+    allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
+
+
+class NamespaceTool(RequestModel):
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[Annotated[PlainTool | CustomTool, Field(discriminator="type")]]
+
+
+class HostedTool(RequestModel):
+    """A tool that is dropped, whatever its settings are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "code_interpreter",
+        "file_search",
+        "image_generation",
+        "mcp",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+
+
+ResponsesTool = Annotated[PlainTool | CustomTool | NamespaceTool | HostedTool, Field(discriminator="type")]
+
+
+@dataclass(frozen=True)
+class GivenTool:
+    """A tool as the agent names it.
+
+    Attributes:
+        path: its path in the request.
+    """
+
+    kind: Literal["function", "custom"]
+    name: str
+    namespace: str | None
+    path: str
+
+
+class GivenTools:
+    """The tools of a request.
+
+    Args:
+        tools: lists of tools, each with its path in the request.
+
+    Attributes:
+        functions: the tools as those of a chat request.
+        dropped: types of the tools that are dropped.
+
+    Raises:
+        RequestError: 400, two tools have the same name.
+    """
+
+    def __init__(self, tools: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.dropped: list[str] = []
+        self._by_name: dict[str, GivenTool] = {}
+        for path, given in tools:
+            for index, tool in enumerate(given):
+                self._add(tool, f"{path}[{index}]")
+
+    def of(self, chat_name: str) -> GivenTool:
+        """Return the tool of a function; a function for a name that the request does not have."""
+        return self._by_name.get(chat_name) or GivenTool("function", chat_name, None, "tools")
+
+    def paths(self) -> dict[str, str]:
+        """Return the paths of the tools in the request by those in its chat request."""
+        return {f"tools[{i}].function": tool.path for i, tool in enumerate(self._by_name.values())}
+
+    def _add(self, tool: Any, path: str) -> None:
+        if isinstance(tool, HostedTool):
+            self.dropped.append(tool.type)
+            return
+        for inner, place, namespace in _flatten(tool, path):
+            name = chat_name(inner.name, namespace)
+            if name in self._by_name:
+                raise RequestError(f"{place}.name: another tool has the name {name!r:.200}")
+            self._by_name[name] = GivenTool(inner.type, inner.name, namespace, place)
+            self.functions.append({"type": "function", "function": _function(inner, name)})
+
+
+def chat_name(name: str, namespace: str | None) -> str:
+    """Return the name of the function that stands for a tool."""
+    return name if namespace in (None, DEFAULT_NAMESPACE) else f"{namespace}__{name}"
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of a function for the input of a custom tool."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """Return the input of a custom tool for the arguments of its function.
+
+    Arguments of another form are the input as they are.
+    """
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    is_input = isinstance(decoded, dict) and isinstance(decoded.get(INPUT), str)
+    return decoded[INPUT] if is_input else arguments
+
+
+def _flatten(tool: Any, path: str) -> Iterator[tuple[PlainTool | CustomTool, str, str | None]]:
+    """Yield the functions and custom tools of a tool, each with its path and namespace."""
+    if not isinstance(tool, NamespaceTool):
+        yield tool, path, None
+        return
+    for index, inner in enumerate(tool.tools):
+        yield inner, f"{path}.tools[{index}]", tool.name
+
+
+def _function(tool: PlainTool | CustomTool, name: str) -> dict[str, Any]:
+    if isinstance(tool, PlainTool):
+        return tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}
+    description = tool.description or ""
+    if isinstance(tool.format, GrammarInput):
+        description += f"\nThe input follows this grammar ({tool.format.syntax}):\n{tool.format.definition}"
+    properties = {INPUT: {"type": "string", "description": "the tool's input, as plain text"}}
+    parameters = {"type": "object", "properties": properties, "required": [INPUT]}
+    return {"name": name, "description": description.strip(), "parameters": parameters}
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class InputText(RequestModel):
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class OutputText(RequestModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
+    logprobs: list[Any] | None = None
+    """Log-probs of an earlier answer; ignored."""
+    parsed: Any = None
+    """The text as the SDK's `parse` read it, which the SDK sends back; ignored."""
+
+
+class InputImage(RequestModel):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
+Parts = list[Annotated[InputText | OutputText | InputImage, Field(discriminator="type")]]
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+class ConversationItem(RequestModel):
+    """An item of the input."""
+
+    id: str | None = None
+    internal_chat_message_metadata_passthrough: Any = None
+    """Codex's notes on an item's origin; ignored."""
+
+
+class InputMessageItem(ConversationItem):
+    type: Literal["message"]
+    role: Literal["user", "system", "developer"]
+    content: Annotated[Parts, BeforeValidator(_as_parts)]
+    status: Status | None = None
+
+
+class AssistantMessageItem(ConversationItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: Annotated[
+        list[Annotated[InputText | OutputText, Field(discriminator="type")]], BeforeValidator(_as_parts)
+    ]
+    status: Status | None = None
+
+
+class FunctionCallItem(ConversationItem):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    arguments: str
+    status: Status | None = None
+    parsed_arguments: Any = None
+    """The arguments as the SDK's `parse` read them, which the SDK sends back; ignored."""
+
+
+class CustomToolCallItem(ConversationItem):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+    status: Status | None = None
+
+
+class ToolOutputItem(ConversationItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    name: str | None = None
+    output: Annotated[
+        list[Annotated[InputText | InputImage, Field(discriminator="type")]], BeforeValidator(_as_parts)
+    ]
+    status: Status | None = None
+
+
+class ReasoningText(RequestModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(ConversationItem):
+    type: Literal["reasoning"]
+    summary: list[ReasoningText] = Field(default=[])
+    content: list[ReasoningText] = Field(default=[])
+    status: Status | None = None
+
+
+class AdditionalToolsItem(ConversationItem):
+    """Tools besides those of the request."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer", "system"] = "developer"
+    tools: list[ResponsesTool]
+
+
+class UpdatedReasoning(RequestModel):
+    effort: Effort | None = None
+
+
+class ConfigurationUpdateItem(ConversationItem):
+    """Settings that replace those of the request."""
+
+    type: Literal["configuration_update"]
+    reasoning: UpdatedReasoning | None = None
+
+
+CallItem = FunctionCallItem | CustomToolCallItem
+AssistantItem = AssistantMessageItem | CallItem | ReasoningItem
+SettingItem = AdditionalToolsItem | ConfigurationUpdateItem
+"""Items without a message."""
+
+
+def _item_tag(item: Any) -> str:
+    """Return the tag of an item's model; a message needs no type."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    role = item.get("role") if isinstance(item, dict) else getattr(item, "role", None)
+    return "assistant" if kind == "message" and role == "assistant" else str(kind)
+
+
+InputItem = Annotated[
+    Annotated[InputMessageItem, Tag("message")]
+    | Annotated[AssistantMessageItem, Tag("assistant")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[ToolOutputItem, Tag("function_call_output")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[ToolOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[AdditionalToolsItem, Tag("additional_tools")]
+    | Annotated[ConfigurationUpdateItem, Tag("configuration_update")],
+    Discriminator(
+        _item_tag,
+        custom_error_type="unknown_item",
+        custom_error_message="this item is not supported; supported: message, function_call, "
+        "function_call_output, custom_tool_call, custom_tool_call_output, reasoning, additional_tools, "
+        "configuration_update",
+    ),
+]
+
+
+def as_items(value: Any) -> Any:
+    """Return the input as a list of items, each with its type. A string is a user's message."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    return [
+        {"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in value
+    ]
+
+
+@dataclass
+class _AssistantTurn:
+    """One turn of the assistant, assembled from its items."""
+
+    path: str
+    """Path of its first item in the request."""
+    answer_id: str | None = None
+    """The id of the answer in its items' ids; None if they are not ours."""
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    """Paths of its calls in the request, by those in its message."""
+
+    def accepts(self, item: AssistantItem) -> bool:
+        """Return True if an item belongs to the turn: by its id, or else by the order of a model's output."""
+        answer_id = answer_id_of(item.id)
+        if answer_id is not None and self.answer_id is not None:
+            return answer_id == self.answer_id
+        if isinstance(item, ReasoningItem):
+            return not (self.texts or self.calls)
+        return isinstance(item, CallItem) or not (self.texts or self.calls)
+
+    def add(self, item: AssistantItem, path: str) -> None:
+        self.answer_id = self.answer_id or answer_id_of(item.id)
+        if isinstance(item, AssistantMessageItem):
+            self.texts += [part.text for part in item.content]
+        elif isinstance(item, CallItem):
+            index = len(self.calls)
+            self.places |= {f"tool_calls[{index}]": path, f"tool_calls[{index}].function": path}
+            name = chat_name(item.name, item.namespace)
+            text = item.arguments if isinstance(item, FunctionCallItem) else custom_arguments(item.input)
+            self.calls.append(tool_call(item.call_id, name, text))
+        else:
+            self.reasoning += [part.text for part in item.content or item.summary]
+
+    def message(self) -> tuple[dict[str, Any], MessageSource]:
+        """Return the turn as a chat message, with its source."""
+        texts = {"content": "".join(self.texts), "reasoning_content": "".join(self.reasoning)}
+        message = normalize_message({"role": "assistant", **texts, "tool_calls": self.calls})
+        return message, {"": self.path} | self.places
+
+
+ID_PREFIXES = {"text": "msg", "reasoning": "rs", "function": "fc", "custom": "ctc"}
+"""Prefixes of the ids of output items, by the kind of a block or of a called tool."""
+
+
+def item_id(prefix: str, answer_id: str, index: int) -> str:
+    """Return the id of an output item: a prefix of `ID_PREFIXES`, the answer's id, the item's index."""
+    return f"{prefix}_{answer_id}.{index}"
+
+
+def answer_id_of(item_id: str | None) -> str | None:
+    """Return the answer's id in an item's id; None if the id is not one of ours."""
+    prefix, _, rest = (item_id or "").partition("_")
+    answer_id, dot, index = rest.rpartition(".")
+    return answer_id if dot and prefix in ID_PREFIXES.values() and index.isdigit() else None
+
+
+def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
+    """Return the chat messages of input items, each with its source in the request."""
+    messages: list[tuple[dict[str, Any], MessageSource]] = []
+    turn: _AssistantTurn | None = None
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        if isinstance(item, SettingItem):
+            continue
+        if isinstance(item, AssistantItem):
+            if turn is None or not turn.accepts(item):
+                messages += [turn.message()] if turn else []
+                turn = _AssistantTurn(path)
+            turn.add(item, path)
+            continue
+        messages += [turn.message()] if turn else []
+        turn = None
+        messages += _input_messages(item, path)
+    return messages + ([turn.message()] if turn else [])
+
+
+def _input_messages(
+    item: InputMessageItem | ToolOutputItem, path: str
+) -> list[tuple[dict[str, Any], MessageSource]]:
+    """Return the messages of an item. The images of a tool's output become a message of the user, because
+    chat allows only text in those of tools."""
+    if isinstance(item, InputMessageItem):
+        role = "user" if item.role == "user" else "system"
+        return [({"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path})]
+    texts = [text_part(part.text) for part in item.output if isinstance(part, InputText)]
+    images = [(i, part) for i, part in enumerate(item.output) if isinstance(part, InputImage)]
+    output = {"role": "tool", "tool_call_id": item.call_id, "content": join_parts(texts)}
+    messages: list[tuple[dict[str, Any], MessageSource]] = [(output, {"": path, "content": f"{path}.output"})]
+    if images:
+        user = {"role": "user", "content": [_part(image) for _, image in images]}
+        places = {f"content[{k}]": f"{path}.output[{i}]" for k, (i, _) in enumerate(images)}
+        messages.append((user, {"": f"{path}.output"} | places))
+    return messages
+
+
+def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:
+    return image_part(part.image_url, part.detail) if isinstance(part, InputImage) else text_part(part.text)
+
 
 CHAT_FIELDS = {
     "messages": "input",

@@ -1,31 +1,102 @@
 """Middleware that translates agents' requests for the engine, and the engine's answers back.
 
 Chat requests, translated or not, reach the inner layers in normal form.
+
+While the engine is silent (its weights change, or the request waits for its turn), a stream shows signs of
+life: clients and proxies end a connection that is silent for longer than their read timeout.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from raylight._utils.aio import cancel_all, pause
 from raylight.engines.capture_context import SCOPE
 from raylight.engines.families import template_of
 from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError, find_error, read_error
 from raylight.http.request import JsonRequest, json_request
-from raylight.http.sse import SseReader, sse_bytes
+from raylight.http.sse import SseReader, is_event_stream, sse_bytes
 from raylight.serving.dialects.answers import DONE, decode_json
-from raylight.serving.dialects.chat_normalizer import ChatNormalizer
+from raylight.serving.dialects.chat_normalizer import (
+    ChatNormalizer,
+    check_large_schemas,
+    check_response_format,
+)
 from raylight.serving.dialects.dialect import Dialect, Event, Translation
-from raylight.serving.dialects.keep_alive import COMMENT, KEEP_ALIVE_S, KeepAliveSend
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect, dialect_of
-from raylight.serving.dialects.tool_checks import check_large_schemas, check_response_format
 from raylight.types.request_fields import log_dropped
+
+KEEP_ALIVE_S = 15.0
+"""Seconds of silence after which something is sent, as the standard on server-sent events recommends."""
+COMMENT = b": keep-alive\n\n"
+"""Comment of a stream, which clients skip."""
+EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+LONGEST_END = max(map(len, EVENT_ENDS))
+
+
+class KeepAliveSend:
+    """An ASGI `send` that sends a comment or an event of its own after each `interval_s` without a message.
+
+    It does so only between the events of a stream, and within `async with`.
+
+    Args:
+        send: the client's.
+
+    Attributes:
+        write: returns what is sent; by default a comment.
+    """
+
+    def __init__(self, send: Send, interval_s: float) -> None:
+        self.write: Callable[[], bytes] = lambda: COMMENT
+        self._send = send
+        self._interval_s = interval_s
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._sent_at = 0.0
+        self._tail = EVENT_ENDS[0]
+        """The last bytes that were sent. Pieces may be cut anywhere, also within the end of an event."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stop()
+
+    async def __call__(self, message: Message) -> None:
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_last:
+            await self._stop()
+        async with self._lock:
+            await self._send(message)
+            self._tail = (self._tail + message.get("body", b"")[-LONGEST_END:])[-LONGEST_END:]
+        self._sent_at = asyncio.get_running_loop().time()
+        if message["type"] == "http.response.start" and is_event_stream(message):
+            self._task = asyncio.create_task(self._keep_alive(), name="keep a stream alive")
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await pause(max(0.0, self._sent_at + self._interval_s - loop.time()))
+            async with self._lock:
+                is_silent = loop.time() >= self._sent_at + self._interval_s
+                if is_silent and self._tail.endswith(EVENT_ENDS):
+                    await self._send({"type": "http.response.body", "body": self.write(), "more_body": True})
+            if is_silent:
+                self._sent_at = loop.time()
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            await cancel_all([self._task])
+            self._task = None
+
 
 DIALECT_KEY = "raylight.dialect"
 """Key of the ASGI scope that holds the name of the dialect of a translated request."""
@@ -137,7 +208,7 @@ class TranslationMiddleware:
 
 def _check_route(dialect: type[Dialect], path: str, method: str) -> None:
     if path != dialect.path and path not in dialect.other_paths:
-        raise RequestError(f"the route {path} does not exist", 404, "not_found_error")
+        raise RequestError(f"the route {path} does not exist", 404)
     if method != "POST":
         raise RequestError(f"{path} takes POST, not {method:.20}", 405)
 
@@ -189,10 +260,9 @@ class _AnswerSender:
 
     async def _start(self, message: Message) -> None:
         self._status = message["status"]
-        headers = {name.lower(): value for name, value in message.get("headers", [])}
         self._headers = _without(message.get("headers", []), b"content-length", b"content-type", ANSWER_ID)
-        if self._status < 400 and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream"):
-            answer_id = headers.get(ANSWER_ID, b"").decode()
+        if is_event_stream(message):
+            answer_id = dict(message["headers"]).get(ANSWER_ID, b"").decode()
             self._events = _EventStream(self._dialect, self.translation, answer_id)
             await self._send_start(b"text/event-stream; charset=utf-8")
 
@@ -278,7 +348,7 @@ def _decode_engine_json(body: bytes | str) -> dict[str, Any]:
     try:
         decoded = decode_json(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the engine's answer is not JSON: {error}", 502, "server_error") from None
+        raise RequestError(f"the engine's answer is not JSON: {error}", 502) from None
     if not isinstance(decoded, dict):
-        raise RequestError("the engine's answer is not a JSON object", 502, "server_error")
+        raise RequestError("the engine's answer is not a JSON object", 502)
     return decoded

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import Message, Receive, Scope, Send
 
 from raylight.http.errors import RequestError, find_error, read_error
-from raylight.http.sse import sse_bytes
+from raylight.http.sse import is_event_stream, sse_bytes
 from raylight.serving.dialects.dialect import Dialect
 from raylight.serving.dialects.registry import ChatDialect
 
@@ -82,10 +82,7 @@ class ErrorShapingSend:
     def _with_shaped_event(self, message: Message) -> Message:
         """Return a message of an answer; an event that is an engine's error gets the shape of OpenAI."""
         if message["type"] == "http.response.start":
-            self._streams = any(
-                value.startswith(b"text/event-stream") and name.lower() == b"content-type"
-                for name, value in message.get("headers", ())
-            )
+            self._streams = is_event_stream(message)
             return message
         body = message.get("body", b"")
         if not (self._streams and body.startswith(STREAMED_ERROR) and self._dialect and self._dialect.native):

@@ -14,23 +14,18 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.agent.attempt_keys import KeyUse, key_use
+from raylight.config import EngineConfig
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
-from raylight.http.host_names import OTHER_HOST, is_own_host
-from raylight.http.request import MAX_BODY, read_request
-from raylight.serving.capture.call_budgets import CallBudgets, CheckBudgets
-from raylight.serving.capture.conversation_loader import History
-from raylight.serving.capture.finished_attempts import FinishedAttempts, IsFinished
+from raylight.http.request import MAX_BODY, OTHER_HOST, JsonRequest, is_own_host, read_request
+from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
-from raylight.serving.capture.sampling_override import SamplingOverride
 from raylight.serving.conversations.conversations import Conversations
-from raylight.serving.dialects.ignored_fields import IgnoredFields
-from raylight.serving.dialects.keep_alive import KEEP_ALIVE_S
 from raylight.serving.dialects.registry import dialect_of
-from raylight.serving.dialects.translate import TranslationMiddleware
+from raylight.serving.dialects.translate import KEEP_ALIVE_S, TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
 from raylight.serving.gateway.metrics import Metrics, RequestTimer
 from raylight.serving.gateway.model_names import (
@@ -41,7 +36,9 @@ from raylight.serving.gateway.model_names import (
 )
 from raylight.serving.gateway.routes import MethodError, Route, find_route, read_path
 from raylight.serving.gateway.sessions import SessionService, answer_request
-from raylight.traces.otlp import Sink, traces_route
+from raylight.store.client import StoreClient
+from raylight.traces.otlp import traces_route
+from raylight.types.request_fields import drop_field, log_dropped
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +64,8 @@ class Gateway:
         attempts: True if attempts have addresses; without a recorder their calls would be lost.
         sessions: answers requests of agents outside the run; None: the routes do not exist.
         max_body: largest body of a request, in bytes.
+        ignore_fields: request fields to drop before any layer reads them, in every dialect, as
+            `EngineConfig.ignore_fields` names them.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class Gateway:
         attempts: bool = True,
         sessions: SessionService | None = None,
         max_body: int = MAX_BODY,
+        ignore_fields: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._engine = engine
@@ -91,6 +91,7 @@ class Gateway:
         self._attempts = attempts and secret is not None
         self._sessions = sessions
         self._max_body = max_body
+        self._ignore_fields = ignore_fields
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -133,7 +134,7 @@ class Gateway:
                 raise
             logger.exception("%s %s failed (request %s)", scope["method"], path, answer.request_id)
             message = "The server had an error while processing your request; see its log"
-            await answer.send_error(dialect, RequestError(message, 500, "server_error"))
+            await answer.send_error(dialect, RequestError(message, 500))
         finally:
             timer.end()
 
@@ -145,11 +146,9 @@ class Gateway:
                 have no addresses here.
         """
         if attempt is not None and not self._attempts:
-            raise RequestError(
-                "this server records no rollouts; use its addresses without /rollout", 404, "not_found_error"
-            )
+            raise RequestError("this server records no rollouts; use its addresses without /rollout", 404)
         if self._secret is None and not is_own_host(headers):
-            raise RequestError(OTHER_HOST, 403, "permission_error")
+            raise RequestError(OTHER_HOST, 403)
         secret, keys = self._secret, _keys(dict(headers))
         uses = [] if secret is None else [_use_of(key, secret, attempt) for key in keys]
         if secret is not None and not any(uses):
@@ -158,7 +157,6 @@ class Gateway:
             raise RequestError(
                 f"Incorrect API key provided: {problem}. Send the key that was given with this base URL",
                 401,
-                "authentication_error",
             )
         return next(filter(None, uses), None)
 
@@ -202,7 +200,7 @@ class Gateway:
                 await self._answer_health(inner, receive, answer)
             elif route.inner == TRACES:
                 if self._traces is None:
-                    raise RequestError("this server stores no spans", 404, "not_found_error")
+                    raise RequestError("this server stores no spans", 404)
                 await self._traces(inner, receive, answer)
             elif route.inner == "/v1/models":
                 await self._answer_models(route.model, inner, receive, answer)
@@ -215,10 +213,21 @@ class Gateway:
 
     async def _forward(self, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend) -> None:
         """Have the inner layers answer a request with a JSON body."""
-        request = await read_request(inner, receive, self._max_body)
+        request = self._without_ignored(await read_request(inner, receive, self._max_body), receive)
         await self._app(request.put_into(inner), request, answer)
         if not (answer.started or request.disconnected):
             raise RuntimeError("the inner layers sent no answer")
+
+    def _without_ignored(self, request: JsonRequest, receive: Receive) -> JsonRequest:
+        """Return a request without ignored fields. Each is counted, and the first one of a name is logged."""
+        fields = request.fields
+        for name in self._ignore_fields:
+            kept = drop_field(fields, name.split("."))
+            if kept is not fields:
+                fields = kept
+                self._metrics.count("ignored_fields_total", name)
+                log_dropped(name, "engine.ignore_fields names")
+        return request if fields is request.fields else JsonRequest(fields, receive)
 
     async def _answer_models(
         self, model: str | None, inner: AsgiScope, receive: Receive, answer: ErrorShapingSend
@@ -246,7 +255,7 @@ class Gateway:
             await self._engine.check_health()
         except Exception:
             logger.exception("the engine's health check failed")
-            raise RequestError("the engine is unhealthy and cannot serve", 503, "overloaded_error") from None
+            raise RequestError("the engine is unhealthy and cannot serve", 503) from None
         await JSONResponse({"status": "ok", "model": self._engine.model})(scope, receive, send)
 
 
@@ -255,16 +264,10 @@ def build_gateway(
     engine: Engine,
     secret: str | None,
     recorder: Recorder | None,
-    spans: Sink | None,
+    store: StoreClient | None,
+    config: EngineConfig | None = None,
     *,
-    max_body: int = MAX_BODY,
     metrics: Metrics | None = None,
-    token_in: bool = True,
-    tolerate_rewrites: bool = True,
-    history: History | None = None,
-    is_finished: IsFinished | None = None,
-    check_budgets: CheckBudgets | None = None,
-    ignore_fields: Sequence[str] = (),
     training_temperature: float | None = None,
     sessions: SessionService | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
@@ -275,46 +278,45 @@ def build_gateway(
         secret: the run's secret, or the key of a server of its own. None accepts every client, and attempts
             have no addresses.
         recorder: sends the calls of attempts to the store. None: attempts have no addresses.
-        spans: stores spans that other processes send to `/v1/traces`. None: the route does not exist.
-        max_body: largest body of a request, in bytes.
-        token_in: build the next prompt of a conversation from its own tokens, if the engine has a tokenizer.
-        tolerate_rewrites: do so too if the agent sends its messages in other words.
-        history: loads conversations of an attempt that another replica served before; normally
-            `StoreClient.chat_history`.
-        is_finished: returns True if an attempt has finished, for requests that open no call; normally
-            `StoreClient.is_attempt_finished`.
-        check_budgets: returns what an attempt with budgets may still use; normally
-            `StoreClient.check_budgets`. None: no call is limited.
-        ignore_fields: request fields to drop, as `EngineConfig.ignore_fields` names them.
+        store: stores spans that other processes send to `/v1/traces`, has the conversations that another
+            replica served before, and knows which attempts have finished and what their budgets leave them.
+            None: the route does not exist, and no call is limited.
+        config: settings of the engine; None: the defaults.
         training_temperature: temperature of all calls of training rollouts, which then sample from the whole
             distribution; None leaves the sampling to the agents.
         sessions: answers requests of agents outside the run; None: they have no sessions.
         keep_alive_s: seconds of silence in a stream after which a sign of life is sent.
     """
+    config = config or EngineConfig()
     metrics = metrics or Metrics()
     metrics.watch_load(engine.load)
-    finished = FinishedAttempts(is_finished)
+    finished = FinishedAttempts(None if store is None else store.is_attempt_finished)
     app = metrics.count_samples(engine_app)
     if recorder is not None:
         conversations = None
-        if token_in and engine.tokenizer is not None:
-            conversations = Conversations(engine.tokenizer, tolerate_rewrites=tolerate_rewrites)
+        if config.token_in and engine.tokenizer is not None:
+            conversations = Conversations(engine.tokenizer, tolerate_rewrites=config.tolerate_rewrites)
         _watch_records(metrics, recorder, conversations)
-        budgets = None if check_budgets is None else CallBudgets(check_budgets)
+        budgets = None
+        if store is not None and config.kind != "upstream":  # whose tokens are not known
+            budgets = CallBudgets(store.check_budgets)
         app = CaptureMiddleware(
-            app, engine, recorder, conversations, history, finished=finished, budgets=budgets
+            app,
+            engine,
+            recorder,
+            conversations,
+            None if store is None else store.chat_history,
+            finished=finished,
+            budgets=budgets,
+            training_temperature=training_temperature,
+            count_override=functools.partial(metrics.count, "overridden_requests_total"),
         )
-        if training_temperature is not None:
-            count_override = functools.partial(metrics.count, "overridden_requests_total")
-            app = SamplingOverride(app, training_temperature, count_override)
     count_dropped = functools.partial(metrics.count, "dropped_tools_total")
     app = TranslationMiddleware(app, engine.tokenizer, count_dropped, keep_alive_s)
     if recorder is not None:
         app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
         app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))
-    if ignore_fields:
-        app = IgnoredFields(app, ignore_fields, functools.partial(metrics.count, "ignored_fields_total"))
-    traces = None if spans is None else traces_route(spans, _attempt_of_scope)
+    traces = None if store is None else traces_route(store.add_many_spans, _attempt_of_scope)
     return Gateway(
         app,
         engine,
@@ -324,7 +326,8 @@ def build_gateway(
         finished,
         attempts=recorder is not None,
         sessions=sessions,
-        max_body=max_body,
+        max_body=config.max_body_bytes,
+        ignore_fields=config.ignore_fields,
     )
 
 
@@ -388,7 +391,6 @@ def _check_use(use: KeyUse | None, route: Route) -> None:
         else "this key calls models only; send spans with llm.traces_key, which the agent passes to a "
         "process that may set rewards (CommandAgent: sends_spans=True)",
         403,
-        "permission_error",
     )
 
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.engines.capture_context import REQUESTED_MODEL_KEY, SCOPE
 from raylight.http.request import JsonRequest, json_request
+from raylight.http.sse import is_event_stream
 
 MODELS = "/v1/models"
 """Path of the list of models."""
@@ -103,8 +104,7 @@ class _RenamingSend:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = {key.lower(): value for key, value in message.get("headers", [])}
-            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._streams = is_event_stream(message)
             self._start = None if self._streams or message["status"] >= 400 else message
             if self._start is None:
                 await self._send(message)

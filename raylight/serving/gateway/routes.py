@@ -121,7 +121,6 @@ def find_route(method: str, path: str, attempt: AttemptScope | None = None) -> R
             f"Invalid URL ({method:.20} {quote(path[:200], safe='/%')}): this route does not exist. "
             f"A client's base URL ends in {VERSION}; the routes are: {known}",
             404,
-            "not_found_error",
         )
     if method not in route.methods:
         allowed = " or ".join(route.methods)

@@ -143,7 +143,7 @@ class SessionService:
             )
         session = await self._store.begin_session(request.task, request.group)
         if session is None:
-            raise RequestError(NO_PLACE, 429, "rate_limit_error", code="no_place")
+            raise RequestError(NO_PLACE, 429, code="no_place")
         ids = session.state.rollout_id, session.session_id
         use: KeyUse = "train-budgets" if session.config.has_budgets else "train"
         return {
@@ -255,9 +255,7 @@ async def answer_request(
         ClientDisconnect: the client disconnected before the end of the body.
     """
     if service is None:
-        raise RequestError(
-            "this server has no sessions; start one with `raylight serve --learn`", 404, "not_found_error"
-        )
+        raise RequestError("this server has no sessions; start one with `raylight serve --learn`", 404)
     has_body = scope["method"] == "POST" and route.action != "heartbeat"
     fields = (await read_request(inner, receive, max_body)).fields if has_body else {}
     root = root_url(scope["scheme"], dict(scope["headers"]), scope.get("root_path", ""))
@@ -304,13 +302,13 @@ def _read_rewards(reward: Any) -> dict[str, float]:
 def _reject(error: RaylightError) -> NoReturn:
     """Raise the answer to an error of the store or of a check; others stay errors of the server."""
     if isinstance(error, UnknownIdError):
-        raise RequestError(f"{error}; it may be of another run", 404, "not_found_error") from None
+        raise RequestError(f"{error}; it may be of another run", 404) from None
     if isinstance(error, InvalidTransitionError):
         raise RequestError(str(error), 409) from None
     if isinstance(error, RewardError):
         raise RequestError(str(error), param="reward") from None
     if isinstance(error, StoreLostError):
-        raise RequestError(str(error), 503, "overloaded_error") from None
+        raise RequestError(str(error), 503) from None
     raise error
 
 

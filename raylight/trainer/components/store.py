@@ -16,10 +16,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError, summarize_ray_error
-from raylight.store.actor import start_store
+from raylight.store.actor import StoreWatch, start_store
 from raylight.store.client import StoreClient
-from raylight.store.journal import Journal
-from raylight.store.watch import StoreWatch
+from raylight.store.tables.journal import Journal
 from raylight.trainer.spec.resume import ResumePoint, wait_for_store
 from raylight.trainer.spec.settings import RolloutSettings
 from raylight.types import FINISHED, RolloutStatus

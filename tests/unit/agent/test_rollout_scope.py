@@ -12,8 +12,7 @@ import pytest
 from unit_helpers import enqueue, make_context, make_rollout, make_runner, within
 
 from raylight.agent.hooks import Hook
-from raylight.agent.litagent import LitAgent
-from raylight.agent.rollout_scope import TrainerView
+from raylight.agent.litagent import LitAgent, TrainerView
 from raylight.config import RunnerConfig
 from raylight.errors import OutsideRolloutError
 from raylight.runner.actor import RunnerActor, RunnerPayload

@@ -211,7 +211,7 @@ async def test_a_model_that_rejects_all_requests_ends_the_search() -> None:
 async def test_lost_rollouts_and_an_agent_that_always_fails_end_the_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("raylight.store.transitions.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("raylight.store.tables.transitions.FIRST_BACKOFF_S", 0.01)
     for failure, message in ((LOST, "ConnectionError: gone"), (BROKEN, "ValueError: no")):
         store = StoreClient(StoreService())
         async with agents(store, failure), within(60):

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 import raylight as rl
-from raylight.environments import mcp_connection
+from raylight.environments import mcp
 from raylight.environments.mcp import MCPTools
 from raylight.environments.shared_services import close_shared_services
 from raylight.errors import ConfigError, EnvironmentServerError, EnvironmentUnavailableError
-from raylight.runner.service_errors import classify
+from raylight.runner.outcome import classify
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).with_name("small_mcp_server.py")
@@ -138,7 +138,7 @@ async def test_a_slow_tool_is_an_error_for_the_model() -> None:
 
 
 async def test_a_server_that_does_not_respond_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_connection, "PROBE_S", 0.2)
+    monkeypatch.setattr(mcp, "PROBE_S", 0.2)
     async with tools(call_timeout_s=0.2).open() as opened:
         with pytest.raises(EnvironmentUnavailableError, match=r"was lost in a call: .*timed out"):
             await opened.call("freeze", {})

@@ -20,7 +20,7 @@ from raylight.errors import (
     EnvironmentServerError,
     EnvironmentUnavailableError,
 )
-from raylight.runner.service_errors import classify
+from raylight.runner.outcome import classify
 
 TEXT_SCHEMA = {
     "properties": {"metadata": {"type": "object"}, "message": {"type": "string"}},

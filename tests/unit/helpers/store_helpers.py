@@ -16,7 +16,7 @@ from raylight.config import StoreConfig
 from raylight.semconv import reward_attributes
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.store.transitions import FIRST_BACKOFF_S
+from raylight.store.tables.transitions import FIRST_BACKOFF_S
 from raylight.types import Attempt, CallKey, Failure, Generation, Rollout, RolloutConfig, Span
 
 LEASE_S = 60.0

@@ -15,12 +15,11 @@ from unit_helpers import as_agent, enqueue, until, within
 from raylight.agent.hooks import HookDispatcher
 from raylight.config import RunnerConfig
 from raylight.errors import ConfigError, PlacementError, RunnerLostError
-from raylight.runner import draining, start_up
+from raylight.runner import draining
 from raylight.runner import pool as module
 from raylight.runner.actor import RunnerPayload
-from raylight.runner.pool import RunnerPool
+from raylight.runner.pool import RunnerPool, StartState
 from raylight.runner.runner import Runner
-from raylight.runner.start_up import StartState
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.traces.tracer import DummyTracer
@@ -132,8 +131,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     monkeypatch.setattr(module.ray, "remote", cluster.remote)
     monkeypatch.setattr(module.ray, "kill", lambda actor: actor.kill())
-    monkeypatch.setattr(start_up, "read_start_states", cluster.states)
-    monkeypatch.setattr(start_up.StartUp, "_placement_message", lambda self, n: f"{n} without room")
+    monkeypatch.setattr(module, "read_start_states", cluster.states)
+    monkeypatch.setattr(module.StartUp, "_placement_message", lambda self, n: f"{n} without room")
     monkeypatch.setattr(draining, "draining_nodes", lambda: cluster.draining)
     monkeypatch.setattr(draining, "CHECK_S", 0.01)
     return cluster

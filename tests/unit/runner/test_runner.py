@@ -15,9 +15,9 @@ from unit_helpers import Endless, Odd, enqueue, make_runner, run_all, serving, w
 
 from raylight.errors import TracerError, UnknownIdError
 from raylight.runner import runner as module
-from raylight.store import transitions
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
+from raylight.store.tables import transitions
 from raylight.traces.tracer import DummyTracer
 from raylight.types import Rollout
 

@@ -18,7 +18,7 @@ import pytest
 import requests
 
 from raylight.errors import RewardError
-from raylight.runner.service_errors import classify
+from raylight.runner.outcome import classify
 from raylight.semconv import REPLICA_HEADER
 
 REQUEST = httpx.Request("POST", "http://engine/v1/chat/completions")

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError
 
 from raylight.config import RunnerConfig
 from raylight.errors import PlacementError, RunnerLostError
-from raylight.runner import start_up
-from raylight.runner.start_up import UNPLACED, StartState, StartUp, read_start_states
+from raylight.runner import pool as start_up
+from raylight.runner.pool import UNPLACED, StartState, StartUp, read_start_states
 
 pytestmark = pytest.mark.timeout(60)
 STARTING = StartState("starting", 0, "ab12")

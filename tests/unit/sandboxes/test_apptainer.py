@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
-from raylight.sandboxes.apptainer import ApptainerSandbox
+from raylight.sandboxes.container import ApptainerSandbox
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
 

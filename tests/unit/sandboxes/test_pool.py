@@ -10,9 +10,8 @@ import pytest
 from unit_helpers import within
 
 from raylight.errors import ConfigError, SandboxUnavailableError
-from raylight.sandboxes.pool import SandboxPool
 from raylight.sandboxes.process import ProcessSandbox
-from raylight.sandboxes.registry import SandboxSpec
+from raylight.sandboxes.registry import SandboxPool, SandboxSpec
 
 
 class RecordedSandbox(ProcessSandbox):

@@ -17,7 +17,7 @@ import pytest
 from unit_helpers import until
 
 from raylight.sandboxes import marked_processes
-from raylight.sandboxes.process_guard import ProcessGuard
+from raylight.sandboxes.local_program import ProcessGuard
 
 RUNNER = """
 import asyncio, sys

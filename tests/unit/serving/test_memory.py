@@ -15,7 +15,7 @@ from conversation_helpers import TOKENIZERS
 from starlette.types import Message, Receive, Scope, Send
 
 from raylight.engines.capture_context import SCOPE, AttemptScope
-from raylight.serving.capture.conversation_loader import ConversationLoader
+from raylight.serving.capture.middleware import ConversationLoader
 from raylight.serving.capture.retry_cache import RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.responses import ResponseHistory

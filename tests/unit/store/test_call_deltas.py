@@ -25,8 +25,7 @@ from raylight.semconv import (
     REQUEST_PARAMETERS,
     TOOL_DEFINITIONS,
 )
-from raylight.store.call_deltas import CallDeltas
-from raylight.store.call_rows import generations_from_rows
+from raylight.store.call_rows import CallDeltas, generations_from_rows
 from raylight.store.client import StoreClient
 from raylight.types import REPEATED, CallKey, Generation, Rollout, Span
 

@@ -18,7 +18,7 @@ from raylight.semconv import CALL_ID, PROMPT_TOKEN_IDS, RESPONSE_LOGPROBS, RESPO
 from raylight.store import service
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.store.transitions import HOLD
+from raylight.store.tables.transitions import HOLD
 from raylight.types import REPEATED, CallKey, Generation, HistoryNote, Rollout
 
 

@@ -23,7 +23,7 @@ from raylight.config import StoreConfig
 from raylight.errors import InvalidTransitionError, WorkerGoneError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.store.transitions import MAX_BACKOFF_S, backoff_seconds
+from raylight.store.tables.transitions import MAX_BACKOFF_S, backoff_seconds
 from raylight.types import CallKey, EnqueueRolloutRequest, Rollout, RolloutConfig
 
 

@@ -16,8 +16,8 @@ from unit_helpers import within
 
 from raylight.errors import StoreError, UnknownIdError
 from raylight.store.client import StoreClient
-from raylight.store.journal import Journal
 from raylight.store.service import StoreService
+from raylight.store.tables.journal import Journal
 from raylight.types import EnqueueRolloutRequest
 
 

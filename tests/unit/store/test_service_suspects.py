@@ -12,7 +12,7 @@ from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, ids_of, open_box, s
 from unit_helpers import within
 
 from raylight.errors import WorkerGoneError
-from raylight.store.transitions import InfrastructureLosses, decide
+from raylight.store.tables.transitions import InfrastructureLosses, decide
 from raylight.types import Rollout, RolloutConfig
 
 

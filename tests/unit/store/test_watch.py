@@ -7,8 +7,8 @@ from unit_helpers import until, within
 
 from raylight._utils.aio import cancel_all
 from raylight.errors import StoreError, StoreLostError
-from raylight.store import watch
-from raylight.store.watch import StoreWatch
+from raylight.store import actor
+from raylight.store.actor import StoreWatch
 
 
 class FrozenStore:
@@ -31,7 +31,7 @@ class FrozenStore:
 
 
 async def test_a_store_that_hangs_is_restarted_until_it_responds(monkeypatch) -> None:
-    monkeypatch.setattr(watch, "GRACE_S", 0.001)
+    monkeypatch.setattr(actor, "GRACE_S", 0.001)
     store, notes = FrozenStore(restarts=2), []
     watching = StoreWatch(store.request, store.restart, notes.append, patience_s=0.01, interval_s=0.0)
     task = asyncio.create_task(watching.run())
@@ -45,7 +45,7 @@ async def test_a_store_that_hangs_is_restarted_until_it_responds(monkeypatch) ->
 
 
 async def test_a_store_that_the_run_did_not_start_is_waited_for_and_then_an_error(monkeypatch) -> None:
-    monkeypatch.setattr(watch, "GRACE_S", 0.001)
+    monkeypatch.setattr(actor, "GRACE_S", 0.001)
     store, notes = FrozenStore(restarts=1), []
     with pytest.raises(StoreError, match=r"did not respond for 0\.02 s, and this run did not start it"):
         async with within():

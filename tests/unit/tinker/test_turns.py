@@ -11,8 +11,8 @@ import pytest
 from unit_helpers import within
 
 from raylight.http.errors import RequestError
+from raylight.tinker.models import ModelTurns
 from raylight.tinker.promises import ResultBody
-from raylight.tinker.turns import ModelTurns
 
 Log = list[str]
 

@@ -46,10 +46,9 @@ from raylight.errors import (
     UnknownIdError,
 )
 from raylight.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
-from raylight.traces import otlp, otlp_body
-from raylight.traces.otlp import traces_route
-from raylight.traces.otlp_body import JSON, PROTOBUF, _make_ids_base64
-from raylight.traces.otlp_body import decode as decode_all
+from raylight.traces import otlp
+from raylight.traces.otlp import JSON, PROTOBUF, _make_ids_base64, traces_route
+from raylight.traces.otlp import decode as decode_all
 from raylight.traces.tracer import OtelTracer
 from raylight.types import Span
 
@@ -285,7 +284,7 @@ def test_a_span_that_the_store_would_refuse_is_found_alone(monkeypatch: pytest.M
         if span.span_id == SPAN:
             raise SpanError("it cannot be stored")
 
-    monkeypatch.setattr(otlp_body, "span_json", refuse_some)
+    monkeypatch.setattr(otlp, "span_json", refuse_some)
     spans, reasons = decode_all(as_protobuf(span_json(), span_json(spanId="1" * 16)), PROTOBUF)
     assert (len(spans), reasons) == (1, ["it cannot be stored"])
 
@@ -294,7 +293,7 @@ def test_a_span_that_the_store_would_refuse_is_found_alone(monkeypatch: pytest.M
 def test_there_is_a_limit_of_spans(encode: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     body = encode(*(span_json(spanId=f"{i:016x}") for i in range(1, 11)))
     assert len(decode(body, kind, max_spans=10)) == 10
-    monkeypatch.setattr(otlp_body, "_span", None)  # none is made before they are counted
+    monkeypatch.setattr(otlp, "_span", None)  # none is made before they are counted
     with pytest.raises(OtlpError, match="the body has 10 spans, and the limit is 9; send fewer") as caught:
         decode_all(body, kind, max_spans=9)
     assert caught.value.status == 413
@@ -425,14 +424,6 @@ def test_a_reward_that_cannot_be_read_is_rejected(store: Store, value: dict[str,
     rejected, message = partial(post(client_of(store.add), as_json(*spans)))
     assert (rejected, len(store.spans)) == (1, 1)
     assert "the reward 'primary' is" in message
-
-
-def test_a_sink_may_return_reasons() -> None:
-    async def sink(spans: list[Span]) -> list[str]:
-        return ["the attempt is decided"] * (len(spans) - 1)
-
-    body = as_json(*(span_json(spanId=f"{i}" * 16) for i in (1, 2, 3)))
-    assert partial(post(client_of(sink), body)) == (2, "2 of 3 spans: the attempt is decided")
 
 
 def test_a_refusal_of_the_only_attempt(store: Store) -> None:

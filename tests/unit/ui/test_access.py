@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from raylight.ui.access import COOKIE, POLICY, AccessGuard
+from raylight.ui.app import COOKIE, POLICY, AccessGuard
 
 KEY = "a-key"
 

@@ -14,7 +14,7 @@ from recorded_run import record_run
 
 from raylight.errors import ConfigError
 from raylight.trainer.output.ui_process import ui_process
-from raylight.ui.server import serve_ui
+from raylight.ui.app import serve_ui
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ async def test_a_prompt_is_rolled_out_with_all_resources() -> None:
 @pytest.fixture
 def short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a lost rollout run again almost at once, so that its retries fit into an evaluation's timeout."""
-    monkeypatch.setattr("raylight.store.transitions.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("raylight.store.tables.transitions.FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.mark.usefixtures("short_backoff")

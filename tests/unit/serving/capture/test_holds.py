@@ -12,13 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_helpers import make_generation, make_key, until
 
-from raylight.serving.capture import holds as holds_module
+from raylight.serving.capture import recorder as holds_module
 from raylight.serving.capture import recorder as module
-from raylight.serving.capture.holds import Holds
-from raylight.serving.capture.recorder import AttemptFinishedError, ClosedCall, OpenedCall, Recorder
+from raylight.serving.capture.recorder import AttemptFinishedError, ClosedCall, Holds, OpenedCall, Recorder
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.store.transitions import HOLD
+from raylight.store.tables.transitions import HOLD
 from raylight.types import REPEATED, AttemptedRollout, CallKey
 
 pytestmark = pytest.mark.timeout(60)

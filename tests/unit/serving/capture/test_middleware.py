@@ -36,9 +36,13 @@ from raylight.errors import StoreLostError
 from raylight.experience.trajectory import build_trajectories
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError
-from raylight.serving.capture import captured_request, conversation_loader, retry_queue
-from raylight.serving.capture.conversation_loader import REMEMBERED, ConversationLoader
-from raylight.serving.capture.middleware import CaptureMiddleware, count_choices
+from raylight.serving.capture import captured_request, middleware, retry_queue
+from raylight.serving.capture.middleware import (
+    REMEMBERED_LOADS,
+    CaptureMiddleware,
+    ConversationLoader,
+    count_choices,
+)
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.conversations.conversations import Conversations, Prompt
 from raylight.serving.dialects.translate import ANSWER_ID
@@ -694,7 +698,7 @@ async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: p
         asked += 1
         return [ChatTurn(None, ASKED, {"role": "assistant", "content": "sampled"}, np.array([1]), 0)]
 
-    monkeypatch.setattr(conversation_loader, "REMEMBERED", 3)
+    monkeypatch.setattr(middleware, "REMEMBERED_LOADS", 3)
     loader: Any = ConversationLoader(known, history)  # type: ignore[arg-type]
     for _ in range(3):
         await loader.load(INSIDE, b"edited")
@@ -705,7 +709,7 @@ async def test_one_answer_is_asked_for_once_and_another_one_again(monkeypatch: p
     assert asked == 3
     await loader.load(INSIDE, b"edited")
     await loader.load(INSIDE, b"one more")
-    assert len(loader._loads) == 3 < REMEMBERED
+    assert len(loader._loads) == 3 < REMEMBERED_LOADS
     await loader.load(INSIDE, b"edited")
     assert asked == 4, "the one that was not asked for longest is forgotten first"
 

@@ -1,16 +1,16 @@
-"""`override_sampling`: calls of training rollouts are sampled from the policy's own distribution."""
+"""`override`: calls of training rollouts are sampled from the policy's own distribution."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import httpx
 import pytest
+from capture_helpers import ASKED, ENGINE, Call, FakeApp, Sink
 
-from raylight.engines.capture_context import SCOPE, AttemptScope
+from raylight.engines.capture_context import AttemptScope
 from raylight.experience.off_policy import off_policy_parameters
-from raylight.serving.capture.sampling_override import OVERRIDDEN_KEY, SamplingOverride, override
+from raylight.serving.capture.middleware import CaptureMiddleware, override
+from raylight.serving.capture.recorder import Recorder
 
 AGENTS = {
     "temperature": 0.0,
@@ -59,25 +59,20 @@ def test_what_no_engine_takes_is_left_to_the_engine() -> None:
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "validation"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
 async def test_only_calls_of_training_rollouts_are_changed(path: str, trains: bool) -> None:
-    seen: list[tuple[dict[str, Any], Any]] = []
-    changed: list[None] = []
-
-    async def inner(scope: Any, receive: Any, send: Any) -> None:
-        from raylight.http.request import json_request
-
-        seen.append(((await json_request(scope, receive)).fields, scope.get(OVERRIDDEN_KEY)))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    app = SamplingOverride(inner, 1.0, lambda: changed.append(None))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-        token = SCOPE.set(AttemptScope("ro-1", "at-1", trains=trains))
-        try:
-            await client.post(
-                path, content=json.dumps({"top_p": 0.5}), headers={"content-type": "application/json"}
-            )
-        finally:
-            SCOPE.reset(token)
+    app, changed = FakeApp(), list[None]()
+    capture = CaptureMiddleware(
+        app,
+        ENGINE,
+        Recorder(Sink()),
+        None,
+        training_temperature=1.0,
+        count_override=lambda: changed.append(None),
+    )
+    body = ASKED | {"top_p": 0.5}
+    await Call(capture, body, path, AttemptScope("ro-1", "at-1", trains=trains)).answered()
     replaced = trains and path != "/tokenize"
-    assert seen == [({"temperature": 1.0}, {"top_p": 0.5}) if replaced else ({"top_p": 0.5}, None)]
+    assert app.requests == [ASKED | {"temperature": 1.0} if replaced else body]
+    assert [context.overridden for context in app.contexts if context] == (
+        [] if path == "/tokenize" else [{"top_p": 0.5} if trains else {}]
+    )
     assert len(changed) == replaced

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from template_helpers import ADD, call_of, make_tokenizer, result, says, template, user
 
-from raylight.serving.conversations.rendering import MAX_SHAPES, Renderer, UnsupportedTemplate
+from raylight.serving.conversations.rendering import FIRST, MAX_SHAPES, Renderer, UnsupportedTemplate
 
 CALL = call_of("add", {"a": 1, "b": [2]})
 ASKED = [user("U1"), says("A1"), user("U2")]
@@ -36,7 +36,19 @@ WITHIN_CALL = (
 def after(
     chat_template: str, messages: list[dict[str, Any]], answered: int = 1, tools: Any = None, **kwargs: Any
 ) -> str:
-    return Renderer(make_tokenizer(chat_template)).text_after_answer(messages, answered, tools, kwargs)
+    return text_after(Renderer(make_tokenizer(chat_template)), messages, answered, tools, kwargs)
+
+
+def text_after(
+    renderer: Renderer,
+    messages: list[dict[str, Any]],
+    answered: int,
+    tools: Any = None,
+    variables: Any = None,
+) -> str:
+    """Return the rendered text after an answer, from the end of its turn on."""
+    conversation = renderer._read(messages, answered, tools, variables)
+    return renderer._new_text(renderer._rule(conversation), conversation, FIRST)
 
 
 def extended(chat_template: str, tokens: str, messages: list[dict[str, Any]], answered: int = 1) -> str:
@@ -189,27 +201,27 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = make_tokenizer("")
     tokenizer.chat_template = None
     with pytest.raises(UnsupportedTemplate, match="raises"):
-        Renderer(tokenizer).text_after_answer(ASKED, 1)
+        text_after(Renderer(tokenizer), ASKED, 1)
 
 
 @pytest.mark.parametrize("name", ["tokenize", "chat_template", "add_generation_prompt"])
 def test_arguments_of_the_tokenizer_are_no_variables(name: str) -> None:
     with pytest.raises(UnsupportedTemplate, match="not template variables"):
-        Renderer(make_tokenizer(template("chatml"))).text_after_answer(ASKED, 1, None, {name: True})
+        text_after(Renderer(make_tokenizer(template("chatml"))), ASKED, 1, None, {name: True})
 
 
 def test_a_shape_is_tried_out_once_and_a_new_one_again() -> None:
     renderer = Renderer(make_tokenizer(TURNS.replace("m.content", "(m.content if m.role != 'tool' else '')")))
-    assert renderer.text_after_answer(ASKED, 1) == renderer.text_after_answer(ASKED, 1)
-    assert "U3" in renderer.text_after_answer([*ASKED, says("A2"), user("U3")], 3)
+    assert text_after(renderer, ASKED, 1) == text_after(renderer, ASKED, 1)
+    assert "U3" in text_after(renderer, [*ASKED, says("A2"), user("U3")], 3)
     with pytest.raises(UnsupportedTemplate, match="omits a new message"):
-        renderer.text_after_answer(CALLED, 1)
+        text_after(renderer, CALLED, 1)
 
 
 def test_shapes_without_number_do_not_fill_the_memory() -> None:
     renderer = Renderer(make_tokenizer(template("chatml")))
     for number in range(MAX_SHAPES + 10):
-        renderer.text_after_answer(ASKED, 1, None, {"number": number})
+        text_after(renderer, ASKED, 1, None, {"number": number})
     assert len(renderer._rules) <= MAX_SHAPES
 
 
@@ -219,5 +231,5 @@ def test_messages_and_tokenizer_are_left_as_they_are() -> None:
     before = repr(messages)
     renderer = Renderer(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('changed') }}"
-    assert "3" in renderer.text_after_answer(messages, 1)
+    assert "3" in text_after(renderer, messages, 1)
     assert repr(messages) == before

@@ -6,7 +6,7 @@ import pytest
 
 from raylight.config import EngineConfig
 from raylight.errors import EngineStartError
-from raylight.serving.deploy.applications import check_node_size
+from raylight.serving.deploy.deployment import check_node_size
 
 EIGHT = {"CPU": 64.0, "GPU": 8.0}
 

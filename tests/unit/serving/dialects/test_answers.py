@@ -14,10 +14,9 @@ from template_helpers import says
 from raylight.http.errors import RequestError, error_body, error_response, read_error
 from raylight.http.sse import ServerSentEvent, SseReader, sse_bytes
 from raylight.serving.dialects import answers
-from raylight.serving.dialects.answers import Answer, AnswerReader, Choice
+from raylight.serving.dialects.answers import Answer, AnswerReader, BlockReader, Choice
 from raylight.serving.dialects.messages import MessagesDialect
 from raylight.serving.dialects.registry import dialect_of
-from raylight.serving.dialects.turns import BlockReader
 
 # events
 
@@ -77,8 +76,8 @@ def test_what_is_written_is_read(text: str, name: str | None) -> None:
 # answers
 
 
-def read(content_type: str, *pieces: bytes) -> Answer:
-    reader = AnswerReader(content_type)
+def read(streams: bool, *pieces: bytes) -> Answer:
+    reader = AnswerReader(streams)
     for piece in pieces:
         reader.feed(piece)
     return reader.finish()
@@ -101,11 +100,8 @@ def test_a_streamed_answer_is_read_as_the_whole_one(
     monkeypatch.setattr(answers, "BATCH_BYTES", batch)
     whole = json.dumps(say.answer(1)).encode()
     stream = b"".join(sse_bytes(chunk) for chunk in say.chunks(1)) + b"data: [DONE]\n\n"
-    answer = read("application/json", whole[:9], whole[9:])
-    assert (
-        read("text/event-stream; charset=utf-8", *(stream[at : at + 7] for at in range(0, len(stream), 7)))
-        == answer
-    )
+    answer = read(False, whole[:9], whole[9:])
+    assert read(True, *(stream[at : at + 7] for at in range(0, len(stream), 7))) == answer
     message: dict[str, Any] = {"role": "assistant", "content": say.content or (None if say.calls else "")}
     message |= {"reasoning_content": say.reasoning} if say.reasoning else {}
     message |= {"tool_calls": say.calls} if say.calls else {}
@@ -117,7 +113,7 @@ def test_several_choices_of_chat_come_mixed() -> None:
         return sse_bytes({"id": "x", "choices": [{"index": index, "delta": delta, "finish_reason": finish}]})
 
     answer = read(
-        "text/event-stream",
+        True,
         chunk(1, content="b"),
         chunk(0, content="a"),
         chunk(1, "stop", content="B"),
@@ -138,7 +134,7 @@ def test_parallel_calls_whose_pieces_are_mixed() -> None:
         return {"index": index, **head, "function": name | {"arguments": arguments}}
 
     first = chunk(piece(0, "{", id="a", name="f"), piece(1, "[", id="b", name="g"))
-    answer = read("text/event-stream", first, chunk(piece(1, "]"), piece(0, "}")))
+    answer = read(True, first, chunk(piece(1, "]"), piece(0, "}")))
     assert answer.choices[0].message["tool_calls"] == [call("a", "{}", "f"), call("b", "[]", "g")]
 
 
@@ -150,29 +146,29 @@ def test_completions_whole_and_streamed() -> None:
     whole = answer((0, "ab", "stop"), (1, "c", "length"))
     pieces = [(0, "a", None), (1, "c", "length"), (0, "b", "stop")]
     stream = [sse_bytes(answer(piece)) for piece in pieces]
-    assert read("application/json", json.dumps(whole).encode()) == read("text/event-stream", *stream)
-    assert read("text/event-stream", *stream).choices[0] == Choice(0, None, "ab", "stop")
+    assert read(False, json.dumps(whole).encode()) == read(True, *stream)
+    assert read(True, *stream).choices[0] == Choice(0, None, "ab", "stop")
 
 
 @pytest.mark.parametrize(
     "body", [b"", b'{"id": "x", "cho', b"[1]", b'{"error": {"message": "no"}}', b'{"choices": 3}', b"\xff"]
 )
 def test_what_is_no_answer_has_no_choices(body: bytes) -> None:
-    assert read("application/json", body) == Answer(None, [])
+    assert read(False, body) == Answer(None, [])
 
 
 def test_text_that_is_no_unicode_is_read() -> None:
     chunks = [
         sse_bytes({"id": "x", "choices": [{"delta": {"content": text}}]}) for text in ("a", "\ud800", "b")
     ]
-    answer = read("text/event-stream", *chunks)
+    answer = read(True, *chunks)
     assert answer.choices[0].message == {"role": "assistant", "content": "a\ud800b"}
 
 
 def test_half_a_stream_has_what_came() -> None:
     say = Say("hello", calls=[call("t1", '{"city": "Bern"}')])
     stream = b"".join(sse_bytes(chunk) for chunk in say.chunks(1))
-    choice = read("text/event-stream", stream[: stream.index(b'"{\\"c"') + 100]).choices[0]
+    choice = read(True, stream[: stream.index(b'"{\\"c"') + 100]).choices[0]
     assert choice.message["content"] == "hello"
     assert '{"city": "Bern"}'.startswith(choice.message["tool_calls"][0]["function"]["arguments"])
     assert choice.finish_reason is None

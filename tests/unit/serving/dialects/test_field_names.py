@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from template_helpers import user
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects.field_names import FieldNames
+from raylight.serving.dialects.dialect import FieldNames
 
 NAMES = FieldNames(
     {

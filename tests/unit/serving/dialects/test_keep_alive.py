@@ -11,8 +11,7 @@ from starlette.types import Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from raylight.http.sse import SseReader, sse_bytes
-from raylight.serving.dialects.keep_alive import COMMENT, KeepAliveSend
-from raylight.serving.dialects.translate import ANSWER_ID, TranslationMiddleware
+from raylight.serving.dialects.translate import ANSWER_ID, COMMENT, KeepAliveSend, TranslationMiddleware
 
 INTERVAL_S = 0.01
 DEADLINE_S = 30

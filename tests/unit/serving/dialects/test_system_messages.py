@@ -8,8 +8,7 @@ import pytest
 from template_helpers import make_tokenizer, says, template, user
 from trl_templates import read_template
 
-from raylight.serving.dialects.chat_normalizer import ChatNormalizer
-from raylight.serving.dialects.system_messages import SystemMessages
+from raylight.serving.dialects.chat_normalizer import ChatNormalizer, SystemMessages
 
 
 def system(text: Any, role: str = "system") -> dict[str, Any]:

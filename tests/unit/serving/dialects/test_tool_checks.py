@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raylight.http.errors import RequestError
-from raylight.serving.dialects import tool_checks
-from raylight.serving.dialects.tool_checks import (
+from raylight.serving.dialects import chat_normalizer
+from raylight.serving.dialects.chat_normalizer import (
     CHECKED_AT_ONCE,
     MAX_CHECKED,
     check_large_schemas,
@@ -90,13 +90,13 @@ def test_the_schema_of_the_answer_is_checked() -> None:
 
 async def test_large_schemas_are_checked_in_a_thread_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
-    find = tool_checks._find_problem
+    find = chat_normalizer._find_problem
 
     def recorded(encoded: bytes) -> str | None:
         threads.append(threading.current_thread())
         return find(encoded)
 
-    monkeypatch.setattr(tool_checks, "_find_problem", recorded)
+    monkeypatch.setattr(chat_normalizer, "_find_problem", recorded)
     large = {"type": "object", "description": "x" * CHECKED_AT_ONCE, "properties": {"a": {"type": "strng"}}}
     body = {"tools": [tool(parameters=large)], "response_format": {"json_schema": {"schema": OBJECT}}}
     await check_large_schemas(body)

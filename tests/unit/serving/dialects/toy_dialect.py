@@ -3,8 +3,8 @@
 from typing import Any
 
 from raylight.http.errors import RequestError
+from raylight.serving.dialects.answers import BlockReader, read_turn
 from raylight.serving.dialects.dialect import AnswerStream, Dialect, Event, Translation
-from raylight.serving.dialects.turns import BlockReader, read_turn
 
 
 class ToyStream(AnswerStream):

@@ -38,9 +38,7 @@ class Site:
     def replica(self) -> httpx.AsyncClient:
         recorder = Recorder(self.box.store.capture)
         self.recorders.append(recorder)
-        app = build_gateway(
-            self.app, ENGINE, SECRET, recorder, None, check_budgets=self.box.store.check_budgets
-        )
+        app = build_gateway(self.app, ENGINE, SECRET, recorder, self.box.store)
         return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://replica")
 
     @property

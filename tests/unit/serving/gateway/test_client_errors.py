@@ -16,7 +16,7 @@ from gateway_helpers import KEY, MINE, Replica
 from sdk_clients import CLIENTS, chat, client_params, litellm_of, messages, responses
 
 from raylight.http.errors import ContextLengthError, RequestError, UnknownModelError, error_body
-from raylight.serving.capture.call_budgets import RolloutTruncatedError
+from raylight.serving.capture.attempt_limits import RolloutTruncatedError
 from raylight.serving.capture.recorder import AttemptFinishedError, OverloadedError
 
 

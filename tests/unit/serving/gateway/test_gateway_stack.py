@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from raylight.agent.attempt_keys import KeyUse, attempt_key
+from raylight.config import EngineConfig
 from raylight.engines.upstream import UpstreamEngine
 from raylight.http import request
 from raylight.http.request import decode_fields, json_request
@@ -225,7 +226,9 @@ async def test_an_upstream_gets_labels_and_hints_as_the_agent_sent_them_unless_t
         return httpx2.Response(400, json={"error": error})
 
     upstream = UpstreamEngine("http://up/v1", None, "policy", transport=httpx2.MockTransport(answer))
-    stack = Stack(upstream, await upstream.app(), ignore_fields=["verbosity", "metadata"])
+    stack = Stack(
+        upstream, await upstream.app(), config=EngineConfig(ignore_fields=["verbosity", "metadata"])
+    )
     given: Any = {"user": "me", "service_tier": "flex", "reasoning_effort": "low"}
     ignored: Any = {"verbosity": "low", "metadata": {"a": "b"}}
     async with within(), stack.openai() as client, stack.anthropic() as other:
@@ -241,7 +244,7 @@ async def test_an_upstream_gets_labels_and_hints_as_the_agent_sent_them_unless_t
 async def test_ignored_fields_are_dropped_in_every_dialect_counted_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stack = Stack(ignore_fields=["web_search_options", "text.unheard", "container"])
+    stack = Stack(config=EngineConfig(ignore_fields=["web_search_options", "text.unheard", "container"]))
     async with within(), stack.openai() as client, stack.anthropic() as other:
         for _ in range(2):
             await client.chat.completions.create(model="policy", messages=MESSAGES, web_search_options={})
@@ -273,7 +276,9 @@ async def test_an_application_that_reads_bodies_itself_gets_them_without_the_ign
         seen.append(json.loads((await receive())["body"]))
         await JSONResponse(ANSWER)(scope, receive, send)
 
-    stack = Stack(engine_app=application, secret=None, records=False, ignore_fields=["unheard"])
+    stack = Stack(
+        engine_app=application, secret=None, records=False, config=EngineConfig(ignore_fields=["unheard"])
+    )
     assert (await stack.post(path, body=body)).status_code == 200
     assert seen == [BODY]
 

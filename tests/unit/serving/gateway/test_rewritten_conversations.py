@@ -9,6 +9,7 @@ from conversation_table import Messages, assert_one_row, open_table
 from template_helpers import ADD, call_of, result, says, user
 from transformers_helpers import MakeEngine
 
+from raylight.config import EngineConfig
 from raylight.experience.call_relations import report_relations
 from raylight.experience.trajectory import build_trajectories
 
@@ -81,7 +82,7 @@ async def test_calls_that_come_back_as_text_or_rewritten(make_engine: MakeEngine
 
 @pytest.mark.parametrize("tolerant", [True, False])
 async def test_a_drift_is_recorded_with_its_place(make_engine: MakeEngine, tolerant: bool) -> None:
-    async with open_table(make_engine, "chatml", tolerate_rewrites=tolerant) as table:
+    async with open_table(make_engine, "chatml", config=EngineConfig(tolerate_rewrites=tolerant)) as table:
         await table.ask([user("U1")], "It is  3.")
         await table.ask([user("U1"), says("It is 3."), user("U2")], "Yes.")
         await table.ask([user("U1"), says("It is 4."), user("U2")], "No.")

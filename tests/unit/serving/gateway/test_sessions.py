@@ -37,10 +37,8 @@ class Server:
             ENGINE,
             SECRET,
             Recorder(box.store.capture),
-            None,
+            box.store,
             sessions=self.service,
-            is_finished=box.store.is_attempt_finished,
-            check_budgets=box.store.check_budgets,
         )
         self.client = self.client_of(SECRET)
 

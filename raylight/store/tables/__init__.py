@@ -1,0 +1,1 @@
+"""The tables of the store's file, and the rules of their changes."""
