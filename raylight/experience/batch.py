@@ -12,6 +12,7 @@ from raylight.errors import EmptyTraceError
 from raylight.experience.advantages import BaselineKind
 from raylight.experience.agent_credit import split_by_agent
 from raylight.experience.call_relations import RelationReport, report_relations
+from raylight.experience.lengths import count_by_length
 from raylight.experience.off_policy import (
     OffPolicyCalls,
     OffPolicySampling,
@@ -140,10 +141,10 @@ class BatchReport:
     """Tokens of these rows that could be trained."""
     rows_stale: int = 0
     """Rows left out because all tokens that could be trained are too old."""
-    stale_tokens: int = 0
-    """Tokens that are masked because they are too old."""
-    trained_tokens: int = 0
-    """Tokens of the batch's rows that are in the loss."""
+    stale_by_length: Counter[int] = field(default_factory=Counter)
+    """Tokens that are masked because they are too old, by the class of their rollout's length."""
+    trained_by_length: Counter[int] = field(default_factory=Counter)
+    """Tokens of the batch's rows that are in the loss, by the class of their rollout's length."""
     excluded_tokens: int = 0
     """Tokens of rollouts that failed, have no reward, no call of a trained agent, or no baseline."""
     ages: TokenAges | None = None
@@ -161,6 +162,16 @@ class BatchReport:
     """Tokens of trained calls."""
     relations: RelationReport = field(default_factory=RelationReport)
     """Rows per rollout, and relations of calls to earlier ones."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of the batch's rows that are in the loss."""
+        return self.trained_by_length.total()
+
+    @property
+    def stale_tokens(self) -> int:
+        """Tokens that are masked because they are too old."""
+        return self.stale_by_length.total()
 
 
 def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[TrainBatch, BatchReport]:
@@ -196,7 +207,6 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
     limit = RowLimit(rules.row_limit, rules.long_rows)
     batch, rows_empty = _assemble(trained, limit, needs_baseline)
     sampled_rows = [row for item in trained for row in item.sampled_rows]
-    kept_rows = [row for item in trained for row in item.rows]
     unselected_rows = [row for item in trained for row in item.unselected_rows]
     rows_forced = sum(not row.trained_tokens for row in sampled_rows)
     report = BatchReport(
@@ -213,8 +223,13 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         rows_unselected=len(unselected_rows),
         unselected_tokens=_count_trained(unselected_rows),
         rows_stale=rows_empty - rows_forced,
-        stale_tokens=_count_trained(sampled_rows) - _count_trained(kept_rows),
-        trained_tokens=_count_trained(batch.rows),
+        stale_by_length=count_by_length(
+            (item.tokens, _count_trained(item.sampled_rows) - _count_trained(item.rows)) for item in trained
+        ),
+        trained_by_length=count_by_length(
+            (trained[owner].tokens, row.trained_tokens)
+            for owner, row in zip(batch.owners, batch.rows, strict=True)
+        ),
         ages=describe_ages(rules.stale.version, batch.rows, sampled_rows) if rules.stale else None,
         repeated_seeds=count_repeated_seeds(scorer.calls),
         off_policy_calls=scorer.off_policy.calls,

@@ -7,11 +7,13 @@ took, by what became of them. Both are equal at any time; `unaccounted` is their
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from raylight.experience.batch import BatchReport
+from raylight.experience.lengths import count_by_length
 from raylight.types import FinishedRollout, RolloutTokens, TokenTotals
 
 
@@ -37,15 +39,7 @@ class TakenTokens:
     """Tokens among these that were recorded after their rollout was decided."""
 
     def __add__(self, other: TakenTokens) -> TakenTokens:
-        return TakenTokens(
-            self.trained + other.trained,
-            self.masked + other.masked,
-            self.auxiliary + other.auxiliary,
-            self.unselected + other.unselected,
-            self.dropped + other.dropped,
-            self.failed + other.failed,
-            self.late + other.late,
-        )
+        return TakenTokens(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +75,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._taken = TakenTokens()
+        self._lengths: Counter[str] = Counter()
+        """Tokens of the rollouts that steps took, by the class of the rollout's length and their fate."""
 
     def take(
         self,
@@ -116,6 +112,14 @@ class Ledger:
             + sum(count.earlier for count in lost),
             late=late,
         )
+        seen = [*collected.values(), *(count.latest for count in lost)]
+        for fate, tokens in {
+            "sampled": count_by_length((n, n) for n in seen),
+            "trained": report.trained_by_length if report.has_signal else {},
+            "stale": report.stale_by_length,
+            "dropped": count_by_length((count.latest, count.latest) for count in lost),
+        }.items():
+            self._lengths.update({f"{bound}/{fate}": n for bound, n in tokens.items()})
 
     def row(self, totals: TokenTotals) -> LedgerRow:
         """Return the state of the ledger.
@@ -135,13 +139,19 @@ class Ledger:
             open=totals.open,
         )
 
+    def length_metrics(self) -> dict[str, float]:
+        """Return the metrics of tokens by the length of their rollout."""
+        return {f"lengths/{name}": float(count) for name, count in sorted(self._lengths.items())}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain JSON."""
-        return asdict(self._taken)
+        return asdict(self._taken) | {"lengths": dict(self._lengths)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of `state_dict`; an empty one is that of the first step."""
-        self._taken = TakenTokens(**state)
+        sums = dict(state)
+        self._lengths = Counter(sums.pop("lengths", {}))
+        self._taken = TakenTokens(**sums)
 
 
 def _count_tokens(item: FinishedRollout) -> int:

@@ -2,7 +2,6 @@
 
 A variant is verl's, or a function that a user registers by a decorator.
 
-
 The settings of a variant may also be given flat, by verl's keys, next to the setting itself:
 `GRPO(loss_mode="clip_cov", clip_cov_ratio=1e-3)` is `GRPO(loss=ClipCovLoss(clip_cov_ratio=1e-3))`.
 """
@@ -119,11 +118,8 @@ class VariantTable:
         return next(variant for variant in self.variants if name in names_of(variant))
 
     def parse(self, value: Any) -> Any:
-        """Return the variant that a name or a mapping with a name describes; anything else as it is."""
-        settings = {"name": value} if isinstance(value, str) else value
-        if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
-            return value
-        return self.variant(settings["name"])(**settings)
+        """Return the variant that a mapping of `nest` describes; anything else as it is."""
+        return self.variant(value["name"])(**value) if isinstance(value, Mapping) else value
 
     def nest(self, model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Move flat keys of a model's arguments into the variant that they belong to.
@@ -168,7 +164,7 @@ class VariantTable:
         unread = [
             f"{key} (read with {self.selector} {', '.join(readers[key])}; it is {name})"
             for key, value in given.items()
-            if key not in reads and value not in (self._default(key), own.get(key), defaults.get(key))
+            if key not in reads and value not in (self.default_of(key), own.get(key), defaults.get(key))
         ]
         if not isinstance(variant, Variant):
             kept = own | defaults
@@ -229,7 +225,7 @@ class VariantTable:
         return name
 
     def _is_unset(self, key: str, value: Any) -> bool:
-        return value is None and self._default(key) is None
+        return value is None and self.default_of(key) is None
 
     def _readers(self) -> dict[str, list[str]]:
         """Return the names whose variants read a flat key, by key."""
@@ -239,7 +235,8 @@ class VariantTable:
                 readers.setdefault(key, []).extend(names_of(variant))
         return readers
 
-    def _default(self, key: str) -> Any:
+    def default_of(self, key: str) -> Any:
+        """Return the default of a flat key."""
         return next(
             field.default for variant in self.variants if (field := variant.model_fields.get(key)) is not None
         )

@@ -39,11 +39,7 @@ from dataclasses import replace
 from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
-from raylight.errors import (
-    EngineStartError,
-    TransferBrokenError,
-    WeightSyncError,
-)
+from raylight.errors import EngineStartError, TransferBrokenError, WeightSyncError
 from raylight.weights.orders import (
     UNDOING,
     Member,
@@ -54,6 +50,8 @@ from raylight.weights.orders import (
     Snapshot,
     Task,
     TaskAnswer,
+    VersionSequence,
+    withdraw,
 )
 from raylight.weights.protocol import EngineLoad
 from raylight.weights.quorum import PendingOrder, Quorum, Replica, Transfer
@@ -97,7 +95,7 @@ class ReplicaCoordinator:
         self._restored = restored
         self._changed = BroadcastCondition()
         self._generation = self._number = self._round = 0
-        self._last_version, self._received_version = -1, 0
+        self._versions = VersionSequence()
         self._desired: dict[str, Order] = {}
         self._completed: dict[str, Order] = {}
         self._quorum = Quorum(on_leave, kill, self._update_completed)
@@ -146,7 +144,7 @@ class ReplicaCoordinator:
         await self._wait_until_restored()
         replica = Replica(self._now(), handle, workers=workers, node=node, state=state)
         self._quorum.add(name, replica, liveness_ref)
-        self._received_version = max(self._received_version, state.weights)
+        self._versions.note_received(state.weights)
         self._update_completed()
 
     async def poll(self, name: str, report: ReplicaReport) -> Task | None:
@@ -162,7 +160,9 @@ class ReplicaCoordinator:
         changes = report.state != replica.state
         replica.heard, replica.state = self._now(), report.state
         replica.load, replica.load_round = report.load, self._round
-        self._received_version = max(self._received_version, report.state.weights)
+        self._versions.note_received(report.state.weights)
+        if self._transfer is not None and (report.waits or report.answer is not None):
+            self._transfer.handed.discard(name)
         if report.answer is not None:
             changes = True
             self._take_answer(name, replica, report.answer)
@@ -180,7 +180,10 @@ class ReplicaCoordinator:
             return gone or self._round != began or self._next_task(name, replica) is not None
 
         await self._changed.wait_for(is_due, limit)
-        return self._next_task(name, self._quorum.find(name))
+        task = self._next_task(name, self._quorum.find(name))
+        if task is not None and self._transfer is not None and task.number == self._transfer.number:
+            self._transfer.handed.add(name)
+        return task
 
     async def leave(self, name: str) -> None:
         """Remove a replica that stops; unknown names are ignored."""
@@ -325,7 +328,8 @@ class ReplicaCoordinator:
             The members; None if the publication has ended, or no replica lacks the version.
         """
         await self._wait_until_restored()
-        await self._end_transfer("its sender began another one")
+        self._break_transfer("its sender began another one")
+        await self._wait_until_aborted()
         await self._changed.wait_for(
             lambda: not token or token in self._ended_tokens or bool(self._receivers(token))
         )
@@ -370,15 +374,15 @@ class ReplicaCoordinator:
 
     def snapshot(self) -> Snapshot:
         """Return the state from which a restarted coordinator can continue."""
-        desired, version, pending = dict(self._desired), self._last_version, self._pending
+        desired, version, pending = dict(self._desired), self._versions.used, self._pending
         if pending is not None:
             version = pending.last_version
-            _restore(desired, pending.order, pending.before)
+            withdraw(desired, pending.order, pending.before)
         return Snapshot(
             self._generation,
             self._number,
             version,
-            self._received_version,
+            self._versions.received,
             desired,
             dict(self._completed),
             {name: replica.handle for name, replica in self._quorum.items()},
@@ -404,10 +408,10 @@ class ReplicaCoordinator:
             return
         # a late answer to the coordinator before must not be taken for one to a task of this one
         self._number = snapshot.number + secrets.randbits(40)
-        self._generation, self._last_version = snapshot.generation, snapshot.version
+        self._generation = snapshot.generation
+        self._versions.restore(snapshot)
         self._desired, self._completed = dict(snapshot.desired), dict(snapshot.completed)
         self._quorum.evicted, self._quorum.ever_subscribed = dict(snapshot.evicted), snapshot.ever_subscribed
-        self._received_version = max(self._received_version, snapshot.received)
         self._ended_tokens.extend(snapshot.ended_tokens)
         self._starts.holds = dict.fromkeys(snapshot.holds, True)
         for name, handle in snapshot.replicas.items():
@@ -501,7 +505,7 @@ class ReplicaCoordinator:
                 self._pending.failures[name] = reason
                 return
             if self._completed.get(order.subject) is not order:  # its time was over
-                _restore(self._desired, order, self._completed.get(order.subject))
+                withdraw(self._desired, order, self._completed.get(order.subject))
                 return
         if replica.state.serves:  # another one ends by itself
             self._quorum.evict(name, reason)
@@ -512,7 +516,7 @@ class ReplicaCoordinator:
         """Issue an order after all earlier ones, and wait until every replica has reached it."""
         started = self._now()
         await self._wait_for_turn(order)
-        order.check(self._last_version, self._quorum.ever_subscribed, self._desired.get("sleep"))
+        order.check(self._versions.used, self._quorum.ever_subscribed, self._desired.get("sleep"))
         order = replace(order, number=self._next_number())
         before = self._completed.get(order.subject)
         pending = self._pending = PendingOrder(
@@ -521,14 +525,14 @@ class ReplicaCoordinator:
             issued=self._now(),
             deadline=started + order.timeout,
             before=before,
-            last_version=self._last_version,
+            last_version=self._versions.used,
             probe_number=self._next_number(),
             evicted_before=len(self._quorum.evicted),
         )
         if order.kind != "probe":
             self._desired[order.subject] = order
         if order.publishes:
-            self._last_version = order.version
+            self._versions.begin(order.version)
         if order.kind in UNDOING:  # the state that it undoes is no longer complete on all replicas
             self._completed.pop(order.subject, None)
         self._update_completed()
@@ -537,11 +541,10 @@ class ReplicaCoordinator:
             await self._wait_for_replicas(pending)
         except BaseException:
             if order.kind == "weights":  # they travel only while the order is pending
-                _restore(self._desired, order, before)
-                _restore(self._completed, order, before)  # all may have it, and be too few
+                withdraw(self._desired, order, before)
+                withdraw(self._completed, order, before)  # all may have it, and be too few
                 self._break_transfer("its publication has ended")
-                if self._received_version < order.version:
-                    self._last_version = pending.last_version
+                self._versions.last = pending.last_version
             raise
         finally:
             self._pending = None
@@ -557,7 +560,7 @@ class ReplicaCoordinator:
         return self._quorum[name].state.awake_reason if asleep else pending.results.get(name)
 
     async def _wait_for_turn(self, order: Order) -> None:
-        """Wait until all earlier orders have ended.
+        """Wait until all earlier orders have ended, and for weights their transfer.
 
         Raises:
             WeightSyncError: they have not within the order's time.
@@ -572,6 +575,8 @@ class ReplicaCoordinator:
                 raise WeightSyncError(
                     f"the {order.kind} order could not begin within {order.timeout:g} s: {reason}"
                 )
+            if order.kind == "weights":  # else a member could finish it, as if it were the new one
+                await self._wait_until_aborted()
         finally:
             self._turns.remove(turn)
 
@@ -597,8 +602,10 @@ class ReplicaCoordinator:
                 pending.extend("replacement", pending.deadline + self._replacement_timeout_s)
                 logger.warning("%s waits for a replacement of the engine replicas, which are gone", order)
             await self._evict_late(pending.waiting, pending.limit, pending.deadline)
+            if pending.sender_failure:
+                await self._wait_until_aborted()  # a member that has all weights finishes
             if pending.sender_failure or (self._now() >= pending.deadline and not lacks_replicas()):
-                pending.end_waiting(needed)
+                pending.end_waiting(needed, self._now())
 
     def _judge_failures(self, pending: PendingOrder) -> None:
         """Evict the replicas that failed an order which others have reached.
@@ -609,7 +616,7 @@ class ReplicaCoordinator:
         order = pending.order
         failed = pending.failed()
         if failed and not pending.reached():
-            _restore(self._desired, order, pending.before)
+            withdraw(self._desired, order, pending.before)
             if pending.before is not None:
                 self._completed[order.subject] = pending.before
             raise WeightSyncError("; ".join(f"{name}: {pending.failures[name]}" for name in failed))
@@ -637,19 +644,14 @@ class ReplicaCoordinator:
             self._transfer.broken = reason
             self._notify()
 
-    async def _end_transfer(self, reason: str) -> None:
-        """Wait until the members of a broken transfer have aborted it, and evict those that do not."""
-        self._break_transfer(reason)
+    async def _wait_until_aborted(self) -> None:
+        """Wait until the members of a broken transfer have left it, and evict those that do not."""
         transfer = self._transfer
         if transfer is None or not transfer.broken:
             return
-
-        def updating() -> list[str]:
-            live = [name for name, r in transfer.members.items() if self._quorum.is_live(name, r)]
-            return [name for name in live if transfer.members[name].state.updating]
-
-        await self._changed.wait_for(lambda: not updating(), ABORT_TIMEOUT_S)
-        for name in updating():
+        remaining = functools.partial(transfer.remaining, self._quorum)
+        await self._changed.wait_for(lambda: not remaining(), ABORT_TIMEOUT_S)
+        for name in remaining():
             self._quorum.evict(
                 name, f"it did not abort a broken weight transfer within {ABORT_TIMEOUT_S:g} s"
             )
@@ -690,11 +692,3 @@ class ReplicaCoordinator:
     def _notify(self) -> None:
         self._generation += 1
         self._changed.notify_all()
-
-
-def _restore(orders: dict[str, Order], order: Order, before: Order | None) -> None:
-    """Replace an order by the one before it, unless a newer one has superseded it."""
-    if orders.get(order.subject) is order:
-        del orders[order.subject]
-        if before is not None:
-            orders[order.subject] = before

@@ -230,3 +230,47 @@ class Snapshot:
     lacking: frozenset[str] = frozenset()
     ended_tokens: tuple[str, ...] = ()
     holds: tuple[str, ...] = ()
+
+
+@dataclass
+class VersionSequence:
+    """The increasing sequence of versions, none of which is used again.
+
+    Attributes:
+        last: highest version that was published, or is being published.
+        received: highest version of the weights that any replica has received, perhaps after its publication
+            had failed. 0 is the model as it was loaded.
+        awaits_repetition: True from a restart of the coordinator until the next publication: the caller of
+            one that was under way repeats it, and replicas may have received its version.
+    """
+
+    last: int = -1
+    received: int = 0
+    awaits_repetition: bool = False
+
+    @property
+    def used(self) -> int:
+        """The highest version that must not be published again."""
+        is_known = self.awaits_repetition or not self.received
+        return self.last if is_known else max(self.last, self.received)
+
+    def begin(self, version: int) -> None:
+        """Begin the publication of a version."""
+        self.last, self.awaits_repetition = version, False
+
+    def note_received(self, version: int) -> None:
+        """Note that a replica has received a version of the weights."""
+        self.received = max(self.received, version)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot."""
+        self.last, self.awaits_repetition = snapshot.version, True
+        self.note_received(snapshot.received)
+
+
+def withdraw(orders: dict[str, Order], order: Order, before: Order | None) -> None:
+    """Replace an order by the one before it, unless a newer one has superseded it."""
+    if orders.get(order.subject) is order:
+        del orders[order.subject]
+        if before is not None:
+            orders[order.subject] = before

@@ -268,6 +268,9 @@ class PendingOrder:
         """Return the replicas that count and have reached the order."""
         return [name for name, r in self.quorum.counted().items() if self.has_reached(name, r)]
 
+    def _received(self) -> list[str]:
+        return [name for name, replica in self.quorum.counted().items() if replica.has_reached(self.order)]
+
     def failed(self) -> list[str]:
         """Return the replicas that count and have failed the order."""
         counted = self.quorum.counted().items()
@@ -277,8 +280,10 @@ class PendingOrder:
         """Return the replicas that count and have neither reached nor failed the order."""
         return sorted(self.quorum.counted().keys() - {*self.reached(), *self.failed()})
 
-    def end_waiting(self, needed: int) -> None:
+    def end_waiting(self, needed: int, now: float) -> None:
         """Evict the replicas that are late at the end of the order's time, or when the sender has failed.
+
+        Those that had received the weights before it failed have the rest of the time for their probe.
 
         Args:
             needed: number of replicas that must reach the order.
@@ -287,7 +292,8 @@ class PendingOrder:
             WeightSyncError: not enough replicas have reached the order.
         """
         order, seconds = self.order, round(self.seconds, 2)
-        late, reached = self.waiting(), self.reached()
+        reached = self.reached() if now >= self.deadline else self._received()
+        late = sorted({*self.waiting()} - {*reached})
         if not reached and self.sender_failure:
             raise WeightSyncError(f"{order} was not sent: {self.sender_failure}")
         gone = ", ".join(self.evicted) or "a dead replica"
@@ -323,6 +329,8 @@ class Transfer:
     Attributes:
         number, kind, started, infos: of the current phase; `infos` has the pickled argument of each member.
         answered: members that have executed, or failed, the current phase.
+        handed: members that were handed the current phase, and have not reported since that they wait or have
+            executed it.
         broken: the reason why it cannot go on; empty if it can.
     """
 
@@ -333,11 +341,13 @@ class Transfer:
     started: float = 0.0
     infos: Mapping[str, bytes] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)
+    handed: set[str] = field(default_factory=set)
     broken: str = ""
 
     def begin(self, kind: Phase, number: int, now: float, infos: Mapping[str, bytes]) -> None:
         """Begin a phase."""
-        self.kind, self.number, self.started, self.infos, self.answered = kind, number, now, infos, set()
+        self.kind, self.number, self.started, self.infos = kind, number, now, infos
+        self.answered, self.handed = set(), set()
 
     def waiting(self) -> list[str]:
         """Return the members that have not executed the current phase."""
@@ -346,6 +356,11 @@ class Transfer:
     def left(self, quorum: Quorum) -> list[str]:
         """Return the live ones among them."""
         return [name for name in self.waiting() if quorum.is_live(name, self.members[name])]
+
+    def remaining(self, quorum: Quorum) -> list[str]:
+        """Return the live members that have not left the transfer, as far as they have reported."""
+        live = {name: r for name, r in self.members.items() if quorum.is_live(name, r)}
+        return [name for name, r in live.items() if r.state.updating or name in self.handed]
 
     @property
     def is_over(self) -> bool:

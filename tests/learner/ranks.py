@@ -1,5 +1,7 @@
 """One learner rank, which makes two updates."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -49,7 +51,9 @@ def plain_probe(model: torch.nn.Module) -> list[float]:
     return logits.log_softmax(-1).gather(-1, torch.tensor(PROBE[1:])[:, None])[:, 0].tolist()
 
 
-def main(rank: int, ranks: int, file: str) -> list[dict[str, float]] | None:
+def main(
+    rank: int, ranks: int, file: str, config: dict[str, Any] | None = None
+) -> list[dict[str, float]] | None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -57,9 +61,8 @@ def main(rank: int, ranks: int, file: str) -> list[dict[str, float]] | None:
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-3, kl_coef=1e-2, max_logprob_mismatch=1e-3)
-    policy = Policy(
-        STARTER_MODEL, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64), settings, total_steps=2
-    )
+    learner = LearnerConfig(n=ranks, **config or {"max_tokens_per_micro_batch": 64})
+    policy = Policy(STARTER_MODEL, learner, settings, total_steps=2)
     plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     with torch.no_grad():
         exact = [logprobs.tolist() for logprobs in plain_logprobs(plain)]

@@ -353,3 +353,14 @@ def test_the_loss_of_distillation_is_verls():
     )
     expected = loss.detach(), torch.autograd.grad(loss, leaf)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_penalty_k3_is_at_most_10_and_has_no_gradient_beyond():
+    """It reaches 10 where the reference's probability is 13.6 times the policy's."""
+    ratios = torch.tensor([1e-3, 0.5, 1.0, 2.0, 13.5, 13.7, 1e4], dtype=torch.float64)
+    own = torch.zeros_like(ratios, requires_grad=True)
+    penalty = verl_api.kl_penalty(own, ratios.log(), "k3")
+    exact = ratios - ratios.log() - 1
+    torch.testing.assert_close(penalty, exact.clamp(max=10.0))
+    penalty.sum().backward()
+    torch.testing.assert_close(own.grad, torch.where(exact <= 10, 1 - ratios, 0.0))

@@ -140,6 +140,8 @@ class Report(ProgressReporter):
         """Columns `SUMMARISED` of all steps."""
         self._tokens: dict[str, int] = {}
         """The ledger after the last step."""
+        self._lengths: dict[str, dict[str, int]] = {}
+        """Tokens by the length of their rollout, after the last step."""
         # those beside training that ended before a resume, by step
         self._evaluations = {row[VAL_STEP]: row for row in history if VAL_STEP in row}
         self._advisor = Advisor()
@@ -189,9 +191,13 @@ class Report(ProgressReporter):
         """Keep of a step what the summary needs: all metrics would take megabytes in a long run."""
         self._history.append({name: row[name] for name in SUMMARISED if name in row})
         if "ledger/generated" in row:
-            self._tokens = {
-                name.removeprefix("ledger/"): int(n) for name, n in row.items() if name.startswith("ledger/")
-            }
+            self._tokens, self._lengths = {}, {}
+            for kind, _, name in (metric.partition("/") for metric in row):
+                if kind == "ledger":
+                    self._tokens[name] = int(row[f"ledger/{name}"])
+                elif kind == "lengths":
+                    bound, _, fate = name.partition("/")
+                    self._lengths.setdefault(bound, {})[fate] = int(row[f"lengths/{name}"])
 
     def evaluation(self, step: int, logged: int, metrics: Metrics) -> None:
         """Log the metrics of an evaluation beside training, in a row of its own.
@@ -253,6 +259,7 @@ class Report(ProgressReporter):
                 "masked_calls": self._total("off_policy/calls"),
                 "overridden_calls": self._total("off_policy/overridden_calls"),
                 "tokens": self._tokens,
+                "tokens_by_length": self._lengths,
             }
         )
 

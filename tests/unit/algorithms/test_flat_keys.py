@@ -29,7 +29,7 @@ def flat_form(settings: dict[str, Any]) -> dict[str, Any]:
     flat = dict(settings)
     for table in TABLES:
         variant = flat.pop(table.field)
-        keys = {key: table._default(key) for key in table.flat_keys - {table.selector}}
+        keys = {key: table.default_of(key) for key in table.flat_keys - {table.selector}}
         own = {key: value for key, value in variant.items() if key != "name"}
         flat |= keys | own | {table.selector: variant["name"]}
     return flat

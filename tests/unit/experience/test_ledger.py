@@ -165,6 +165,13 @@ def test_it_closes_after_every_step(world: World) -> None:
         row = ledger.row(world.totals(step + 1))
         assert row.unaccounted == 0
         assert min(dataclasses.astuple(row)) >= 0
+        lengths = ledger.length_metrics()
+        assert _total(lengths, "trained") == row.trained
+        assert _total(lengths, "dropped") == row.dropped
+        assert _total(lengths, "stale") <= row.masked
+        taken = [item for item in world.rollouts if item.group < 2 * step + 2 or (step and item.group == 4)]
+        late = sum(item.late for item in taken if item.group < 4)
+        assert _total(lengths, "sampled") == sum(item.counts.latest for item in taken) + late
     dropped = sum(item.counts.latest for item in world.rollouts if item.group == 4)
     assert row.dropped == dropped
 
@@ -175,12 +182,44 @@ def test_a_step_that_is_taken_again_is_counted_once(world: World) -> None:
     world.take(ledger, 0)
     state = ledger.state_dict()
     world.take(ledger, 1)
-    expected = ledger.row(world.totals(2))
+    expected, lengths = ledger.row(world.totals(2)), ledger.length_metrics()
     assert expected.unaccounted == 0
     ledger.load_state_dict(state)
     assert ledger.row(world.totals(1)).unaccounted == 0
     world.take(ledger, 1)
     assert ledger.row(world.totals(2)) == expected
+    assert ledger.length_metrics() == lengths
+
+
+def test_tokens_are_counted_by_the_length_of_their_rollout() -> None:
+    long, old = Call([6] * 20), Call([6] * 60 + [1] * 40)
+    rollouts = [
+        Sampled(0, 1.0, False, False, [long], [], 0),
+        Sampled(0, 0.0, False, False, [Call([6]), Call([6])], [], 0),
+        Sampled(1, 1.0, False, False, [old], [], 0),
+        Sampled(1, 0.0, False, False, [Call([6] * 16)], [], 0),
+        Sampled(4, 1.0, False, False, [Call([6] * 65)], [9], 0),
+    ]
+    world, ledger = World(rollouts, ALGORITHMS[0]), Ledger()
+    world.take(ledger, 0)
+    world.take(ledger, 1)
+    assert ledger.length_metrics() == {
+        "lengths/16/sampled": 18,
+        "lengths/16/trained": 18,
+        "lengths/64/sampled": 20,
+        "lengths/64/trained": 20,
+        "lengths/256/sampled": 165,
+        "lengths/256/trained": 60,
+        "lengths/256/stale": 40,
+        "lengths/256/dropped": 65,
+    }
+
+
+def test_a_state_of_an_earlier_version_has_no_lengths() -> None:
+    ledger = Ledger()
+    ledger.load_state_dict({"trained": 7})
+    assert ledger.length_metrics() == {}
+    assert ledger.state_dict()["trained"] == 7
 
 
 @pytest.mark.parametrize("reward", [1.0, None])
@@ -222,6 +261,10 @@ def test_each_token_has_one_fate() -> None:
         "failed": 7 + 5 + 5 + 3,
         "open": 8 + 2,
     }
+
+
+def _total(lengths: dict[str, float], fate: str) -> float:
+    return sum(count for name, count in lengths.items() if name.endswith(f"/{fate}"))
 
 
 # the store's counts

@@ -441,7 +441,11 @@ async def live(
             async with run.watched():
                 await work
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["ledger/unaccounted"] == 0 for row in rows if "val/step" not in row)
+    for row in [row for row in rows if "val/step" not in row]:
+        assert row["ledger/unaccounted"] == 0
+        for fate in ("trained", "dropped"):
+            by_length = [n for name, n in row.items() if name.startswith("lengths/") and name.endswith(fate)]
+            assert sum(by_length) == row[f"ledger/{fate}"]
     return rows
 
 

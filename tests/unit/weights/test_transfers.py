@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from coordinator_helpers import (
     Coordinator,
+    Life,
     Replica,
     RunningReplica,
     Versions,
+    changed,
     join,
     publish_weights,
     send,
@@ -23,6 +25,7 @@ from unit_helpers import until, within
 from raylight._utils.aio import cancel_all
 from raylight.errors import TransferBrokenError, WeightSyncError
 from raylight.weights import coordinator as module
+from raylight.weights import quorum
 from raylight.weights.orders import Member, Phase, ReplicaReport, Snapshot, Task, TaskAnswer
 
 PHASES: tuple[Phase, ...] = ("init", "start", "update", "finish")
@@ -234,6 +237,116 @@ async def test_a_publication_includes_replicas_that_joined() -> None:
         await catching_up
         assert late.engine.told == [("weights", 2, "keep")]
         await late.executor.close()
+
+
+async def publish_and_begin(coordinator: Coordinator, phase: Phase, **settings: Any) -> tuple[Any, Any]:
+    """Publish version 1, and begin a phase of its transfer; return both tasks."""
+    timeout = settings.pop("timeout", 60.0)
+    publishing = asyncio.create_task(coordinator.client.publish(1, None, timeout, token=TOKEN, **settings))
+    assert await coordinator.begin_transfer(1, TOKEN)
+    beginning = asyncio.create_task(coordinator.run_phase(phase, {}, 60.0))
+    await turns()
+    return publishing, beginning
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+async def test_a_version_that_is_received_after_its_time_is_used(
+    finishes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quorum, "LAST_EVICTION_SHARE", 0.0)  # as if the phase began at the very end
+    monkeypatch.setattr(quorum, "LATE_SHARE", 2.0)  # nor is it silent
+    coordinator = Coordinator()
+    async with within():
+        replica = await join(coordinator, "a")
+        publishing, phase = await publish_and_begin(coordinator, "finish", timeout=0.2)
+        task = await replica.next()
+        with pytest.raises(WeightSyncError, match="did not reach"):
+            await publishing
+        with pytest.raises(TransferBrokenError):
+            await phase
+        again = asyncio.create_task(coordinator.client.publish(1, None, 60.0, token="other weights"))
+        await turns()
+        assert coordinator.snapshot().desired == {}, "a member may still finish the first transfer"
+        await replica.finish(task, None if finishes else "closed by peer")
+        if finishes:
+            with pytest.raises(WeightSyncError, match="never reused"):
+                await again
+            assert coordinator.snapshot().version == 1
+        else:
+            assert await coordinator.begin_transfer(1, "other weights")
+            again.cancel()
+
+
+async def test_a_version_is_used_that_a_replica_received_which_was_taken_for_dead() -> None:
+    coordinator, life = Coordinator(), Life()
+    async with within():
+        replica = await join(coordinator, "a", life)
+        publishing, phase = await publish_and_begin(coordinator, "finish", timeout=0.05)
+        task = await replica.next()
+        life.end()
+        with pytest.raises(WeightSyncError, match="a replacement for a dead replica"):
+            await publishing
+        with pytest.raises(TransferBrokenError):
+            await phase
+        replica.state, replica.life = changed(replica.state, task), Life()
+        await replica.subscribe()
+        with pytest.raises(WeightSyncError, match="version 1 is not newer than 1; versions are never reused"):
+            await coordinator.client.publish(1, None, 60.0, token="other weights")
+
+
+@pytest.mark.parametrize("probe", [[], [1, 2]])
+async def test_members_that_have_all_weights_finish_without_the_sender(probe: list[int]) -> None:
+    coordinator = Coordinator()
+    async with within():
+        replica = await join(coordinator, "a")
+        publishing, phase = await publish_and_begin(coordinator, "finish", probe=probe)
+        task = await replica.next()
+        await coordinator.fail_publication(TOKEN, "learner 0 died")
+        with pytest.raises(TransferBrokenError):
+            await phase
+        assert not publishing.done()
+        await replica.finish(task)
+        if probe:
+            assert (await replica.do(result=[-2.0])).kind == "probe"
+        assert await publishing == {"a": [-2.0] if probe else None}
+        assert not coordinator.snapshot().evicted
+
+
+async def test_a_member_that_was_just_handed_a_phase_aborts_it_first() -> None:
+    coordinator = Coordinator()
+    async with within():
+        a, b = await join(coordinator, "a"), await join(coordinator, "b")
+        publishing, phase = await publish_and_begin(coordinator, "start")
+        task = await a.next()
+        failing = await b.next()
+        b.answer = TaskAnswer(failing.number, "closed by peer", lost=True)
+        await b.poll(waits=False)
+        with pytest.raises(TransferBrokenError, match="b: closed by peer"):
+            await phase
+        assert not a.state.updating
+        beginning = asyncio.create_task(coordinator.begin_transfer(1, TOKEN))
+        await turns()
+        assert not beginning.done(), "a member executes the phase"
+        await a.finish(task)
+        assert (await a.do()).kind == "abort"
+        assert [member.replica for member in await beginning or []] == ["a", "b"]
+        publishing.cancel()
+
+
+async def test_a_member_that_did_not_receive_its_phase_need_not_abort() -> None:
+    coordinator = Coordinator()
+    async with within():
+        replica = await join(coordinator, "a")
+        publishing, phase = await publish_and_begin(coordinator, "init")
+        assert (await replica.next()).kind == "init"  # the response is lost
+        polling = asyncio.create_task(replica.poll())
+        await coordinator.fail_publication(TOKEN, "learner 0 died")
+        with pytest.raises(TransferBrokenError):
+            await phase
+        with pytest.raises(WeightSyncError, match="was not sent: learner 0 died"):
+            await publishing
+        polling.cancel()
+        assert not coordinator.snapshot().evicted
 
 
 @pytest.mark.parametrize("returns", [True, False])
