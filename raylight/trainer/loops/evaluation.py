@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.trainer.components.learner_ranks import LearnerRanks
+from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.loops.batch_metrics import by_source, raise_if_hopeless
-from raylight.trainer.loops.model_selection import ModelSaver, ModelSelection
+from raylight.trainer.loops.model_selection import ModelSelection
+from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.output.sampled_rollouts import example_ids, sampled_rollout
 from raylight.trainer.output.scores import Scores, measure, reward_of_failures
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.types import FinishedRollout
-
-
-class EvaluationRollouts(Protocol):
-    """The part of PolicyRollouts that an Evaluator uses."""
-
-    async def evaluate(
-        self, step: int, tasks: list[Any], samples: int, progress: Any, model: str | None = None
-    ) -> list[FinishedRollout]:
-        """Roll every task out `samples` times after a step, with the model of this name."""
-        ...
-
-    async def with_spans(self, ids: list[str]) -> list[FinishedRollout]:
-        """Return finished rollouts with their spans."""
-        ...
 
 
 class Evaluator(ModelSelection):
@@ -40,8 +28,8 @@ class Evaluator(ModelSelection):
 
     def __init__(
         self,
-        rollouts: EvaluationRollouts,
-        learners: ModelSaver,
+        rollouts: PolicyRollouts,
+        learners: LearnerRanks,
         algorithm: PolicyAlgorithm,
         tasks: list[Any],
         report: Report,

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
 
+from raylight.trainer.components.publication import PinnedAdapter, Publications
 from raylight.trainer.loops.evaluation import Evaluator
 from raylight.trainer.output.report import Metrics, Report
-from raylight.trainer.spec.served_adapter import PinnedAdapter
-
-
-class PinningLearners(Protocol):
-    """The part of the learners that a PinnedEvaluation uses."""
-
-    async def pin(self, step: int) -> PinnedAdapter:
-        """Have the engines keep the published version."""
-        ...
-
-    async def release(self, pinned: PinnedAdapter) -> None:
-        """Have the engines drop a pinned version."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -37,8 +24,8 @@ class PinnedEvaluation:
     after these were lost.
     """
 
-    def __init__(self, evaluator: Evaluator, learners: PinningLearners, report: Report) -> None:
-        self._evaluator, self._learners, self._report = evaluator, learners, report
+    def __init__(self, evaluator: Evaluator, publications: Publications, report: Report) -> None:
+        self._evaluator, self._publications, self._report = evaluator, publications, report
         self._current: _InProgress | None = None
 
     @property
@@ -63,7 +50,7 @@ class PinnedEvaluation:
             WeightSyncError: the engines cannot keep the version.
         """
         assert self._current is None
-        pinned = await self._learners.pin(step)
+        pinned = await self._publications.pin(step)
         measuring = asyncio.create_task(self._evaluator.measure(step, pinned))
         self._current = _InProgress(step, pinned, measuring)
 
@@ -80,6 +67,6 @@ class PinnedEvaluation:
         assert current is not None
         metrics = await asyncio.shield(current.measuring)
         await self._evaluator.compare(current.step, metrics, current.pinned)
-        await self._learners.release(current.pinned)
+        await self._publications.release(current.pinned)
         self._report.evaluation(current.step, logged, metrics)
         self._current = None

@@ -102,7 +102,7 @@ class PolicyLoop(StepLoop):
             self._ledger.load_state_dict(start.ledger)
         self._evaluated = self._evaluator.state_dict()
         """State of the evaluator after the last logged step, or the last evaluation."""
-        self._beside = PinnedEvaluation(self._evaluator, run.learners, report)
+        self._beside = PinnedEvaluation(self._evaluator, self._learners.publications, report)
         self._cut_off: int | None = (start.evaluation or {}).get("beside")
         """Step of an evaluation that was in progress beside training when the starting point was saved."""
         self._publication: asyncio.Task[Metrics] | None = None
@@ -192,7 +192,7 @@ class PolicyLoop(StepLoop):
         if self._is_asynchronous:
             metrics |= {
                 "async/trainer_idle_s": wait_s,
-                "async/publish_lag": float(self._learners.version - self._learners.published),
+                "async/publish_lag": float(self._learners.version - self._learners.publications.published),
                 "async/dropped_rollouts": float(len(self._groups.dropped_ids(step))),
             }
         report.batch(content)
@@ -313,13 +313,14 @@ class PolicyLoop(StepLoop):
         return await self._until_failure(self._publication) if waits else metrics
 
     async def _send(self, step: int) -> Metrics:
-        learners, started = self._learners, time.perf_counter()
-        if learners.version > learners.published or self._is_asynchronous:
+        started, version = time.perf_counter(), self._learners.version
+        publications = self._learners.publications
+        if version > publications.published or self._is_asynchronous:
             with self._report.phase("publication of the weights"):
-                parity = await learners.publish()
+                parity = await publications.publish(version)
         else:  # the engines have the weights, perhaps from learners that were lost since
             parity = None
-            learners.notice_version()
+            publications.notice_version()
         if self._is_asynchronous:
             self._groups.publish(step)
         if parity is None:
@@ -384,7 +385,8 @@ class PolicyLoop(StepLoop):
             LearnerError, WeightSyncError: the failure.
         """
         working: asyncio.Future[T] = asyncio.ensure_future(work)
-        failing = [asyncio.ensure_future(w) for w in (self._learners.wait_for_failure(), *others)]
+        failure = self._learners.publications.wait_for_failure()
+        failing = [asyncio.ensure_future(w) for w in (failure, *others)]
         pending: set[asyncio.Future[Any]] = {working, *failing}
         pending |= {self._publication} if self._publication else set()
         try:

@@ -43,6 +43,7 @@ from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.outside_agents import OutsideAgents
 from raylight.trainer.components.parity import Parity
+from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.components.store import cancel_undecided
 from raylight.trainer.loops.policy_loop import PolicyLoop
@@ -55,7 +56,6 @@ from raylight.trainer.spec.resume import (
     highest_logged_version,
     prepare_states,
 )
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 from raylight.trainer.spec.settings import MODEL_NAME, ServingSettings, TrainedSettings, TrainingSettings
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
 
