@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
-from raylight.errors import ConfigError, DeviceMemoryError, LearnerError
+from raylight.errors import ConfigError, DeviceMemoryError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
+from raylight.learner.protocol import Learner
 
 T = TypeVar("T")
 
@@ -42,8 +43,8 @@ class TrainableModule(Protocol):
         ...
 
 
-class LocalLearner:
-    """A `Learner` of one rank in the driver's process.
+class LocalLearner(Learner):
+    """A learner of one rank in the driver's process.
 
     The engine and the learner share one copy of the weights, so nothing is published: a token that the engine
     samples after an update has the new version. A failure is one of the driver, so there is no restart; a run
@@ -101,9 +102,6 @@ class LocalLearner:
                 "learner cannot train; start the run in a process of its own, or use learner.kind='ranks'"
             )
 
-    async def check_storage(self, folders: Mapping[str, str]) -> None:
-        """Return: the learner's folders are the driver's."""
-
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the policy with a batch between two decoding steps, and return metrics.
 
@@ -137,12 +135,6 @@ class LocalLearner:
     async def logprobs(self, ids: list[int]) -> list[float]:
         """Return the policy's log-probs of `ids[1:]` at temperature 1."""
         return await self._engine.run_between_steps(lambda: self._policy.logprobs(ids))
-
-    async def take_snapshot(self, ids: list[int], settings: Any) -> None:
-        """Return None: the engine has the weights."""
-
-    async def publish_weights(self, version: int, token: str, settings: Any) -> None:
-        """Return: the engine has the weights."""
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter."""
@@ -182,10 +174,6 @@ class LocalLearner:
             return version, None
 
         await self._engine.change_weights(load)
-
-    async def restart(self, placement: object = None) -> None:
-        """Raise LearnerError: the learner cannot be lost without the driver."""
-        raise LearnerError("a local learner cannot be restarted; resume the run from its training state")
 
     def stop(self) -> None:
         """Leave the process group."""

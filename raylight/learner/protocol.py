@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ray.util.placement_group import PlacementGroup
 
+from raylight.errors import LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import SupervisedSettings
@@ -20,7 +21,8 @@ class Learner(Protocol):
     (`SimulatedLearner`).
 
     The methods raise a LearnerLostError if the learner was lost, which `restart` repairs, and a LearnerError
-    for a failure that would repeat.
+    for a failure that would repeat. The defaults are those of a learner in the driver's process, which shares
+    its folders and weights, or has no weights.
     """
 
     async def setup(
@@ -46,11 +48,12 @@ class Learner(Protocol):
 
     async def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of each row. A row may come several times."""
-        ...
+        return []
 
     async def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
-        ...
+        """Return the log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'; none if the
+        learner has no weights."""
+        return []
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
         """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
@@ -112,8 +115,12 @@ class Learner(Protocol):
         ...
 
     async def restart(self, placement: PlacementGroup | None = None) -> None:
-        """Start again, in the same or other bundles, with the initial weights."""
-        ...
+        """Start again, in the same or other bundles, with the initial weights.
+
+        Raises:
+            LearnerError: the learner is in the driver's process, and is lost only with it.
+        """
+        raise LearnerError("this learner cannot be restarted; resume the run from its training state")
 
     def stop(self) -> None:
         """End the learner, and free what it holds."""
