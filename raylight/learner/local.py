@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError, DeviceMemoryError
@@ -59,7 +58,7 @@ class LocalLearner(Learner):
     def __init__(self, load: Callable[[], Awaitable[TrainableModule]], config: LearnerConfig) -> None:
         self._load, self._config = load, config
         self._policy: Any = None
-        self._states: Any = None
+        self._rank: Any = None
         self._owns_group = False
 
     async def setup(
@@ -77,15 +76,15 @@ class LocalLearner(Learner):
     def _setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
         import torch
 
+        from raylight.learner.model_rank import ModelRank
         from raylight.learner.policy import Policy
-        from raylight.learner.rank_states import RankStates
 
         self._join_group()
         # transformers calls a function that torch has renamed, in every pass
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         torch.manual_seed(seed)
         self._policy = Policy(model_path, self._config, settings, total_steps, self._engine.module)
-        self._states = RankStates(self._policy)
+        self._rank = ModelRank(self._policy)
 
     def _join_group(self) -> None:
         """Make this process the only rank of a group, which the learners' code expects."""
@@ -130,27 +129,19 @@ class LocalLearner(Learner):
 
     async def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of each row."""
-        return self._policy.row_records
+        return self._rank.row_records()
 
     async def logprobs(self, ids: list[int]) -> list[float]:
         """Return the policy's log-probs of `ids[1:]` at temperature 1."""
-        return await self._engine.run_between_steps(lambda: self._policy.logprobs(ids))
+        return await self._engine.run_between_steps(lambda: self._rank.logprobs(ids))
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter."""
-        adapter = await self._engine.run_between_steps(self._policy.export_adapter)
-        return self._policy.version, LoraAdapter(*adapter)
+        return await self._engine.run_between_steps(self._rank.export_adapter)
 
     async def save(self, folder: str, adapter: Any = None) -> None:
         """Write the model in Hugging Face format, and the adapter to its subfolder `adapter`."""
-
-        def save() -> None:
-            from raylight.learner.weights import save_model
-
-            with disk_errors(folder):
-                save_model(self._policy.engine, folder)
-
-        await self._engine.run_between_steps(save)
+        await self._engine.run_between_steps(lambda: self._rank.save(folder))
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
@@ -159,18 +150,18 @@ class LocalLearner(Learner):
         await self.finish_saving(timeout_s)
         content = TrainingStates(url).new_content(step)
         await self._engine.run_between_steps(
-            lambda: self._states.save(url, step, content, metadata, keep, timeout_s)
+            lambda: self._rank.save_state(url, step, content, metadata, keep, timeout_s)
         )
 
     async def finish_saving(self, timeout_s: float) -> None:
         """Wait until the last training state is written."""
-        await asyncio.to_thread(self._states.finish, timeout_s)
+        await asyncio.to_thread(self._rank.finish_saving, timeout_s)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
         """Continue from the training state of a step, and number its weights `version`."""
 
         def load() -> tuple[int, None]:
-            self._states.load(url, step, version)
+            self._rank.load_state(url, step, version)
             return version, None
 
         await self._engine.change_weights(load)
