@@ -21,9 +21,8 @@ from raylight.experience.shards import BatchShard
 from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
-from raylight.learner.progress import CLOCK
+from raylight.learner.progress import CLOCK, StackDump, dump_stacks
 from raylight.learner.rendezvous import open_store, use_interface_of
-from raylight.learner.stack_dump import StackDump, dump_stacks
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.weights.sender import PublicationSettings
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
@@ -18,28 +18,8 @@ from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
 from raylight.learner.protocol import Learner
 
-T = TypeVar("T")
-
-
-class TrainableModule(Protocol):
-    """An engine whose module is trained between two of its decoding steps."""
-
-    @property
-    def module(self) -> Any:
-        """Causal language model. Once the engine samples, only its actions may use it."""
-        ...
-
-    async def change_weights(self, action: Callable[[], tuple[int, T]]) -> T:
-        """Run an action that changes the weights, and sample with them from then on.
-
-        Args:
-            action: returns the version of the new weights, and a result.
-        """
-        ...
-
-    async def run_between_steps(self, action: Callable[[], T]) -> T:
-        """Run an action that does not change the weights."""
-        ...
+if TYPE_CHECKING:
+    from raylight.engines.transformers.trainable import TrainableEngine
 
 
 class LocalLearner(Learner):
@@ -53,9 +33,9 @@ class LocalLearner(Learner):
         load: returns the engine, once it has loaded the model.
     """
 
-    _engine: TrainableModule
+    _engine: TrainableEngine
 
-    def __init__(self, load: Callable[[], Awaitable[TrainableModule]], config: LearnerConfig) -> None:
+    def __init__(self, load: Callable[[], Awaitable[TrainableEngine]], config: LearnerConfig) -> None:
         self._load, self._config = load, config
         self._policy: Any = None
         self._rank: Any = None

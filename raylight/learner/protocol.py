@@ -29,7 +29,7 @@ class Learner(Protocol):
         self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
     ) -> None:
         """Load the model. `restart` uses the arguments again."""
-        ...
+        return None
 
     async def check_storage(self, folders: Mapping[str, str]) -> None:
         """Check that the learner shares folders with the driver.
@@ -40,7 +40,7 @@ class Learner(Protocol):
         Raises:
             ConfigError: it does not share one.
         """
-        ...
+        return None
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the weights with a batch, and return metrics."""
@@ -57,7 +57,7 @@ class Learner(Protocol):
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
         """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
-        ...
+        return None
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Send the weights to the engine replicas that lack them.
@@ -69,7 +69,7 @@ class Learner(Protocol):
         Raises:
             WeightSyncError: several transfers in a row broke, or the coordinator is gone.
         """
-        ...
+        return None
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter.
@@ -108,7 +108,7 @@ class Learner(Protocol):
         Raises:
             CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
         """
-        ...
+        return None
 
     async def load_state(self, url: str, step: int, version: int) -> None:
         """Continue from the training state of a step, and number its weights `version`."""
@@ -124,4 +124,4 @@ class Learner(Protocol):
 
     def stop(self) -> None:
         """End the learner, and free what it holds."""
-        ...
+        return None
