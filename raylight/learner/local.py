@@ -108,11 +108,9 @@ class LocalLearner(Learner):
         return await self._engine.change_weights(update)
 
     async def row_records(self) -> list[RowRecord]:
-        """Return what the last update computed of each row."""
         return self._rank.row_records()
 
     async def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the policy's log-probs of `ids[1:]` at temperature 1."""
         return await self._engine.run_between_steps(lambda: self._rank.logprobs(ids))
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
@@ -138,7 +136,6 @@ class LocalLearner(Learner):
         await asyncio.to_thread(self._rank.finish_saving, timeout_s)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the training state of a step, and number its weights `version`."""
 
         def load() -> tuple[int, None]:
             self._rank.load_state(url, step, version)
