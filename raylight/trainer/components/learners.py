@@ -17,11 +17,7 @@ from raylight.trainer.components.parity import make_probe
 from raylight.trainer.components.publication import Publications
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec.resume import ResumePoint
-from raylight.trainer.spec.settings import (
-    ServingSettings,
-    TrainedSettings,
-    TrainingSettings,
-)
+from raylight.trainer.spec.settings import TrainedSettings
 from raylight.weights.client import CoordinatorClient
 
 
@@ -30,7 +26,6 @@ class Learners(LearnerRanks):
     engines.
 
     Args:
-        training, serving: the parts of the settings.
         start: the position at which the run starts.
         show_stage: shows what the run is doing now.
     """
@@ -42,11 +37,10 @@ class Learners(LearnerRanks):
     def __init__(
         self,
         settings: TrainedSettings,
-        training: TrainingSettings,
-        serving: ServingSettings,
         start: ResumePoint,
         show_stage: Callable[[str], None],
     ) -> None:
+        training, serving = settings.training, settings.serving
         super().__init__(settings, training, serving.model_path, start, show_stage)
         self._policy, self._serving = training, serving
         self._adapter = serving.name if training.served_lora else None

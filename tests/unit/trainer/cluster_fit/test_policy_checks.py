@@ -23,8 +23,8 @@ from raylight.trainer.cluster_fit.hardware import Hardware, Workload, choose
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_with_transport,
     idle_hardware,
-    mismatch_limit,
     trained_agents_pattern,
+    with_mismatch_limit,
 )
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.trainer.trainer import Trainer
@@ -155,9 +155,10 @@ def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
     engine: Any, learner: Any, experts: int | None, given: float, expected: float, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_experts": experts}}))
-    algorithm = GRPO(model="m", max_logprob_mismatch=given)
-    limit = mismatch_limit(algorithm, EngineConfig(dtype=engine), LearnerConfig(dtype=learner), str(tmp_path))
-    assert limit == expected
+    algorithm = GRPO(model="m", max_logprob_mismatch=given, warn_logprob_mismatch=1e-4)
+    engine_config, learner_config = EngineConfig(dtype=engine), LearnerConfig(dtype=learner)
+    found = with_mismatch_limit(algorithm, engine_config, learner_config, str(tmp_path))
+    assert found.max_logprob_mismatch == expected
 
 
 @pytest.mark.parametrize(
