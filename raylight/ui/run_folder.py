@@ -21,7 +21,9 @@ from raylight._utils.bounds import ENDLESS
 from raylight._utils.files import read_bounded
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError
-from raylight.trainer.output.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
+from raylight.trainer.output.loggers import Metrics
+from raylight.trainer.output.loggers.protocol import VAL_STEP, evaluated_step
+from raylight.trainer.output.loggers.run_files import METRICS_FILE
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import STORE_FILES
 
