@@ -27,9 +27,8 @@ from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.batch_metrics import describe, explain_no_signal, raise_if_hopeless
-from raylight.trainer.loops.evaluation import Evaluator
+from raylight.trainer.loops.evaluation import Evaluator, PinnedEvaluation
 from raylight.trainer.loops.load_watch import LoadWatch
-from raylight.trainer.loops.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.training_groups import TrainingGroups
