@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import raylight as rl
 from raylight.experience.batch import TrainBatch
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster_fit.teacher_settings import fitted_engine
+from raylight.trainer.cluster_fit.scoring_models import fitted_engine
 from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.settings import ServingSettings

@@ -31,8 +31,12 @@ from raylight.trainer.cluster_fit.policy_checks import (
     idle_hardware,
     with_mismatch_limit,
 )
-from raylight.trainer.cluster_fit.reward_model_settings import on_hardware, plan_reward_models
-from raylight.trainer.cluster_fit.teacher_settings import fit_teacher, plan_teacher
+from raylight.trainer.cluster_fit.scoring_models import (
+    fit_teacher,
+    on_hardware,
+    plan_reward_models,
+    plan_teacher,
+)
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.settings import (
     ServedSettings,

@@ -19,7 +19,7 @@ from raylight.experience.teacher_prompts import (
 )
 from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
-from raylight.trainer.cluster_fit.teacher_settings import longest_row
+from raylight.trainer.cluster_fit.scoring_models import longest_row
 from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.spec.settings import TeacherSettings

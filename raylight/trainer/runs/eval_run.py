@@ -25,7 +25,7 @@ from raylight.store.client import StoreClient
 from raylight.traces.rewards import MAX_REWARD
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
-from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
+from raylight.trainer.cluster_fit.scoring_models import plan_reward_models
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.components.serving import ADAPTER_FILES
 from raylight.trainer.loops.awaited_rollouts import run_rollouts

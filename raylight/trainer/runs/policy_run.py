@@ -23,8 +23,7 @@ from raylight.trainer.cluster_fit.policy_checks import (
     trainable_engine,
     trained_agents_pattern,
 )
-from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
-from raylight.trainer.cluster_fit.teacher_settings import check_stays, plan_teacher
+from raylight.trainer.cluster_fit.scoring_models import check_stays, plan_reward_models, plan_teacher
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.policy_loop import PolicyLoop, StopRequest
 from raylight.trainer.loops.session_groups import SessionGroups

@@ -36,7 +36,7 @@ from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
-from raylight.trainer.cluster_fit.teacher_settings import fit_teacher, plan_teacher
+from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teacher
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, split_rows
 from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
 from raylight.types import FinishedRollout, Span, Trajectory
