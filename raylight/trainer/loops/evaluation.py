@@ -1,5 +1,4 @@
-"""Evaluation of the policy on tasks that it is never trained on; beside training, of a version that engines
-keep."""
+"""Evaluation of the policy on tasks that it is never trained on, between steps or while training goes on."""
 
 from __future__ import annotations
 
