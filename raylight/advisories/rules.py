@@ -71,8 +71,7 @@ RULES: tuple[Rule, ...] = (
         conditions.some_failed,
         "the agent failed in {:.0%} of the rollouts",
         "Read the errors: `raylight trace RUN --failed`. failure_reward trains on failures, "
-        "rollout.max_attempts "
-        "repeats them",
+        "rollout.max_attempts repeats them",
     ),
     Rule(
         "unscored",
@@ -93,8 +92,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         conditions.count("off_policy/calls"),
         "{:.0f} calls are left out of the loss, because they were not sampled from the policy's own "
-        "distribution "
-        "(off_policy/* in metrics.jsonl)",
+        "distribution (off_policy/* in metrics.jsonl)",
         "override_sampling=True lets raylight set the sampling of training rollouts",
     ),
     Rule(
@@ -102,17 +100,15 @@ RULES: tuple[Rule, ...] = (
         "warning",
         conditions.count("off_policy/repeated_seeds"),
         "{:.0f} rollouts sampled with the seed of another rollout of their group, so that their responses "
-        "are equal "
-        "where their prompts are (off_policy/repeated_seeds)",
+        "are equal where their prompts are (off_policy/repeated_seeds)",
         "Remove `seed` from the agent's requests, or set override_sampling=True",
     ),
     Rule(
         "drifts",
         "warning",
         conditions.drifted_calls,
-        "{:.0%} of the calls start a new row although they continue a conversation, so that its tokens "
-        "are computed "
-        "again (trace/drifts_*)",
+        "{:.0%} of the calls start a new row although they continue a conversation, so that its tokens are "
+        "computed again (trace/drifts_*)",
         "To avoid it, {1} (" + DRIFT_PAGE + ")",
     ),
     Rule(
@@ -158,8 +154,7 @@ RULES: tuple[Rule, ...] = (
         "warning",
         conditions.rising_mismatch,
         "log-probs of engine and learner differ more and more for the same weights: by {:.2g} on average, "
-        "from {:.2g} "
-        "at first",
+        "from {:.2g} at first",
         "Lower lr, correct with rollout_is or rollout_rs, or serve and train in the same precision",
     ),
     Rule(

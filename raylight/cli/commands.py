@@ -203,8 +203,8 @@ def plan(
 
     For another cluster than this machine: --nodes 2 --gpus 8 --gpu-memory 80 --memory 512.
     """
+    from raylight.trainer.cluster_fit.cluster_settings import plan_settings
     from raylight.trainer.cluster_fit.cluster_shape import given_cluster
-    from raylight.trainer.cluster_fit.memory_check import plan_settings
     from raylight.trainer.cluster_fit.plan_report import print_json, print_plan
     from raylight.trainer.spec.run_file import load_run_file, planned_trainer
 

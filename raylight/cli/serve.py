@@ -139,25 +139,9 @@ def serve(
     if api_key is None:
         api_key = f"rl-{secrets.token_hex(20)}"
         print(f"the API key is {api_key}")
-    _learn(model, settings, api_key, sessions_per_step, lease, max_sessions, resume, output_dir, address, ui)
-
-
-def _learn(
-    model: str,
-    settings: dict[str, dict[str, Any]],
-    api_key: str,
-    sessions_per_step: int | None,
-    lease: float | None,
-    max_sessions: int | None,
-    resume: bool,
-    output_dir: Path | None,
-    address: str | None,
-    ui: bool,
-) -> None:
-    """Serve a model and train it on sessions."""
     from raylight.trainer.online_trainer import OnlineTrainer, online_algorithm
 
-    algorithm = online_algorithm(model, settings["algorithm"], sessions_per_step, lease)
+    algorithm = online_algorithm(model, settings.pop("algorithm"), sessions_per_step, lease)
     trainer = OnlineTrainer(
         sessions={} if max_sessions is None else {"max_open": max_sessions},
         api_key=api_key,
@@ -165,6 +149,6 @@ def _learn(
         output_dir=output_dir,
         address=address,
         ui=ui,
-        **{name: part for name, part in settings.items() if name != "algorithm"},
+        **settings,
     )
     trainer.serve(resume="auto" if resume else False)

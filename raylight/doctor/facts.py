@@ -13,12 +13,12 @@ import platform
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from packaging.requirements import Requirement
 
 from raylight import __version__
-from raylight._utils.broken_packages import BrokenPackage
 from raylight._utils.machine import available_cpus, total_memory
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.serving.deploy.haproxy_launcher import connection_limit
@@ -221,123 +221,84 @@ def end_of_message(error: Exception) -> str:
     return " ".join(str(error).split())[-300:] or type(error).__name__
 
 
+def hint(summary: str, remedy: str) -> Problem:
+    """Return a problem that only makes runs slower or smaller."""
+    return Problem(summary, remedy, required=False)
+
+
 def find_problems(machine: Machine, packages: Packages, cluster: Cluster | None) -> list[Problem]:
     """Return the problems of a machine, its packages and the cluster."""
-    problems = []
+    return [*_package_problems(packages), *_machine_problems(machine, cluster), *_cluster_problems(cluster)]
+
+
+def _package_problems(packages: Packages) -> Iterator[Problem]:
     for wanted, version in packages.items():
         if version is None or not Requirement(wanted).specifier.contains(version, prereleases=True):
-            problems.append(
-                Problem(
-                    f"{wanted} is required, and {version or 'none'} is installed", f"pip install '{wanted}'"
-                )
-            )
+            summary = f"{wanted} is required, and {version or 'none'} is installed"
+            yield Problem(summary, f"pip install '{wanted}'")
+
+
+def _machine_problems(machine: Machine, cluster: Cluster | None) -> Iterator[Problem]:
     if machine.haproxy is None:
-        problems.append(
-            Problem(
-                "Ray Serve has no HAProxy, and its own proxy forwards requests more slowly",
-                "pip install 'ray[serve]' on Linux, or put haproxy on the PATH",
-                required=False,
-            )
+        yield hint(
+            "Ray Serve has no HAProxy, and its own proxy forwards requests more slowly",
+            "pip install 'ray[serve]' on Linux, or put haproxy on the PATH",
         )
+    shm = "mount -o remount,size=4G /dev/shm, or for a container: docker run --shm-size=4g"
+    disk = "free disk space, or move Ray's files: ray start --head --temp-dir=FOLDER"
     for name, have, enough, remedy in (
         ("memory", machine.memory, 2 * GIB, "use a larger machine, or raise the container's limit"),
-        (
-            "/dev/shm",
-            machine.shm,
-            GIB,
-            "mount -o remount,size=4G /dev/shm, or for a container: docker run --shm-size=4g",
-        ),
-        (
-            "free disk",
-            machine.disk_free,
-            5 * GIB,
-            "free disk space, or move Ray's files: ray start --head --temp-dir=FOLDER",
-        ),
+        ("/dev/shm", machine.shm, GIB, shm),
+        ("free disk", machine.disk_free, 5 * GIB, disk),
     ):
         if have is not None and have < enough:
-            problems.append(Problem(f"only {size(have)} of {name}", remedy, required=False))
-    head = (
-        next((node for node in cluster.nodes if HEAD_RESOURCE in node.resources), None) if cluster else None
-    )
+            yield hint(f"only {size(have)} of {name}", remedy)
+    nodes = cluster.nodes if cluster else []
+    head = next((node for node in nodes if HEAD_RESOURCE in node.resources), None)
     connections = machine.connections if head is None else head.connections
     if connections is not None and connections < MIN_CONNECTIONS:
-        problems.append(_few_connections(connections))
-    if cluster and cluster.serve and _serves_locally(cluster):
-        problems.append(
-            Problem(
-                f"Ray Serve listens on {cluster.serve[0]} only, which agents on nodes that join the cluster "
-                "cannot reach",
-                "serve shutdown, and let a run start it; or raylight serve --host 0.0.0.0",
-                required=False,
-            )
+        yield hint(
+            f"the limit on open files lets HAProxy accept {connections} connections at a time, one for each "
+            "concurrent rollout",
+            "ulimit -n 65536 before the run or `ray start --head`; for a container: docker run --ulimit "
+            "nofile=65536:65536",
         )
-    without = (
-        [node.address for node in cluster.nodes if node.resources.get("GPU") and not node.vllm]
-        if cluster
-        else []
-    )
-    if cluster and without and any(node.vllm for node in cluster.nodes):
-        problems.append(
-            Problem(
-                f"the GPU nodes {', '.join(without)} lack vLLM, which other nodes have",
-                "pip install 'raylight[vllm]' on all nodes, or engine={'kind': 'transformers'}",
-                required=False,
-            )
+
+
+def _cluster_problems(cluster: Cluster | None) -> Iterator[Problem]:
+    if cluster is None:
+        return
+    host = cluster.serve[0] if cluster.serve else None
+    if host in LOOPBACK and any(node.address not in LOOPBACK for node in cluster.nodes):
+        yield hint(
+            f"Ray Serve listens on {host} only, which agents on nodes that join the cluster cannot reach",
+            "serve shutdown, and let a run start it; or raylight serve --host 0.0.0.0",
         )
-    if cluster and cluster.error:
-        problems.append(
-            Problem(
-                cluster.error,
-                "ray start --head, or use a local cluster: --address local, or unset RAY_ADDRESS",
-            )
+    without = [node.address for node in cluster.nodes if node.resources.get("GPU") and not node.vllm]
+    if without and any(node.vllm for node in cluster.nodes):
+        yield hint(
+            f"the GPU nodes {', '.join(without)} lack vLLM, which other nodes have",
+            "pip install 'raylight[vllm]' on all nodes, or engine={'kind': 'transformers'}",
         )
-    for node in cluster.nodes if cluster else ():
+    if cluster.error:
+        remedy = "ray start --head, or use a local cluster: --address local, or unset RAY_ADDRESS"
+        yield Problem(cluster.error, remedy)
+    for node in cluster.nodes:
         name = f"node {node.address}"
         if node.error or node.raylight != __version__:
-            cause = node.error or f"raylight {node.raylight}"
-            problems.append(
-                Problem(f"{name}: {cause}", f"install raylight {__version__} on this node; see `ray status`")
-            )
+            summary = f"{name}: {node.error or f'raylight {node.raylight}'}"
+            yield Problem(summary, f"install raylight {__version__} on this node; see `ray status`")
         if node.unset_flags:
-            remedy = f"{' '.join(node.unset_flags)} ray start ... (see cluster.yaml)"
-            problems.append(
-                Problem(
-                    f"{name} lacks the environment variables for fast Ray Serve ingress",
-                    remedy,
-                    required=False,
-                )
+            yield hint(
+                f"{name} lacks the environment variables for fast Ray Serve ingress",
+                f"{' '.join(node.unset_flags)} ray start ... (see cluster.yaml)",
             )
-    return problems
-
-
-def _serves_locally(cluster: Cluster) -> bool:
-    """Return True if Serve listens on loopback, and the nodes have addresses that other machines reach."""
-    assert cluster.serve is not None
-    return cluster.serve[0] in LOOPBACK and any(node.address not in LOOPBACK for node in cluster.nodes)
-
-
-def _few_connections(connections: int) -> Problem:
-    return Problem(
-        f"the limit on open files lets HAProxy accept {connections} connections at a time, one for each "
-        "concurrent rollout",
-        "ulimit -n 65536 before the run or `ray start --head`; for a container: docker run --ulimit "
-        "nofile=65536:65536",
-        required=False,
-    )
-
-
-def package_problem(package: BrokenPackage) -> Problem:
-    """Return the problem of a package that cannot be imported."""
-    return Problem(f"{package.summary}, which may keep models from loading", package.remedy)
 
 
 def xgrammar_problem(error: str) -> Problem:
     """Return the problem of an xgrammar that does not work."""
-    return Problem(
-        f"xgrammar does not work, so that no answer can be constrained to a schema: {error}",
-        "pip install --force-reinstall xgrammar",
-        required=False,
-    )
+    summary = f"xgrammar does not work, so that no answer can be constrained to a schema: {error}"
+    return hint(summary, "pip install --force-reinstall xgrammar")
 
 
 def size(amount: float | None) -> str:

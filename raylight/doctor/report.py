@@ -26,10 +26,10 @@ from raylight.doctor.facts import (
     gather_cluster,
     gather_machine,
     gather_packages,
+    hint,
     installed,
     installed_vllm,
     load_xgrammar,
-    package_problem,
     size,
     xgrammar_problem,
 )
@@ -37,14 +37,13 @@ from raylight.engines.model_report import ModelReport, report_model
 from raylight.engines.registry import ENGINES, choose_engine
 from raylight.errors import ConfigError
 from raylight.serving.deploy.leftovers import Leftover, find_leftovers, remove
+from raylight.trainer.cluster_fit.cluster_settings import plan_settings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
-from raylight.trainer.cluster_fit.memory_check import plan_settings
 from raylight.trainer.spec.inputs import resolve_model
 
-NOT_INSTALLED = Problem(
+NOT_INSTALLED = hint(
     "raylight runs from a source tree and is not installed, so its requirements are not checked",
     "pip install -e . in its folder, on all nodes",
-    required=False,
 )
 
 
@@ -66,7 +65,10 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     required = importlib.metadata.requires("raylight") if is_installed else []
     packages = gather_packages(required or [])
     problems = find_problems(machine, packages, cluster) + ([] if is_installed else [NOT_INSTALLED])
-    problems += map(package_problem, import_packages())
+    problems += [
+        Problem(f"{package.summary}, which may keep models from loading", package.remedy)
+        for package in import_packages()
+    ]
     packages = {"raylight": __version__, **packages}
     xgrammar_error = load_xgrammar() if installed("xgrammar") else None
     if xgrammar_error:
@@ -74,7 +76,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     reports = [report_model(path, engine) for engine in ("transformers", "vllm")] if path else []
     used = [report for report in reports if report.engine == "transformers" or installed_vllm()]
     remedies = {name: remedy for report in used for name, remedy in report.remedies().items()}
-    problems += [Problem(name, remedy, required=False) for name, remedy in remedies.items()]
+    problems += [hint(name, remedy) for name, remedy in remedies.items()]
     if path:
         refusal = find_refusal(path)
         problems += [refusal] if refusal else memory_problems(path)
@@ -83,14 +85,8 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
     if any(one.kind != "session" for one in leftovers) or sum(one.size for one in leftovers) > GIB:
         problems.append(leftovers_problem(leftovers))
     if as_json:
-        print_json(
-            machine=machine,
-            packages=packages,
-            cluster=cluster,
-            models=reports,
-            leftovers=leftovers,
-            problems=problems,
-        )
+        parts = {"machine": machine, "packages": packages, "cluster": cluster, "models": reports}
+        print_json(**parts, leftovers=leftovers, problems=problems)
     else:
         console = Console(markup=False, highlight=False)
         render(machine, packages, cluster, problems, console, xgrammar_error, reports)
@@ -105,7 +101,7 @@ def find_refusal(path: str) -> Problem | None:
         check_model(path)
     except ConfigError as error:
         reason, _, remedy = str(error).rpartition("; ")
-        return Problem(reason, remedy, required=False)
+        return hint(reason, remedy)
     return None
 
 
@@ -151,7 +147,7 @@ def memory_problems(model_path: str) -> list[Problem]:
     )
     remedy = f"train with {', '.join(plan.remedies)}" if plan.remedies else "train on larger machines"
     return [
-        Problem(f"this machine cannot train the model: {shortage.message}", remedy, required=False)
+        hint(f"this machine cannot train the model: {shortage.message}", remedy)
         for shortage in plan.shortages
     ]
 
@@ -160,7 +156,7 @@ def leftovers_problem(leftovers: Sequence[Leftover]) -> Problem:
     """Return the problem of what ended runs left on this machine."""
     total = size(sum(leftover.size for leftover in leftovers))
     count = f"{len(leftovers)} process{'es' * (len(leftovers) != 1)} or folder{'s' * (len(leftovers) != 1)}"
-    return Problem(f"ended runs left {count} ({total})", "raylight doctor --clean", required=False)
+    return hint(f"ended runs left {count} ({total})", "raylight doctor --clean")
 
 
 def print_json(**parts: Any) -> None:

@@ -14,19 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig, cpu_threads
-from raylight.engines.protocol import LoraAdapter
 from raylight.errors import WeightSyncError
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard
 from raylight.experience.supervised_settings import SupervisedSettings
-from raylight.experience.token_records import RowRecord
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
-from raylight.learner.progress import CLOCK
+from raylight.learner.progress import CLOCK, StackDump, dump_stacks
 from raylight.learner.rendezvous import open_store, use_interface_of
-from raylight.learner.stack_dump import StackDump, dump_stacks
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.weights.sender import PublicationSettings
 
@@ -61,7 +57,7 @@ class LearnerActor:
         self._store: Any = None
         self._policy: Any = None
         self._publisher: WeightPublisher | None = None
-        self._states: Any = None
+        self._model: Any = None
         self._update_s: float | None = None
         self._metrics = MetricReporter(self._measure, run, rank=str(rank))
 
@@ -79,7 +75,7 @@ class LearnerActor:
         return measured
 
     def call(self, method: str, limit_s: float, *args: Any) -> Any:
-        """Call a method under a watchdog, and raise its failures as typed errors.
+        """Call a method of this rank or its `ModelRank` under a watchdog; raise its failures as typed errors.
 
         Args:
             limit_s: seconds without progress after which the driver considers the call hung.
@@ -90,7 +86,7 @@ class LearnerActor:
         """
         CLOCK.start(method, limit_s)
         try:
-            return getattr(self, method)(*args)
+            return getattr(self if hasattr(self, method) else self._model, method)(*args)
         except Exception as error:
             typed_error = classify_in_rank(error, self._rank, self._config)
             if typed_error is None:
@@ -140,8 +136,8 @@ class LearnerActor:
         torch.set_num_threads(cpu_threads(self._config))
         if not self._config.num_gpus:
             keep_freed_memory()
+        from raylight.learner.model_rank import ModelRank
         from raylight.learner.policy import Policy
-        from raylight.learner.rank_states import RankStates
         from raylight.learner.supervised import SupervisedModel
 
         if self._store is None:
@@ -161,7 +157,7 @@ class LearnerActor:
             self._policy = SupervisedModel(model_path, self._config, settings, total_steps)
         else:
             self._policy = Policy(model_path, self._config, settings, total_steps)
-        self._states = RankStates(self._policy)
+        self._model = ModelRank(self._policy)
         self._release_memory()
         self._metrics.start()
 
@@ -197,20 +193,11 @@ class LearnerActor:
     def _own(self, shards: list[Any]) -> BatchShard:
         return ray.get(shards[self._policy.engine.get_data_parallel_rank()])
 
-    def row_records(self) -> list[RowRecord]:
-        """Return what the last update computed of this rank's rows."""
-        return self._policy.row_records
-
-    def logprobs(self, ids: list[int]) -> list[float] | None:
-        """Return the policy's log-probs of `ids[1:]` on rank 0, None on other ranks. A collective."""
-        logprobs = self._policy.logprobs(ids)
-        return logprobs if self._rank == 0 else None
-
-    def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
+    def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:
         """Copy this rank's shards of the weights, which `publish_weights` sends from then on; return their
-        log-probs of `ids[1:]` on rank 0. A collective."""
+        log-probs of `ids[1:]`. A collective."""
         self._open_publisher(settings).take_snapshot(self._policy.version)
-        return self.logprobs(ids)
+        return self._model.logprobs(ids)
 
     def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Send the weights to the engine replicas that lack them. A collective.
@@ -233,35 +220,9 @@ class LearnerActor:
             self._publisher = WeightPublisher(self._policy.engine.module, settings)
         return self._publisher
 
-    def export_adapter(self) -> tuple[int, LoraAdapter] | None:
-        """Return the version and the adapter on rank 0, else None."""
-        adapter = self._policy.export_adapter()
-        return (self._policy.version, LoraAdapter(*adapter)) if adapter is not None else None
-
     def answer_driver(self, urls: list[str], token: str) -> dict[str, str]:
         """Write a token to folders that have the driver's; see `shared_storage`."""
         return shared_storage.answer(urls, token, self._rank)
-
-    def save(self, folder: str, adapter: LoraAdapter | None = None) -> None:
-        """Write the model in Hugging Face format; see `weights.save_model`."""
-        from raylight.learner.weights import save_model
-
-        with disk_errors(folder):
-            save_model(self._policy.engine, folder, adapter)
-
-    def save_state(
-        self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float
-    ) -> None:
-        """Save this rank's part of a training state; see `RankStates.save`."""
-        self._states.save(url, step, content, metadata, keep, timeout_s)
-
-    def finish_saving(self, timeout_s: float) -> None:
-        """Wait until the last training state is written."""
-        self._states.finish(timeout_s)
-
-    def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the training state of a step, and number its weights `version`."""
-        self._states.load(url, step, version)
 
 
 def keep_freed_memory() -> bool:

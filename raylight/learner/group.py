@@ -26,6 +26,7 @@ from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
 from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
+from raylight.learner.protocol import Learner
 from raylight.learner.shared_storage import check_shared
 from raylight.weights.sender import PublicationSettings
 
@@ -55,8 +56,8 @@ def order_by_node(nodes: Mapping[int, str]) -> list[int]:
     return sorted(nodes, key=lambda bundle: (seen[nodes[bundle]], bundle))
 
 
-class LearnerGroup:
-    """A `Learner` of ranks that are called, fail and restart together.
+class LearnerGroup(Learner):
+    """A learner of ranks that are called, fail and restart together.
 
     Laws: every call has a deadline, for all of it or for each of its parts. The first failure of a rank ends
     the call for all ranks, because the others may wait for the failed one forever. After a LearnerError the
@@ -159,7 +160,6 @@ class LearnerGroup:
         return (await self._call("evaluate", shards))[0]
 
     async def row_records(self) -> list[RowRecord]:
-        """Return what the last update computed of each row. A row may come several times."""
         return [record for records in await self._call("row_records") for record in records]
 
     def _put_shards(self, batch: TrainBatch) -> list[Any]:
@@ -169,11 +169,9 @@ class LearnerGroup:
         return [ray.put(shard) for shard in shard_batch(batch, self._setup_args[1], ranks)]
 
     async def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the policy's log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
         return (await self._call("logprobs", ids))[0]
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:
-        """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
         return (await self._call("take_snapshot", ids, settings))[0]
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
@@ -210,7 +208,6 @@ class LearnerGroup:
         await self._call("finish_saving", timeout_s, limit=timeout_s + GRACE_S)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the training state of a step, and number its weights `version`."""
         await self._call("load_state", url, step, version)
 
     def stop(self) -> None:

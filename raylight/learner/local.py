@@ -5,45 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
-from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
-from raylight.errors import ConfigError, DeviceMemoryError, LearnerError
+from raylight.errors import ConfigError, DeviceMemoryError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
+from raylight.learner.protocol import Learner
 
-T = TypeVar("T")
-
-
-class TrainableModule(Protocol):
-    """An engine whose module is trained between two of its decoding steps."""
-
-    @property
-    def module(self) -> Any:
-        """Causal language model. Once the engine samples, only its actions may use it."""
-        ...
-
-    async def change_weights(self, action: Callable[[], tuple[int, T]]) -> T:
-        """Run an action that changes the weights, and sample with them from then on.
-
-        Args:
-            action: returns the version of the new weights, and a result.
-        """
-        ...
-
-    async def run_between_steps(self, action: Callable[[], T]) -> T:
-        """Run an action that does not change the weights."""
-        ...
+if TYPE_CHECKING:
+    from raylight.engines.transformers.trainable import TrainableEngine
 
 
-class LocalLearner:
-    """A `Learner` of one rank in the driver's process.
+class LocalLearner(Learner):
+    """A learner of one rank in the driver's process.
 
     The engine and the learner share one copy of the weights, so nothing is published: a token that the engine
     samples after an update has the new version. A failure is one of the driver, so there is no restart; a run
@@ -53,12 +33,12 @@ class LocalLearner:
         load: returns the engine, once it has loaded the model.
     """
 
-    _engine: TrainableModule
+    _engine: TrainableEngine
 
-    def __init__(self, load: Callable[[], Awaitable[TrainableModule]], config: LearnerConfig) -> None:
+    def __init__(self, load: Callable[[], Awaitable[TrainableEngine]], config: LearnerConfig) -> None:
         self._load, self._config = load, config
         self._policy: Any = None
-        self._states: Any = None
+        self._rank: Any = None
         self._owns_group = False
 
     async def setup(
@@ -76,15 +56,15 @@ class LocalLearner:
     def _setup(self, model_path: str, settings: PolicySettings, total_steps: int, seed: int) -> None:
         import torch
 
+        from raylight.learner.model_rank import ModelRank
         from raylight.learner.policy import Policy
-        from raylight.learner.rank_states import RankStates
 
         self._join_group()
         # transformers calls a function that torch has renamed, in every pass
         logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
         torch.manual_seed(seed)
         self._policy = Policy(model_path, self._config, settings, total_steps, self._engine.module)
-        self._states = RankStates(self._policy)
+        self._rank = ModelRank(self._policy)
 
     def _join_group(self) -> None:
         """Make this process the only rank of a group, which the learners' code expects."""
@@ -100,9 +80,6 @@ class LocalLearner:
                 f"this process is one of {dist.get_world_size()} of a torch.distributed group, where a local "
                 "learner cannot train; start the run in a process of its own, or use learner.kind='ranks'"
             )
-
-    async def check_storage(self, folders: Mapping[str, str]) -> None:
-        """Return: the learner's folders are the driver's."""
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the policy with a batch between two decoding steps, and return metrics.
@@ -131,34 +108,18 @@ class LocalLearner:
         return await self._engine.change_weights(update)
 
     async def row_records(self) -> list[RowRecord]:
-        """Return what the last update computed of each row."""
-        return self._policy.row_records
+        return self._rank.row_records()
 
     async def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the policy's log-probs of `ids[1:]` at temperature 1."""
-        return await self._engine.run_between_steps(lambda: self._policy.logprobs(ids))
-
-    async def take_snapshot(self, ids: list[int], settings: Any) -> None:
-        """Return None: the engine has the weights."""
-
-    async def publish_weights(self, version: int, token: str, settings: Any) -> None:
-        """Return: the engine has the weights."""
+        return await self._engine.run_between_steps(lambda: self._rank.logprobs(ids))
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter."""
-        adapter = await self._engine.run_between_steps(self._policy.export_adapter)
-        return self._policy.version, LoraAdapter(*adapter)
+        return await self._engine.run_between_steps(self._rank.export_adapter)
 
     async def save(self, folder: str, adapter: Any = None) -> None:
         """Write the model in Hugging Face format, and the adapter to its subfolder `adapter`."""
-
-        def save() -> None:
-            from raylight.learner.weights import save_model
-
-            with disk_errors(folder):
-                save_model(self._policy.engine, folder)
-
-        await self._engine.run_between_steps(save)
+        await self._engine.run_between_steps(lambda: self._rank.save(folder))
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
@@ -167,25 +128,20 @@ class LocalLearner:
         await self.finish_saving(timeout_s)
         content = TrainingStates(url).new_content(step)
         await self._engine.run_between_steps(
-            lambda: self._states.save(url, step, content, metadata, keep, timeout_s)
+            lambda: self._rank.save_state(url, step, content, metadata, keep, timeout_s)
         )
 
     async def finish_saving(self, timeout_s: float) -> None:
         """Wait until the last training state is written."""
-        await asyncio.to_thread(self._states.finish, timeout_s)
+        await asyncio.to_thread(self._rank.finish_saving, timeout_s)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
-        """Continue from the training state of a step, and number its weights `version`."""
 
         def load() -> tuple[int, None]:
-            self._states.load(url, step, version)
+            self._rank.load_state(url, step, version)
             return version, None
 
         await self._engine.change_weights(load)
-
-    async def restart(self, placement: object = None) -> None:
-        """Raise LearnerError: the learner cannot be lost without the driver."""
-        raise LearnerError("a local learner cannot be restarted; resume the run from its training state")
 
     def stop(self) -> None:
         """Leave the process group."""

@@ -6,12 +6,12 @@ Only the headers of the files are read, and the model is built on the meta devic
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -179,7 +179,7 @@ def read_shapes(path: str) -> dict[str, tuple[int, ...]]:
     for file in _files(Path(path)):
         try:
             shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-        except (OSError, ValueError, struct.error, RuntimeError) as error:
+        except (OSError, ValueError, SafetensorError, RuntimeError) as error:
             raise ConfigError(
                 f"cannot read the weights in {file}: {error}; copy the model's files again"
             ) from error
@@ -200,18 +200,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _safetensors(file: Path) -> dict[str, tuple[int, ...]]:
-    with file.open("rb") as content:
-        size = struct.unpack("<Q", content.read(8))[0]
-        if size > file.stat().st_size:
-            raise ValueError("its header is longer than the file")
-        header = json.loads(content.read(size))
-    header.pop("__metadata__", None)
-    end = 8 + size + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    if file.stat().st_size < end:
-        raise ValueError(f"the file has {file.stat().st_size} bytes instead of {end}")
-    if quantized := [name for name, tensor in header.items() if tensor["dtype"].startswith(QUANTIZED)]:
-        raise ValueError(f"{_some(quantized)} are quantized, and quantized weights cannot be trained")
-    return {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    with safe_open(file, "pt") as content:
+        slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
+        if quantized := [n for n, part in slices.items() if part.get_dtype().startswith(QUANTIZED)]:
+            raise ValueError(f"{_some(quantized)} are quantized, and quantized weights cannot be trained")
+        return {name: tuple(part.get_shape()) for name, part in slices.items()}
 
 
 def _pickled(file: Path) -> dict[str, tuple[int, ...]]:

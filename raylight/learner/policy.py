@@ -10,7 +10,6 @@ from raylight.config import LearnerConfig
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchShard, shard_batch
-from raylight.experience.token_records import RowRecord
 from raylight.learner import correction
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic
@@ -49,8 +48,6 @@ class Policy(TrainedModel):
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
         self._kl = KlController(settings)
         self._has_dropout = config.lora is not None and config.lora.dropout > 0
-        self.row_records: list[RowRecord] = []
-        """Log-probs and advantages of this rank's rows in the last update."""
 
     @property
     def engines(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from ray.util.placement_group import PlacementGroup
 
+from raylight.errors import LearnerError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import SupervisedSettings
@@ -20,14 +21,15 @@ class Learner(Protocol):
     (`SimulatedLearner`).
 
     The methods raise a LearnerLostError if the learner was lost, which `restart` repairs, and a LearnerError
-    for a failure that would repeat.
+    for a failure that would repeat. The defaults are those of a learner in the driver's process, which shares
+    its folders and weights, or has no weights.
     """
 
     async def setup(
         self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
     ) -> None:
         """Load the model. `restart` uses the arguments again."""
-        ...
+        return None
 
     async def check_storage(self, folders: Mapping[str, str]) -> None:
         """Check that the learner shares folders with the driver.
@@ -38,7 +40,7 @@ class Learner(Protocol):
         Raises:
             ConfigError: it does not share one.
         """
-        ...
+        return None
 
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the weights with a batch, and return metrics."""
@@ -46,15 +48,16 @@ class Learner(Protocol):
 
     async def row_records(self) -> list[RowRecord]:
         """Return what the last update computed of each row. A row may come several times."""
-        ...
+        return []
 
     async def logprobs(self, ids: list[int]) -> list[float]:
-        """Return the log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'."""
-        ...
+        """Return the log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'; none if the
+        learner has no weights."""
+        return []
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
         """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
-        ...
+        return None
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Send the weights to the engine replicas that lack them.
@@ -66,7 +69,7 @@ class Learner(Protocol):
         Raises:
             WeightSyncError: several transfers in a row broke, or the coordinator is gone.
         """
-        ...
+        return None
 
     async def export_adapter(self) -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter.
@@ -105,16 +108,20 @@ class Learner(Protocol):
         Raises:
             CheckpointError, DiskError: it could not be written, or not within `timeout_s` seconds.
         """
-        ...
+        return None
 
     async def load_state(self, url: str, step: int, version: int) -> None:
         """Continue from the training state of a step, and number its weights `version`."""
         ...
 
     async def restart(self, placement: PlacementGroup | None = None) -> None:
-        """Start again, in the same or other bundles, with the initial weights."""
-        ...
+        """Start again, in the same or other bundles, with the initial weights.
+
+        Raises:
+            LearnerError: the learner is in the driver's process, and is lost only with it.
+        """
+        raise LearnerError("this learner cannot be restarted; resume the run from its training state")
 
     def stop(self) -> None:
         """End the learner, and free what it holds."""
-        ...
+        return None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from raylight._utils.aio import pause
 from raylight.config import LearnerConfig
-from raylight.errors import ConfigError, LearnerError, TransferBrokenError, WeightSyncError
+from raylight.errors import ConfigError, TransferBrokenError, WeightSyncError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import SupervisedSettings
-from raylight.experience.token_records import RowRecord
+from raylight.learner.protocol import Learner
 from raylight.weights.client import call_coordinator, call_until_answered
 from raylight.weights.orders import Phase
 from raylight.weights.sender import PublicationSettings
@@ -24,8 +22,8 @@ MAX_ATTEMPTS = 3
 """Number of transfers in a row that may break before a publication fails."""
 
 
-class SimulatedLearner:
-    """A `Learner` without a model.
+class SimulatedLearner(Learner):
+    """A learner without a model.
 
     An update takes `step_s` seconds and a publication `sync_s`. The engines keep their weights; they are told
     each version, so that tokens carry it. Training states contain the position of the run and no weights.
@@ -38,31 +36,12 @@ class SimulatedLearner:
         self._config, self._wait = config, wait
         self.version = 0
 
-    async def setup(
-        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
-    ) -> None:
-        """Return: there is no model to load."""
-
-    async def check_storage(self, folders: Mapping[str, str]) -> None:
-        """Return: the learner's folders are the driver's."""
-
     async def update(self, batch: TrainBatch) -> dict[str, float]:
         """Take the time of an update, and return metrics."""
         start = time.perf_counter()
         await self._wait(self._config.step_s)
         self.version += 1
         return {"learner/rows": float(len(batch.rows)), "learner/update_s": time.perf_counter() - start}
-
-    async def row_records(self) -> list[RowRecord]:
-        """Return nothing: no row is computed."""
-        return []
-
-    async def logprobs(self, ids: list[int]) -> list[float]:
-        """Return nothing: there is no model to compare with the engines'."""
-        return []
-
-    async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> None:
-        """Return None: there are no weights to copy."""
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:
         """Have the replicas that lack a version sample under its number, after `sync_s` seconds.
@@ -110,16 +89,6 @@ class SimulatedLearner:
 
         await asyncio.to_thread(save)
 
-    async def finish_saving(self, timeout_s: float) -> None:
-        """Return: the last state is saved."""
-
     async def load_state(self, url: str, step: int, version: int) -> None:
         """Continue with a version."""
         self.version = version
-
-    async def restart(self, placement: object = None) -> None:
-        """Raise LearnerError: a simulated learner is never lost."""
-        raise LearnerError("a simulated learner has no process that could be restarted")
-
-    def stop(self) -> None:
-        """Return: there is nothing to stop."""

@@ -10,6 +10,7 @@ import torch
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import RewardModelSettings, SupervisedSettings
+from raylight.experience.token_records import RowRecord
 from raylight.learner import weights
 from raylight.learner.engines import build_policy, build_reference, build_reward_model
 from raylight.learner.faults import GradientGuard
@@ -46,6 +47,8 @@ class TrainedModel:
         self._reference = build_reference(model_path, config) if separate_reference else None
         self._gradients = GradientGuard()
         self.version = 0
+        self.row_records: list[RowRecord] = []
+        """Log-probs and advantages of this rank's rows in the last update of a policy."""
 
     @property
     def engines(self) -> dict[str, Any]:

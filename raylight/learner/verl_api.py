@@ -53,37 +53,3 @@ with warnings.catch_warnings(), kept_root_logger():
     )
     from verl.workers.config.actor import PolicyLossConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-__all__ = [
-    "ADV_ESTIMATOR_REGISTRY",
-    "POLICY_LOSS_REGISTRY",
-    "ActorConfig",
-    "AdaptiveKLController",
-    "AlgoConfig",
-    "CheckpointConfig",
-    "FSDPEngineConfig",
-    "FSDPEngineWithLMHead",
-    "FSDPOptimizerConfig",
-    "FixedKLController",
-    "HFModelConfig",
-    "Metric",
-    "PolicyLossConfig",
-    "agg_loss",
-    "append_to_dict",
-    "compute_rollout_rejection_mask",
-    "compute_value_loss",
-    "gather_heads_scatter_seq",
-    "gather_seq_scatter_heads",
-    "get_adv_estimator_fn",
-    "get_device_id",
-    "get_device_name",
-    "get_hf_auto_model_class",
-    "get_init_weight_context_manager",
-    "get_policy_loss_fn",
-    "get_ulysses_sequence_parallel_world_size",
-    "kl_penalty",
-    "masked_mean",
-    "masked_whiten",
-    "register_policy_loss",
-    "ulysses_pad_and_slice_inputs",
-]

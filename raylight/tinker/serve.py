@@ -25,7 +25,7 @@ from raylight.tinker.losses import SUBSTITUTES
 from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking
-from raylight.trainer.ray_session.cluster_monitor import LossGuard, component_stack
+from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
@@ -121,7 +121,7 @@ def serve_tinker(
         own = serving.engine.model_copy(update={"host": engine.host or "127.0.0.1"})
         serving = with_adapters(replace(serving, engine=engine_on_nodes(engine, own), name=MODEL), config)
         work = _serve(serving, config, name or model, key, listener, connection.owns_cluster, show)
-        run_blocking(work, LossGuard("Start the command again"))
+        run_blocking(until_lost(work, "Start the command again"), watch_loss("Start the command again"))
 
 
 def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSettings:

@@ -10,11 +10,12 @@ from typing import Any
 
 from raylight._utils.disk import disk_errors
 from raylight.errors import RaylightError
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.run_metrics import StepMetrics
 from raylight.trainer.output.displays import make_display
 from raylight.trainer.output.displays.tables import print_run, print_summary
-from raylight.trainer.output.loggers import Display, find_loggers
+from raylight.trainer.output.loggers import Display
+from raylight.trainer.output.loggers.registry import find_loggers
 from raylight.trainer.output.report import ProgressReporter, Report
 from raylight.trainer.output.ui_process import ui_process
 from raylight.trainer.ray_session.connection import Connection, ray_session

@@ -11,7 +11,7 @@ from raylight.config import SessionConfig
 from raylight.errors import ConfigError
 from raylight.trainer.launch import short_errors, show_summary
 from raylight.trainer.ray_session.blocking import run_blocking
-from raylight.trainer.ray_session.cluster_monitor import LossGuard
+from raylight.trainer.ray_session.cluster_monitor import until_lost, watch_loss
 from raylight.trainer.runs.policy_run import OnlineRun
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import build_algorithm
@@ -119,7 +119,7 @@ class OnlineTrainer(Trainer):
         with short_errors():
             run = self.plan_sessions(resume)
             with self._launched(run) as work:
-                summary = run_blocking(work, LossGuard(run.remedy), run.stop)
+                summary = run_blocking(until_lost(work, run.remedy), watch_loss(run.remedy), run.stop)
             return show_summary(run, summary, self.arguments)
 
     def plan_sessions(self, resume: Resume = False) -> OnlineRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import secrets
 from collections.abc import Sequence
@@ -32,10 +33,10 @@ from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.launch import Work, evaluating, launched, short_errors, show_summary
 from raylight.trainer.output.displays.tables import print_scores
-from raylight.trainer.output.loggers import find_loggers
+from raylight.trainer.output.loggers.registry import find_loggers
 from raylight.trainer.output.report import Report
 from raylight.trainer.ray_session.blocking import run_blocking
-from raylight.trainer.ray_session.cluster_monitor import LossGuard, until_lost
+from raylight.trainer.ray_session.cluster_monitor import until_lost, watch_loss
 from raylight.trainer.runs.custom_run import CustomRun
 from raylight.trainer.runs.eval_run import EvalRun, EvalSettings, clear_results
 from raylight.trainer.runs.join_run import RemoteRunnerProcess
@@ -240,13 +241,13 @@ class Trainer:
         Raises:
             RaylightError: one of `raylight.errors`, with what to do.
         """
-        if self.role == "runner":
-            return self._join_run(agent)
         with short_errors():
+            if self.role == "runner":
+                return run_blocking(self._remote_runners(agent).work())
             algorithm = chosen_algorithm(self.algorithm, self.arguments.dev)
             run = self._plan(algorithm, agent, train_dataset, val_dataset, resume)
             with self._launched(run) as work:
-                summary = run_blocking(work, LossGuard(run.remedy))
+                summary = run_blocking(until_lost(work, run.remedy), watch_loss(run.remedy))
             return show_summary(run, summary, self.arguments)
 
     @accept_synonyms(val_data="val_dataset")
@@ -269,13 +270,9 @@ class Trainer:
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
         """
-        if self.role == "runner":
-            return self._join_run(agent)
-        with short_errors():
-            run = self._plan(chosen_algorithm(self.algorithm, dev=True), agent, train_dataset, val_dataset)
-            with self._launched(run) as work:
-                summary = run_blocking(work, LossGuard(run.remedy))
-            return show_summary(run, summary, self.arguments)
+        trainer = copy.copy(self)
+        trainer.arguments = self.arguments.model_copy(update={"dev": True})
+        return trainer.fit(agent, train_dataset, val_dataset)
 
     def evaluate(
         self,
@@ -318,14 +315,10 @@ class Trainer:
             run = EvalRun.plan(common, chosen, given, tasks, self.run_settings)
             clear_results(folder)
             with evaluating(run, self.arguments) as work:
-                figures = run_blocking(work, LossGuard("Start the evaluation again"))
+                figures = run_blocking(until_lost(work, run.remedy), watch_loss(run.remedy))
         if self.arguments.progress:
             print_scores(figures, str(folder))
         return figures
-
-    def _join_run(self, agent: Any) -> dict[str, Any]:
-        with short_errors():
-            return run_blocking(self._remote_runners(agent).work())
 
     def _remote_runners(self, agent: Any) -> RemoteRunnerProcess:
         if self.run_name is None:

@@ -33,7 +33,9 @@ from raylight.experience.staleness import StaleMask
 from raylight.experience.token_records import TokenRecords
 from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
-from raylight.trainer.output.loggers import METRICS_FILE, VAL_STEP, Metrics, evaluated_step
+from raylight.trainer.output.loggers import Metrics
+from raylight.trainer.output.loggers.protocol import VAL_STEP, evaluated_step
+from raylight.trainer.output.loggers.run_files import METRICS_FILE
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import STORE_FILES
 from raylight.ui.rollout_index import RolloutIndex

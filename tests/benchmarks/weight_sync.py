@@ -107,7 +107,7 @@ async def publish(planned: Any, report: Any, publications: int, beside: bool) ->
             memory = Memory(ranks)
             memory.start()
             began = time.perf_counter()
-            publishing = asyncio.create_task(learners.publish())
+            publishing = asyncio.create_task(learners.publications.publish(version))
             await asyncio.sleep(0)
             async with learners.publications.learners_busy:  # as an update
                 blocked = time.perf_counter() - began

@@ -59,8 +59,8 @@ async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tm
     model = dying_teacher(tmp_path, max_model_len=64)
     async with AsyncExitStack() as stack:
         teacher = Teacher("distilled", model, 300.0, "secret", notes.append, False)
-        await teacher.open(stack)
-        await teacher.start()
+        await teacher.service.open(stack)
+        await teacher.service.start()
         scored, metrics = await teacher.score(batch, [])
     assert scored.teacher_logprobs is not None
     for found, expected in zip(scored.teacher_logprobs, plain_logprobs(STARTER_MODEL, rows), strict=True):
@@ -110,8 +110,8 @@ async def test_a_teacher_with_the_answer_scores_as_plain_transformers_does(tmp_p
     model = dying_teacher(tmp_path, max_model_len=128)
     async with AsyncExitStack() as stack:
         teacher = Teacher("prompted", model, 300.0, "secret", notes.append, False, with_sum)
-        await teacher.open(stack)
-        await teacher.start()
+        await teacher.service.open(stack)
+        await teacher.service.start()
         scored, metrics = await teacher.score(batch, finished)
         with pytest.raises(TeacherPromptError, match=r"cannot render the messages .*status 400"):
             await teacher._send("render_chats", ['{"messages": []}'], [1])

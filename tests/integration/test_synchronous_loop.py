@@ -61,7 +61,7 @@ class BarrierTraining:
             )
             if content.has_signal:
                 await run.learners.update(batch)
-                await run.learners.publish()
+                await run.learners.publications.publish(run.learners.version)
         await run.learners.save(str(self._report.checkpoint))
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import raylight as rl
 from raylight.experience.batch import TrainBatch
 from raylight.quickstart import STARTER_MODEL
-from raylight.trainer.cluster_fit.teacher_settings import fitted_engine
+from raylight.trainer.cluster_fit.scoring_models import fitted_engine
 from raylight.trainer.components.teacher import Teacher
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.settings import ServingSettings
@@ -30,8 +30,8 @@ async def score() -> float:
     rows = random_rows(64, longest=64)
     async with AsyncExitStack() as stack:
         teacher = Teacher("distilled", model, 120.0, "secret", print, True)
-        await teacher.open(stack)
-        await teacher.start()
+        await teacher.service.open(stack)
+        await teacher.service.start()
         (tokens,) = await teacher._send("render_chats", [json.dumps({"messages": MESSAGES})], [1])
         scored, _ = await teacher.score(TrainBatch([0.0] * 64, ["g"] * 64, rows, list(range(64))), [])
     tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)

@@ -1,16 +1,29 @@
-"""Settings of a run that follow from the connected cluster: one function for each kind of settings."""
+"""Settings of a run that follow from the connected cluster: one function for each kind of settings,
+and the plan of a run on a cluster that is not connected."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from raylight.algorithms.policy import RunSettings
-from raylight.config import EngineConfig, LearnerConfig
+from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
+from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, SessionConfig, StoreConfig
+from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
-from raylight.trainer.cluster_fit.hardware import Hardware, at_once, fit_engine, learner_alone, workload
-from raylight.trainer.cluster_fit.memory_check import check_memory
+from raylight.errors import ConfigError
+from raylight.rewards.group import GroupReward
+from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
+from raylight.trainer.cluster_fit.hardware import (
+    ClusterFacts,
+    Hardware,
+    PlannedFacts,
+    at_once,
+    fit_engine,
+    learner_alone,
+    workload,
+)
+from raylight.trainer.cluster_fit.memory_check import PLANNED_ENGINES, check_memory
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_on_device,
     engine_with_adapter,
@@ -18,9 +31,23 @@ from raylight.trainer.cluster_fit.policy_checks import (
     idle_hardware,
     with_mismatch_limit,
 )
-from raylight.trainer.cluster_fit.reward_model_settings import on_hardware
-from raylight.trainer.cluster_fit.teacher_settings import fit_teacher
-from raylight.trainer.spec.settings import ServedSettings, SupervisedRunSettings, TrainedSettings
+from raylight.trainer.cluster_fit.scoring_models import (
+    fit_teacher,
+    on_hardware,
+    plan_reward_models,
+    plan_teacher,
+)
+from raylight.trainer.spec.inputs import resolve_model
+from raylight.trainer.spec.settings import (
+    ServedSettings,
+    ServingSettings,
+    SupervisedRunSettings,
+    TrainedSettings,
+    TrainingSettings,
+)
+
+if TYPE_CHECKING:
+    from raylight.trainer.cluster_fit.memory_plan import MemoryPlan
 
 
 def fit_supervised(settings: SupervisedRunSettings, facts: ClusterFacts) -> SupervisedRunSettings:
@@ -70,18 +97,28 @@ def fit_trained(
     if learner.kind == "local":
         settings = _with_parts(settings, engine_on_device(engine, learner), learner)
         return finish_trained(fit_scoring_models(settings)), ()
+    settings, notes = fit_placed(settings, requested, facts)
+    check_memory(settings)
+    settings = finish_trained(settings)
+    learner = settings.training.learner
+    if learner.kind == "ranks":
+        idle = idle_hardware(settings.serving.engine, learner, facts.resources, settings.scoring_models)
+        notes = (*notes, *idle)
+    return settings, notes
+
+
+def fit_placed(
+    settings: TrainedSettings, requested: RunSettings, facts: ClusterFacts
+) -> tuple[TrainedSettings, tuple[str, ...]]:
+    """Return the settings with all that takes memory and devices, and messages for the user. `raylight plan`
+    plans these."""
+    engine = settings.serving.engine
     found = requested.for_hardware(facts.resources.get("GPU", 0))
     if found is not requested:
         fallback = found.engine.model_copy(update={"kind": engine.kind})
         settings = _with_parts(settings, fallback, found.learner)
-    settings, hardware_notes = fit_hardware(settings, requested.engine, facts)
-    settings = fit_scoring_models(settings)
-    check_memory(settings)
-    settings = finish_trained(settings)
-    notes, learner = list(found.notes), settings.training.learner
-    if learner.kind == "ranks":
-        notes += idle_hardware(settings.serving.engine, learner, facts.resources, settings.scoring_models)
-    return settings, (*notes, *hardware_notes)
+    settings, notes = fit_hardware(settings, requested.engine, facts)
+    return fit_scoring_models(settings), (*found.notes, *notes)
 
 
 def fit_hardware(
@@ -100,6 +137,71 @@ def fit_hardware(
     engine = facts.engine_on_nodes(requested, engine)
     settings = _with_parts(settings, engine, choice.learner or training.learner)
     return replace(settings, runner=runner), choice.notes
+
+
+def plan_settings(
+    algorithm: Any,
+    requested: RunSettings,
+    runner: RunnerConfig,
+    cluster: ClusterShape,
+    group_reward: GroupReward | None = None,
+) -> MemoryPlan:
+    """Return the memory plan of a run, with the settings that it would have on a cluster.
+
+    Args:
+        requested: the run's settings, as the algorithm adjusts them.
+        group_reward: the run's, which may name reward models.
+
+    Raises:
+        ConfigError: the algorithm trains no model, or there are too few GPUs.
+        ModelNotFoundError: a model does not exist.
+    """
+    if not isinstance(algorithm, PolicyAlgorithm):
+        raise ConfigError(
+            f"{type(algorithm).__name__} trains no model with learners, so there is no memory to plan"
+        )
+    from raylight.trainer.cluster_fit.memory_plan import PlannedRun, make_plan
+
+    learner = requested.learner
+    if learner.kind != "ranks":
+        raise ConfigError(
+            f"there are no ranks to plan for with learner.kind={learner.kind!r}; a local learner's memory is "
+            "shown, and checked, when its run starts"
+        )
+    model_path, kind = resolve_model(algorithm.model), _planned_engine(requested.engine, cluster)
+    if kind not in PLANNED_ENGINES:
+        raise ConfigError(
+            f"the memory of the engine {kind!r:.100} is not known, and a plan does not import it; plan with "
+            f"--set engine.kind={' or '.join(PLANNED_ENGINES)}"
+        )
+    requested = replace(requested, engine=requested.engine.model_copy(update={"kind": kind}))
+    teacher = plan_teacher(algorithm, model_path)
+    settings = TrainedSettings(
+        name="plan",
+        folder="",
+        seed=0,
+        runner=runner,
+        agents=SessionConfig(),
+        secret="",
+        store=StoreConfig(),
+        store_path="",
+        resources={},
+        reward_models=plan_reward_models(group_reward),
+        serving=ServingSettings(model_path, requested.engine),
+        training=TrainingSettings(algorithm, learner, requested.checkpoint, "", 0, None, teacher),
+    )
+    settings, _ = fit_placed(settings, requested, PlannedFacts(cluster))
+    return make_plan(PlannedRun.of(settings), cluster)
+
+
+def _planned_engine(engine: EngineConfig, cluster: ClusterShape) -> str:
+    """Return the engine of a run on a cluster. GPU nodes other than this machine are expected to have vLLM,
+    as `cluster.yaml` installs it."""
+    if engine.kind != "auto":
+        return engine.kind
+    if cluster.gpus and not this_machine().gpus and engine.url is None:
+        return "vllm"
+    return choose_engine(engine.model_copy(update={"num_gpus": 1}) if cluster.gpus else engine)
 
 
 def _free_hardware(settings: ServedSettings, facts: ClusterFacts) -> Hardware:

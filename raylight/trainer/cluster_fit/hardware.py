@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +19,8 @@ from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
 from raylight.experience.packing import can_pack, keeps_state
 from raylight.experience.settings import PolicySettings
-from raylight.trainer.cluster_fit.cluster_shape import this_machine
-from raylight.trainer.cluster_fit.engine_nodes import ask_nodes
+from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
+from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, engine_on_nodes
 from raylight.trainer.spec.settings import ServingSettings, TrainingSettings
 
 SHARES = (0.6, 0.4)
@@ -279,6 +280,35 @@ def connected_hardware() -> Hardware:
     memory = min(node.gpu_memory for node in ask_nodes(addresses, this_machine).values())
     shares = [node["Resources"].get("CPU", 0) / node["Resources"]["GPU"] for node in nodes]
     return Hardware(gpus, memory, int(min(shares)))
+
+
+class ClusterFacts:
+    """Facts of the connected cluster that settings of a run depend on, each read when first needed."""
+
+    @cached_property
+    def resources(self) -> dict[str, float]:
+        """Total resources, as Ray names them."""
+        return ray.cluster_resources()
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """GPUs and CPUs; see `connected_hardware`."""
+        return connected_hardware()
+
+    def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
+        """Return the settings of an engine that the nodes can run; see the function of this name."""
+        return engine_on_nodes(requested, engine)
+
+
+class PlannedFacts(ClusterFacts):
+    """Facts of a cluster that is not connected, whose nodes can run the planned engine."""
+
+    def __init__(self, cluster: ClusterShape) -> None:
+        self.resources = {"GPU": float(cluster.gpus)}
+        self.hardware = Hardware(cluster.gpus, cluster.gpu_memory)
+
+    def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
+        return engine
 
 
 def torch_uses_gpus() -> bool:

@@ -8,14 +8,13 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
 from raylight.engines.vllm.args import most_workers
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape
 from raylight.trainer.cluster_fit.model_shape import ModelShape, read_shape
-from raylight.trainer.cluster_fit.reward_model_memory import reward_model_memory
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.cluster_fit.role_needs import (
     FLOAT32,
@@ -23,9 +22,10 @@ from raylight.trainer.cluster_fit.role_needs import (
     engine_memory,
     learner_memory,
     other_memory,
+    reward_model_memory,
 )
 from raylight.trainer.cluster_fit.shortages import Shortage, find_shortages
-from raylight.trainer.spec.settings import ServingSettings
+from raylight.trainer.spec.settings import ServingSettings, TrainedSettings
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
@@ -52,6 +52,21 @@ class PlannedRun:
     settings: PolicySettings
     teacher: ServingSettings | None = None
     reward_models: tuple[ServingSettings, ...] = ()
+
+    @classmethod
+    def of(cls, settings: TrainedSettings) -> Self:
+        """Return these settings of a run."""
+        serving, training = settings.serving, settings.training
+        return cls(
+            serving.model_path,
+            serving.engine.kind,
+            serving.engine,
+            training.learner,
+            settings.runner,
+            training.algorithm.policy_settings(),
+            None if training.teacher is None else training.teacher.serving,
+            tuple(one.serving for one in settings.reward_models),
+        )
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ from raylight.config import LoraConfig
 from raylight.errors import ConfigError
 from raylight.learner.adapter import peft_config
 
-FLOAT32 = 4
-"""Bytes of a float32."""
-
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -150,23 +150,17 @@ def engine_on_device(engine: EngineConfig, learner: LearnerConfig) -> EngineConf
     return engine
 
 
-def mismatch_limit(
-    algorithm: PolicyAlgorithm, engine: EngineConfig, learner: LearnerConfig, model_path: str
-) -> float:
-    """Return the limit of the mean difference of log-probs; its default depends on the precision."""
-    exact = engine.dtype == "float32" and learner.dtype == "float32"
-    return algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
-
-
 def with_mismatch_limit(
     algorithm: PolicyAlgorithm, engine: EngineConfig, learner: LearnerConfig, model_path: str
 ) -> PolicyAlgorithm:
-    """Return an algorithm with the limit of the mean difference of log-probs filled in.
+    """Return an algorithm with the limit of the mean difference of log-probs filled in, whose default depends
+    on the precision.
 
     Raises:
         ConfigError: the run would fail at the limit before it warns.
     """
-    limit = mismatch_limit(algorithm, engine, learner, model_path)
+    exact = engine.dtype == "float32" and learner.dtype == "float32"
+    limit = algorithm.max_logprob_mismatch or default_limit(exact, _has_experts(model_path))
     warns_at = algorithm.warn_logprob_mismatch
     if warns_at > limit and not algorithm.tolerates_mismatch:
         raise ConfigError(

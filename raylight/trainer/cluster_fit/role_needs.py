@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from raylight.trainer.cluster_fit.cluster_shape import GIB, MIB
 from raylight.trainer.cluster_fit.model_shape import (
     ModelShape,
     adapter_parameters,
+    count,
     measure_activations,
     measure_prefill,
+    read_config,
 )
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
+from raylight.trainer.spec.settings import ServingSettings
 
 FLOAT32 = 4
 """Bytes of a float32."""
@@ -248,6 +252,34 @@ def _vllm_pass(path: str, shape: ModelShape, config: EngineConfig, gpu_memory: i
     logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary
     items = [Item("activations of a batch", activations), Item("logits", logits)]
     return items if config.args.get("enforce_eager") else [*items, Item("CUDA graphs", VLLM_GRAPHS)]
+
+
+LAYER_COPIES = 6
+"""Tensors of a layer of the size of its hidden states that exist at the peak of a forward pass."""
+
+
+def reward_model_memory(model: ServingSettings) -> RoleMemory:
+    """Return the memory of one of a reward model's replicas."""
+    engine, size = model.engine, DTYPES[model.engine.dtype].itemsize
+    items = [
+        Item("Python and libraries", ENGINE_PROCESS["transformers"], "host"),
+        Item("weights", _parameters(model.model_path) * size),
+    ]
+    if engine.num_gpus:
+        items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
+    text = read_config(model.model_path).get_text_config()
+    width = LAYER_COPIES * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
+    tokens = max(engine.args["max_batch_tokens"], engine.max_model_len)
+    items.append(Item("activations of a batch", tokens * width * size, grows=True))
+    return RoleMemory("reward model", engine.replicas, engine.num_gpus, tuple(items))
+
+
+@functools.lru_cache(maxsize=8)
+def _parameters(path: str) -> int:
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        return count(AutoModelForSequenceClassification.from_config(read_config(path)))
 
 
 def other_memory(config: RunnerConfig) -> list[RoleMemory]:

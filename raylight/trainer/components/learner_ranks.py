@@ -16,9 +16,9 @@ from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.protocol import Learner
 from raylight.runner.draining import watch_draining_nodes
+from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.ray_session.connection import reserve
 from raylight.trainer.spec.resume import ResumePoint, resume_point_of
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 from raylight.trainer.spec.settings import CommonSettings, LearningSettings
 
 

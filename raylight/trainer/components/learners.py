@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from raylight._utils.aio import cancel_all
 from raylight.experience.batch import TrainBatch
@@ -13,17 +13,11 @@ from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
 from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.local_serving import LocalServing
-from raylight.trainer.components.parity import Parity, make_probe
+from raylight.trainer.components.parity import make_probe
 from raylight.trainer.components.publication import Publications
 from raylight.trainer.components.serving import Serving
-from raylight.trainer.spec import served_adapter
 from raylight.trainer.spec.resume import ResumePoint
-from raylight.trainer.spec.served_adapter import PinnedAdapter
-from raylight.trainer.spec.settings import (
-    ServingSettings,
-    TrainedSettings,
-    TrainingSettings,
-)
+from raylight.trainer.spec.settings import TrainedSettings
 from raylight.weights.client import CoordinatorClient
 
 
@@ -32,7 +26,6 @@ class Learners(LearnerRanks):
     engines.
 
     Args:
-        training, serving: the parts of the settings.
         start: the position at which the run starts.
         show_stage: shows what the run is doing now.
     """
@@ -44,11 +37,10 @@ class Learners(LearnerRanks):
     def __init__(
         self,
         settings: TrainedSettings,
-        training: TrainingSettings,
-        serving: ServingSettings,
         start: ResumePoint,
         show_stage: Callable[[str], None],
     ) -> None:
+        training, serving = settings.training, settings.serving
         super().__init__(settings, training, serving.model_path, start, show_stage)
         self._policy, self._serving = training, serving
         self._adapter = serving.name if training.served_lora else None
@@ -107,7 +99,7 @@ class Learners(LearnerRanks):
         # an engine may compile at its first request, which belongs to its start
         patience = max(self._policy.algorithm.sync_timeout_s, self._serving.engine.start_timeout_s)
         if self._adapter is not None:
-            await served_adapter.publish_initial(self.group, self.replicas, patience)
+            await self.publications.publish_initial(0, patience)
         await self.publications.check_parity(0, patience)
         await self.load_start()
 
@@ -137,46 +129,12 @@ class Learners(LearnerRanks):
             self._reported_no_sleep = True
 
     @property
-    def published(self) -> int:
-        """Last version that the engines received."""
-        return self.publications.published
-
-    async def publish(self) -> Parity | None:
-        """Send the current version to all replicas; see `Publications.publish`.
-
-        Raises:
-            WeightSyncError: the weights did not reach enough replicas within `sync_timeout_s`.
-            MismatchError: a replica's log-probs differ from the learners'.
-        """
-        return await self.publications.publish(self.version)
-
-    @property
     def pins(self) -> bool:
         """True if the engines can keep a version while later ones are published."""
         return self._adapter is not None and self._policy.algorithm.max_staleness > 0
 
-    async def pin(self, step: int) -> PinnedAdapter:
-        """Have the engines keep the published version, see `Publications.pin`."""
-        return await self.publications.pin(step)
-
-    async def release(self, pinned: PinnedAdapter) -> None:
-        """Have the engines drop a pinned version."""
-        await self.publications.release(pinned)
-
     async def _restart(self, reason: object) -> ResumePoint:
         async with self.publications.learners_busy, self._alone():
             point = await super()._restart(reason)
-        self.notice_version()
-        return point
-
-    def notice_version(self) -> None:
-        """Notice that the learners work, and may hold a version that joined replicas lack."""
         self.publications.notice_version()
-
-    async def wait_for_failure(self) -> NoReturn:
-        """Wait until a replica that joined cannot be served, because the learners have failed.
-
-        Raises:
-            LearnerError: the failure.
-        """
-        await self.publications.wait_for_failure()
+        return point

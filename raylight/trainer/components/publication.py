@@ -7,14 +7,16 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
+
+import ray
 
 from raylight._utils.aio import cancel_all, task_group
 from raylight.config import EngineConfig
-from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
+from raylight.errors import EngineStartError, LearnerError, LearnerLostError, WeightSyncError
 from raylight.learner.protocol import Learner
 from raylight.trainer.components.parity import Parity, ParityMonitor
-from raylight.trainer.spec.served_adapter import PinnedAdapter, export_adapter
 from raylight.weights.client import CoordinatorClient
 from raylight.weights.sender import PublicationSettings
 
@@ -22,6 +24,19 @@ logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 15.0
 """Time in which the learners must end their part of a publication that failed."""
+
+
+@dataclass(frozen=True)
+class PinnedAdapter:
+    """A version of the learners' adapter that the engines serve under a name of its own until its release.
+
+    Attributes:
+        payload_refs: list with the object reference of the adapter.
+    """
+
+    name: str
+    version: int
+    payload_refs: list[Any]
 
 
 class Publications:
@@ -147,7 +162,7 @@ class Publications:
             return None, logprobs
         try:
             async with asyncio.timeout(timeout):
-                _, payload_refs = await export_adapter(self._learners)
+                payload_refs = await self._export_adapter()
         except TimeoutError:
             raise WeightSyncError(
                 f"the learners did not export their adapter within {timeout:g} s; raise sync_timeout_s"
@@ -178,6 +193,29 @@ class Publications:
                 self.published = version
         probed = {replica: values for replica, values in found.items() if values is not None}
         return probed, own.result() if own else logprobs
+
+    async def _export_adapter(self) -> list[Any]:
+        """Return a list with the object reference of the adapter, which this process owns, so that it
+        outlives the learners."""
+        _, adapter = await self._learners.export_adapter()
+        return [ray.put(adapter)]
+
+    async def publish_initial(self, version: int, timeout: float) -> None:
+        """Serve the model with the new adapter, which does not change it, so that an engine that cannot serve
+        it fails at the start.
+
+        Raises:
+            EngineStartError: no engine can serve it.
+        """
+        payload_refs = await self._export_adapter()
+        try:
+            await self._replicas.publish(version, payload_refs, timeout, adapter=self._adapter)
+        except WeightSyncError as error:
+            raise EngineStartError(
+                f"the engine cannot serve the learners' adapter: {error}. Adapt other layers "
+                "(lora.target_modules, lora.exclude_modules), or set learner.lora.serve='merged': it then "
+                "receives the whole model after every update"
+            ) from error
 
     async def pin(self, step: int) -> PinnedAdapter:
         """Have all replicas serve the published version of the adapter under another name too, until

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from raylight._utils.aio import task_group
 from raylight.engines.reward_model.scorer import ScoredConversation
 from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
 from raylight.rewards.scoring_model import RewardModel, RewardModelInput, Scorer
+from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.spec.settings import RewardModelSettings, RolloutSettings
 
@@ -124,8 +124,8 @@ class ServedRewardModel:
         return {f"reward_model/{self._model.name}/{name}": float(value) for name, value in metrics.items()}
 
 
-class RewardModels:
-    """The reward models of a run, perhaps none.
+class RewardModels(Component):
+    """The reward models of a run, perhaps none. A request finds a lost model.
 
     Args:
         show_stage: shows what the run is doing now.
@@ -154,10 +154,6 @@ class RewardModels:
         """Start the replicas of each model; see `ModelService.start`."""
         for served in self._served.values():
             await served.service.start()
-
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
-        """Return nothing: a request finds a lost model."""
-        return []
 
     async def counts(self) -> dict[str, int]:
         """Return the numbers of repeated requests and of conversations that were too long."""

@@ -7,19 +7,19 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from raylight._utils.aio import cancel_all, task_group
 from raylight.config import SessionConfig
 from raylight.runner.scaling import ScaleRequests
 from raylight.store.client import StoreClient
+from raylight.trainer.components import Component
 from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.local_serving import LocalServing
-from raylight.trainer.components.outside_agents import OutsideAgents
 from raylight.trainer.components.reward_models import RewardModels
 from raylight.trainer.components.run_metrics import ComponentMetrics
-from raylight.trainer.components.runners import Runners
+from raylight.trainer.components.runners import OutsideAgents, Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.store import RunStore, cancel_undecided
 from raylight.trainer.components.teacher import Teacher
@@ -35,18 +35,6 @@ from raylight.trainer.spec.settings import (
 from raylight.weights.starts import derive_seed
 
 logger = logging.getLogger(__name__)
-
-
-class Component(Protocol):
-    """A component, as a run watches it."""
-
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
-        """Return coroutines that run while the run works, and fail if the component has failed for good."""
-        ...
-
-    async def counts(self) -> dict[str, int]:
-        """Return counters for the summary of the run."""
-        ...
 
 
 class RunComponents(ABC):
@@ -65,7 +53,7 @@ class RunComponents(ABC):
         owns_cluster: bool,
         start: ResumePoint | None = None,
     ) -> None:
-        self.start = start or fresh_start()
+        self.settings, self.start = settings, start or fresh_start()
         self._name, self._show_stage, self._owns_cluster = settings.name, show_stage, owns_cluster
         self._stack = contextlib.AsyncExitStack()
         self._components: list[Component] = []
@@ -129,11 +117,8 @@ class RunComponents(ABC):
 class SupervisedComponents(RunComponents):
     """The learners of a run without rollouts, which needs nothing else."""
 
+    settings: SupervisedRunSettings
     ranks: LearnerRanks
-
-    def __init__(self, settings: SupervisedRunSettings, *others: Any) -> None:
-        super().__init__(settings, *others)
-        self.settings = settings
 
     async def _open(self) -> None:
         training, stack = self.settings.training, self._stack
@@ -150,13 +135,13 @@ class SupervisedComponents(RunComponents):
 class RolloutComponents(RunComponents):
     """The store, the models and the runners of a run with rollouts."""
 
+    settings: RolloutSettings
     store: StoreClient
     serving: Serving
     runners: Runners | OutsideAgents
 
     def __init__(self, settings: RolloutSettings, *others: Any) -> None:
         super().__init__(settings, *others)
-        self.settings = settings
         self.reward_models = RewardModels(settings, self._show_stage, self._owns_cluster)
         """The reward models that the group reward calls, perhaps none."""
 
@@ -244,17 +229,13 @@ class PolicyComponents(RolloutComponents):
     teacher: Teacher | None = None
     """The model that scores the tokens of the policy, if there is one."""
 
-    def __init__(self, settings: TrainedSettings, *others: Any) -> None:
-        super().__init__(settings, *others)
-
     @property
     def training(self) -> TrainingSettings:
         """The training part of the settings."""
         return self.settings.training
 
     async def _open(self) -> None:
-        settings = self.settings
-        self.learners = Learners(settings, self.training, settings.serving, self.start, self._show_stage)
+        self.learners = Learners(self.settings, self.start, self._show_stage)
         await self.learners.reserve(self._stack)
         await super()._open()
         self._components += [self.learners, *(() if self.teacher is None else (self.teacher,))]
@@ -268,7 +249,7 @@ class PolicyComponents(RolloutComponents):
         if self.training.teacher is not None:
             secret, show, owns_cluster = self.settings.secret, self._show_stage, self._owns_cluster
             self.teacher = Teacher(self._name, self.training.teacher, secret, show, owns_cluster)
-            await self.teacher.open(self._stack)
+            await self.teacher.service.open(self._stack)
 
     def _make_serving(self) -> Serving:
         settings, learner = self.settings, self.training.learner
@@ -285,5 +266,5 @@ class PolicyComponents(RolloutComponents):
     async def _start_models(self) -> None:
         await self.serving.start()
         if self.teacher is not None:
-            await self.teacher.start()
+            await self.teacher.service.start()
         await self.reward_models.start()

@@ -11,6 +11,7 @@ from raylight._utils.aio import pause
 from raylight.ray_metrics.reporter import REPORT_S, Measurement, MetricReporter
 from raylight.ray_metrics.table import ROWS
 from raylight.store.client import StoreClient
+from raylight.trainer.components import Component
 from raylight.types.rollouts import RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class StepMetrics:
         self._reporter.stop()
 
 
-class ComponentMetrics:
+class ComponentMetrics(Component):
     """Component of a run that reports its rollouts by status, its runners and its replicas.
 
     Args:
@@ -66,10 +67,6 @@ class ComponentMetrics:
     def watches(self) -> list[Coroutine[Any, Any, object]]:
         """Return a coroutine that reports until it is cancelled."""
         return [self._report()]
-
-    async def counts(self) -> dict[str, int]:
-        """Return nothing: the metrics show the numbers."""
-        return {}
 
     async def _report(self) -> None:
         self._reporter.start()

@@ -1,4 +1,4 @@
-"""The runners of a run."""
+"""The runners of a run, or the agents outside it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from raylight._utils.no_proxy import LOOPBACK
+from raylight.config import SessionConfig
 from raylight.runner.actor import RunnerPayload
 from raylight.runner.external_runners import ExternalRunners
 from raylight.runner.pool import RunnerPool
@@ -17,6 +18,7 @@ from raylight.runner.scaling import Resizable
 from raylight.serving.deploy.ingress import head_node
 from raylight.serving.deploy.ingress_host import ANY_HOST
 from raylight.store.client import StoreClient
+from raylight.trainer.components import Component
 from raylight.trainer.spec.settings import RolloutSettings, ServingSettings
 
 
@@ -82,6 +84,35 @@ class Runners:
     async def counts(self) -> dict[str, int]:
         """Return the numbers of lost and replaced runners."""
         return {"runners_lost": self.pool.lost, "runners_replaced": self.pool.replaced}
+
+
+class OutsideAgents(Component):
+    """Agents that open sessions at the served model. The run starts none of them; a session without an agent
+    expires."""
+
+    is_started = False
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._config = config
+
+    @property
+    def resizable(self) -> dict[str, Resizable]:
+        """Nothing: `raylight scale` does not start agents."""
+        return {}
+
+    def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Do nothing: the agents do not end with the run."""
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return nothing: the training groups count the sessions."""
+        return {}
+
+    def most_rollouts(self) -> int:
+        """Return the number of sessions that may be open at a time."""
+        return self._config.max_open
 
 
 def gateway_hosts(serving: ServingSettings | None) -> tuple[str, ...]:

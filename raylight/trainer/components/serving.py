@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from raylight.agent.resources import LLM, NamedResources
+from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.config import EngineConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.runner.scaling import Resizable
@@ -20,7 +20,6 @@ from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
 from raylight.serving.deploy.replica import ReplicaSettings
 from raylight.store.client import StoreClient
-from raylight.trainer.components.traced_upstreams import is_traced_upstream, serve_traced_upstreams
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.weights.actor import running_coordinator
@@ -220,3 +219,65 @@ def read_adapter(folder: str) -> LoraAdapter:
 
     config, weights = (os.path.join(folder, name) for name in ADAPTER_FILES)
     return LoraAdapter(json.loads(Path(config).read_text()), load_file(weights))
+
+
+def is_traced_upstream(resource: Any) -> bool:
+    """Return True for an upstream model whose calls are recorded: `LLM(endpoint=..., traced=True)`."""
+    return (
+        isinstance(resource, LLM)
+        and not isinstance(resource, ProxyLLM)
+        and resource.traced
+        and bool(resource.endpoint)
+    )
+
+
+async def serve_traced_upstreams(
+    resources: NamedResources,
+    run_name: str,
+    secret: str,
+    store: StoreClient,
+    owns_cluster: bool,
+    stack: contextlib.AsyncExitStack,
+) -> NamedResources:
+    """Start a recording replica in front of each traced upstream model; return the resources with the
+    replicas' addresses.
+
+    Args:
+        stack: receives the callbacks that stop the replicas.
+    """
+    upstreams = {name: value for name, value in resources.items() if is_traced_upstream(value)}
+    served = {}
+    for name, llm in upstreams.items():  # one at a time, as the first may have to start Serve
+        served[name] = await _serve(run_name, name, llm, secret, store, owns_cluster, stack)
+    return resources | served
+
+
+async def _serve(
+    run_name: str,
+    name: str,
+    llm: LLM,
+    secret: str,
+    store: StoreClient,
+    owns_cluster: bool,
+    stack: contextlib.AsyncExitStack,
+) -> LLM:
+    app_name = f"{run_name}-{name}"
+    config = EngineConfig.parse({}, kind="upstream", url=llm.endpoint, api_key=llm.api_key, num_cpus=0)
+    coordinator = await stack.enter_async_context(
+        running_coordinator(app_name, store, replacement_timeout_s=config.start_timeout_s)
+    )
+    spec = ReplicaSettings(
+        app_name=app_name,
+        run=run_name,
+        model_path="",
+        model=llm.model,
+        config=config,
+        secret=secret,
+        seed=0,
+        store=store,
+        coordinator=coordinator.handle,
+    )
+    deployment = Deployment(spec, owns_cluster)
+    stack.push_async_callback(deployment.stop)
+    url = await deployment.start()
+    return llm.model_copy(update={"endpoint": url, "api_key": None})

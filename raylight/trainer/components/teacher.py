@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,8 @@ from raylight.experience.teacher_prompts import (
 )
 from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
-from raylight.trainer.cluster_fit.teacher_settings import longest_row
+from raylight.trainer.cluster_fit.scoring_models import longest_row
+from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.spec.settings import TeacherSettings
 from raylight.types import FinishedRollout, Trajectory
@@ -31,8 +31,8 @@ REQUESTS_PER_REPLICA = 2
 """Requests in flight for each replica, so that none waits for the next one to arrive."""
 
 
-class Teacher:
-    """The teacher's deployment, and the requests to it.
+class Teacher(Component):
+    """The teacher's deployment, and the requests to it, which find a lost teacher.
 
     Args:
         run_name: name of the run.
@@ -54,7 +54,7 @@ class Teacher:
         self._show_stage = show_stage
         self._prompt, self._noted = settings.config.prompt, False
         self._most_tokens = longest_row(model.engine)
-        self._service = ModelService(
+        self.service = ModelService(
             f"{run_name}-{model.name}",
             model,
             title="the teacher",
@@ -66,25 +66,9 @@ class Teacher:
             owns_cluster=owns_cluster,
         )
 
-    async def open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Start the coordinator of the replicas, and define their deployment."""
-        await self._service.open(stack)
-
-    async def start(self) -> None:
-        """Start the replicas. Not beside the start of another model: only one can start Serve.
-
-        Raises:
-            EngineStartError: the replicas did not start in time.
-        """
-        await self._service.start()
-
-    def watches(self) -> list[Coroutine[Any, Any, object]]:
-        """Return nothing: a request finds a lost teacher."""
-        return []
-
     async def counts(self) -> dict[str, int]:
         """Return the number of repeated requests."""
-        return {"teacher_retries": self._service.retries}
+        return {"teacher_retries": self.service.retries}
 
     async def score(
         self, batch: TrainBatch, finished: Sequence[FinishedRollout]
@@ -105,7 +89,7 @@ class Teacher:
         if self._prompt is not None:
             rows, metrics = await self._change(batch.rows, rows, await self._changes(batch.rows, finished))
         logprobs = await self._send("token_logprobs", rows, [len(row.ids) for row in rows])
-        retries = float(self._service.retries)
+        retries = float(self.service.retries)
         metrics |= {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
         return replace(batch, teacher_logprobs=logprobs), metrics
 
@@ -162,11 +146,11 @@ class Teacher:
 
         async def ask(part: range) -> list[Any]:
             sent = items[part.start : part.stop]
-            answers: list[Any] = await self._service.ask(method, f"{len(sent)} rows", sent)
+            answers: list[Any] = await self.service.ask(method, f"{len(sent)} rows", sent)
             return answers
 
         async with task_group() as tasks:
-            asked = [tasks.create_task(ask(part)) for part in split_rows(lengths, self._service.slots)]
+            asked = [tasks.create_task(ask(part)) for part in split_rows(lengths, self.service.slots)]
         return [answer for task in asked for answer in task.result()]
 
 

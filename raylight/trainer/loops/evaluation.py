@@ -1,34 +1,24 @@
-"""Evaluation of the policy on tasks that it is never trained on."""
+"""Evaluation of the policy on tasks that it is never trained on, between steps or while training goes on."""
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.trainer.components.learner_ranks import LearnerRanks
+from raylight.trainer.components.publication import PinnedAdapter, Publications
 from raylight.trainer.loops.batch_metrics import by_source, raise_if_hopeless
-from raylight.trainer.loops.model_selection import ModelSaver, ModelSelection
+from raylight.trainer.loops.model_selection import ModelSelection
+from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.output.sampled_rollouts import example_ids, sampled_rollout
 from raylight.trainer.output.scores import Scores, measure, reward_of_failures
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.types import FinishedRollout
-
-
-class EvaluationRollouts(Protocol):
-    """The part of PolicyRollouts that an Evaluator uses."""
-
-    async def evaluate(
-        self, step: int, tasks: list[Any], samples: int, progress: Any, model: str | None = None
-    ) -> list[FinishedRollout]:
-        """Roll every task out `samples` times after a step, with the model of this name."""
-        ...
-
-    async def with_spans(self, ids: list[str]) -> list[FinishedRollout]:
-        """Return finished rollouts with their spans."""
-        ...
 
 
 class Evaluator(ModelSelection):
@@ -40,8 +30,8 @@ class Evaluator(ModelSelection):
 
     def __init__(
         self,
-        rollouts: EvaluationRollouts,
-        learners: ModelSaver,
+        rollouts: PolicyRollouts,
+        learners: LearnerRanks,
         algorithm: PolicyAlgorithm,
         tasks: list[Any],
         report: Report,
@@ -105,6 +95,68 @@ class Evaluator(ModelSelection):
                 f"step, which the engines serve as {pinned.name!r} meanwhile: the agent must send llm.model "
                 "as the model of its requests"
             )
+
+
+@dataclass(frozen=True)
+class _InProgress:
+    step: int
+    pinned: PinnedAdapter
+    measuring: asyncio.Task[Metrics]
+
+
+class PinnedEvaluation:
+    """At most one evaluation beside training.
+
+    Its rollouts are a task. Its end, which may need the learners, is a part of the loop, and can be repeated
+    after these were lost.
+    """
+
+    def __init__(self, evaluator: Evaluator, publications: Publications, report: Report) -> None:
+        self._evaluator, self._publications, self._report = evaluator, publications, report
+        self._current: _InProgress | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Step that is evaluated; None if there is no evaluation."""
+        return self._current.step if self._current else None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its rollouts have ended."""
+        return self._current is not None and self._current.measuring.done()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[Metrics]]:
+        """The task of its rollouts, to be cancelled with the training."""
+        return [self._current.measuring] if self._current else []
+
+    async def begin(self, step: int) -> None:
+        """Begin the evaluation of a step whose weights are published; there is no other one.
+
+        Raises:
+            WeightSyncError: the engines cannot keep the version.
+        """
+        assert self._current is None
+        pinned = await self._publications.pin(step)
+        measuring = asyncio.create_task(self._evaluator.measure(step, pinned))
+        self._current = _InProgress(step, pinned, measuring)
+
+    async def end(self, logged: int) -> None:
+        """Wait for the rollouts, save the version if it is the best, and log the metrics in their own row.
+
+        Args:
+            logged: last step that is logged; the row comes after it.
+
+        Raises:
+            ConfigError, RaylightError: see `Evaluator.measure` and `Evaluator.compare`.
+        """
+        current = self._current
+        assert current is not None
+        metrics = await asyncio.shield(current.measuring)
+        await self._evaluator.compare(current.step, metrics, current.pinned)
+        await self._publications.release(current.pinned)
+        self._report.evaluation(current.step, logged, metrics)
+        self._current = None
 
 
 def describe_scores(scores: Scores) -> Metrics:

@@ -4,56 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from raylight._utils.files import replace_folder, restore_folder, write_atomic
+from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.errors import ConfigError
+from raylight.trainer.components.learner_ranks import LearnerRanks
+from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.output.report import Metrics, Report
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 
 BEST_JSON = "best.json"
-
-
-class ModelSaver(Protocol):
-    """The part of the learners that a ModelSelection uses."""
-
-    async def save(self, folder: str, pinned: PinnedAdapter | None = None) -> None:
-        """Write the model, or a pinned version of it, to a folder."""
-        ...
-
-
-class SelectionSettings(Protocol):
-    """Settings of an algorithm that say when to evaluate, and by which metric."""
-
-    @property
-    def val_before_train(self) -> bool:
-        """True to evaluate before the first step."""
-        ...
-
-    @property
-    def val_every(self) -> int | None:
-        """Steps between evaluations; None: none during training."""
-        ...
-
-    @property
-    def best(self) -> str | None:
-        """Metric that selects the best model; None for none."""
-        ...
-
-    @property
-    def best_mode(self) -> Literal["max", "min"]:
-        """Direction in which the metric improves."""
-        ...
-
-    @property
-    def patience(self) -> int | None:
-        """Evaluations without an improvement after which training ends; None: never."""
-        ...
-
-    @property
-    def min_delta(self) -> float:
-        """Smallest improvement that counts for `patience`."""
-        ...
 
 
 class ModelSelection:
@@ -68,7 +29,11 @@ class ModelSelection:
     """
 
     def __init__(
-        self, learners: ModelSaver, algorithm: SelectionSettings, report: Report, evaluates: bool
+        self,
+        learners: LearnerRanks,
+        algorithm: PolicyAlgorithm | SupervisedAlgorithm,
+        report: Report,
+        evaluates: bool,
     ) -> None:
         self._learners, self._report, self._evaluates = learners, report, evaluates
         self._selection = algorithm

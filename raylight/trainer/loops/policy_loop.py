@@ -27,14 +27,13 @@ from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.batch_metrics import describe, explain_no_signal, raise_if_hopeless
-from raylight.trainer.loops.evaluation import Evaluator
+from raylight.trainer.loops.evaluation import Evaluator, PinnedEvaluation
 from raylight.trainer.loops.load_watch import LoadWatch
-from raylight.trainer.loops.pinned_evaluation import PinnedEvaluation
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Metrics, Report
-from raylight.trainer.spec.resume import ResumePoint, state_metadata
+from raylight.trainer.spec.resume import ResumePoint
 from raylight.types import FinishedRollout
 
 T = TypeVar("T")
@@ -69,10 +68,12 @@ class PolicyLoop(StepLoop):
     """The planned steps of a run, from its starting point to the model in `checkpoint/`.
 
     Args:
-        config: the run's resolved configuration, which is stored with every training state.
+        config: as for `StepLoop`.
         stop: asks for an early end.
         groups: the kind of groups that the steps train on.
     """
+
+    interruptions = (NodeDrains, TrainingStopped)
 
     def __init__(
         self,
@@ -84,25 +85,22 @@ class PolicyLoop(StepLoop):
         stop: StopRequest | None = None,
         groups: type[TrainingGroups] = TrainingGroups,
     ) -> None:
-        start = run.start
-        super().__init__(run.learners, start, report)
-        self._run, self._algorithm, self._learners = run, run.training.algorithm, run.learners
-        self._config, self._stop = config, stop or StopRequest()
-        self._total = run.training.total_steps
+        start, learners, algorithm = run.start, run.learners, run.training.algorithm
+        self._rollouts = PolicyRollouts(run, report.note)
+        self._evaluator = Evaluator(self._rollouts, learners, algorithm, val_tasks, report)
+        super().__init__(learners, start, report, run.training, config, self._evaluator)
+        self._run, self._algorithm, self._learners = run, algorithm, learners
+        self._stop = stop or StopRequest()
         self._repeated_tasks = self._algorithm.repeated_tasks(train_tasks.size or 0)
         self._steps_without_signal = start.steps_without_signal
         """Steps in a row that gave nothing to learn."""
-        self._rollouts = PolicyRollouts(run, report.note)
         progress = report.rollout_progress("train")
         self._groups = groups(run, self._rollouts, train_tasks, self._check, progress)
-        self._evaluator = Evaluator(self._rollouts, self._learners, self._algorithm, val_tasks, report)
         self._loads = LoadWatch(run.learners.replicas, self._groups, run.runners.most_rollouts)
         self._ledger = Ledger()
         if not start.starts_new_lineage:
             self._ledger.load_state_dict(start.ledger)
-        self._evaluated = self._evaluator.state_dict()
-        """State of the evaluator after the last logged step, or the last evaluation."""
-        self._beside = PinnedEvaluation(self._evaluator, run.learners, report)
+        self._beside = PinnedEvaluation(self._evaluator, self._learners.publications, report)
         self._cut_off: int | None = (start.evaluation or {}).get("beside")
         """Step of an evaluation that was in progress beside training when the starting point was saved."""
         self._publication: asyncio.Task[Metrics] | None = None
@@ -111,40 +109,18 @@ class PolicyLoop(StepLoop):
         """Step whose weights it publishes."""
         self._taken_at = time.perf_counter()
         """Time at which the last step had its rollouts."""
-        self._is_fork = start.step > 0 and start.starts_new_lineage
-        """True if the state at the starting point must be saved, because it is of another lineage."""
-        self._is_over = False
 
-    async def run(self) -> None:
-        """Train and report each step."""
-        start = self._start
-        fault: LearnerLostError | None = None
-        if start.evaluation is not None:
-            self._evaluator.load_state_dict(start.evaluation)
-            self._evaluated = self._evaluator.state_dict()
-        for note in start.notes:
-            self._report.note(note)
+    @contextlib.asynccontextmanager
+    async def _prepared(self) -> AsyncIterator[None]:
+        self._begin()
         await self._rollouts.add_resources()
         await self._groups.load()
         watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
         async with self._groups.dispatching(), self._beside_training(), watching:
-            while not self._is_over:
-                try:
-                    if fault is not None:
-                        await self._go_back(fault)
-                        fault = None
-                    await self._save_fork()
-                    await self._resume_evaluation()
-                    if self._learners.drain_noticed.is_set():
-                        await self._leave_draining_nodes()
-                    with contextlib.suppress(NodeDrains, TrainingStopped):  # the step is taken again
-                        await self._take_step(self._next)
-                except LearnerLostError as error:
-                    self._report.note(f"the learners were lost and are restarted: {error}")
-                    fault = error
+            yield
 
     async def _take_step(self, step: int) -> None:
-        """Take a step, perhaps again after the learners went back to a training state before it."""
+        await self._resume_evaluation()
         if self._beside.has_ended:
             await self._end_evaluation()
         is_new, samples_next = step > self._reported, not self._groups.is_recorded(step + 1)
@@ -168,10 +144,7 @@ class PolicyLoop(StepLoop):
         if is_new and (step or evaluates):  # without an evaluation, step 0 is nothing
             self._steps_without_signal = without_signal
             await self._log(step, metrics)
-        every = self._run.training.checkpoint.every
-        if step >= self._reported and step > 0 and every > 0 and step % every == 0:
-            await self._save_state(step)
-        self._next = step + 1
+        await self._end_step(step)
 
     async def _learn(self, step: int) -> tuple[Metrics, bool]:
         """Update the weights; return the metrics, and False if there was nothing to learn from."""
@@ -192,7 +165,7 @@ class PolicyLoop(StepLoop):
         if self._is_asynchronous:
             metrics |= {
                 "async/trainer_idle_s": wait_s,
-                "async/publish_lag": float(self._learners.version - self._learners.published),
+                "async/publish_lag": float(self._learners.version - self._learners.publications.published),
                 "async/dropped_rollouts": float(len(self._groups.dropped_ids(step))),
             }
         report.batch(content)
@@ -314,13 +287,14 @@ class PolicyLoop(StepLoop):
         return await self._until_failure(self._publication) if waits else metrics
 
     async def _send(self, step: int) -> Metrics:
-        learners, started = self._learners, time.perf_counter()
-        if learners.version > learners.published or self._is_asynchronous:
+        started, version = time.perf_counter(), self._learners.version
+        publications = self._learners.publications
+        if version > publications.published or self._is_asynchronous:
             with self._report.phase("publication of the weights"):
-                parity = await learners.publish()
+                parity = await publications.publish(version)
         else:  # the engines have the weights, perhaps from learners that were lost since
             parity = None
-            learners.notice_version()
+            publications.notice_version()
         if self._is_asynchronous:
             self._groups.publish(step)
         if parity is None:
@@ -332,11 +306,10 @@ class PolicyLoop(StepLoop):
 
     @property
     def _stop_reason(self) -> str | None:
-        """Reason to end training early; None to continue."""
         if self._stop.is_made:
             return f"training was stopped before step {self._next}"
         if self._steps_without_signal < self._algorithm.max_steps_without_signal:
-            return self._evaluator.stop_reason
+            return super()._stop_reason
         return explain_no_signal(self._steps_without_signal)
 
     async def _finish(self) -> None:
@@ -345,35 +318,17 @@ class PolicyLoop(StepLoop):
             await self._until_failure(self._publication)
         if self._beside.step is not None:
             await self._end_evaluation()
-        if self._saved < self._next - 1:
-            await self._save_state(self._next - 1)
-        if self._next <= self._total and (reason := self._stop_reason) is not None:
-            self._report.note(reason)
-        with self._report.phase("saving of the model"):
-            await self._learners.save(str(self._report.checkpoint))
-            await self._learners.finish_saving()
-        self._is_over = True
+        await super()._finish()
 
-    async def _save_fork(self) -> None:
-        """Save the state at the starting point, if it belongs to another lineage."""
-        if self._is_fork:
-            await self._save_state(self._start.step)
-            self._is_fork = False
-
-    async def _save_state(self, step: int) -> None:
-        metadata = state_metadata(
-            self._start,
-            self._config,
-            version=self._learners.version,
-            groups=self._groups.taken_up_to(step),
-            tasks=self._groups.sampler_state(),
-            observed_step=self._groups.observed_step,
-            steps_without_signal=self._steps_without_signal,
-            evaluation=self._evaluator.state_dict() | {"beside": self._beside.step},
-            ledger=self._ledger.state_dict(),
-        )
-        await self._learners.save_state(step, metadata)
-        self._saved = step
+    def _progress(self, step: int) -> dict[str, Any]:
+        return {
+            "groups": self._groups.taken_up_to(step),
+            "tasks": self._groups.sampler_state(),
+            "observed_step": self._groups.observed_step,
+            "steps_without_signal": self._steps_without_signal,
+            "evaluation": self._evaluator.state_dict() | {"beside": self._beside.step},
+            "ledger": self._ledger.state_dict(),
+        }
 
     async def _until_failure(self, work: Awaitable[T], *others: Awaitable[Any]) -> T:
         """Await work that may never end if a publication, or the learners, have failed.
@@ -385,7 +340,8 @@ class PolicyLoop(StepLoop):
             LearnerError, WeightSyncError: the failure.
         """
         working: asyncio.Future[T] = asyncio.ensure_future(work)
-        failing = [asyncio.ensure_future(w) for w in (self._learners.wait_for_failure(), *others)]
+        failure = self._learners.publications.wait_for_failure()
+        failing = [asyncio.ensure_future(w) for w in (failure, *others)]
         pending: set[asyncio.Future[Any]] = {working, *failing}
         pending |= {self._publication} if self._publication else set()
         try:
@@ -404,6 +360,6 @@ class PolicyLoop(StepLoop):
         await super()._go_back(fault)
 
     async def _return_to(self, point: ResumePoint) -> None:
-        self._evaluator.load_state_dict(self._evaluated)
+        await super()._return_to(point)
         self._ledger.load_state_dict(point.ledger)
         await self._groups.reload_steps(point.step)

@@ -6,18 +6,18 @@ training state before it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
-from raylight.errors import LearnerLostError
 from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch, split_examples
 from raylight.trainer.components.run_components import SupervisedComponents
 from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.supervised_data import batch_schedule
 from raylight.trainer.output.report import Metrics, Report
-from raylight.trainer.spec.resume import ResumePoint, state_metadata
 
 
 class SupervisedLoop(StepLoop):
@@ -31,19 +31,15 @@ class SupervisedLoop(StepLoop):
         self, run: SupervisedComponents, data: SupervisedData, report: Report, config: dict[str, Any]
     ) -> None:
         training = run.settings.training
-        super().__init__(run.ranks, run.start, report)
-        self._training, self._data, self._config = training, data, config
+        selection = ModelSelection(run.ranks, training.algorithm, report, bool(data.held_out))
+        super().__init__(run.ranks, run.start, report, training, config, selection)
+        self._algorithm, self._data = training.algorithm, data
         self._schedule = batch_schedule(training.algorithm, data, run.settings.seed)
-        self._selection = ModelSelection(run.ranks, training.algorithm, report, bool(data.held_out))
-        self._evaluated = self._selection.state_dict()
-        """State of the selection after the last logged step."""
+        self._total = self._schedule.steps
 
-    async def run(self) -> None:
-        """Train and report each step."""
-        if self._start.evaluation is not None:
-            self._selection.load_state_dict(self._start.evaluation)
-            self._evaluated = self._selection.state_dict()
-        notes = [*self._start.notes, *self._data.notes]
+    @contextlib.asynccontextmanager
+    async def _prepared(self) -> AsyncIterator[None]:
+        notes = [*self._data.notes]
         known = self._schedule.fingerprint(self._start.step)
         if known and self._start.tasks != known:
             notes.append(
@@ -51,49 +47,22 @@ class SupervisedLoop(StepLoop):
                 "changed, so in this epoch some examples are repeated or left out. To learn all of them "
                 "equally often, start another run from the exported model"
             )
-        for note in notes:
-            self._report.note(note)
-        is_fork = self._start.step > 0 and self._start.starts_new_lineage
-        fault: LearnerLostError | None = None
-        while True:
-            try:
-                if fault is not None:
-                    await self._go_back(fault)
-                    fault = None
-                if is_fork:  # the learners could not go back to a state of another lineage
-                    await self._save_state(self._start.step)
-                    is_fork = False
-                if self._is_over:
-                    await self._finish()
-                    return
-                if self._ranks.drain_noticed.is_set():
-                    await self._leave_draining_nodes()
-                await self._take_step(self._next)
-            except LearnerLostError as error:
-                self._report.note(f"the learners were lost and are restarted: {error}")
-                fault = error
-
-    @property
-    def _is_over(self) -> bool:
-        if self._next > self._schedule.steps:
-            return True
-        return self._next > self._reported and self._selection.stop_reason is not None
+        self._begin(notes)
+        yield
 
     async def _take_step(self, step: int) -> None:
-        """Take a step, perhaps again after the learners went back to a training state before it."""
         is_new = step > self._reported
+        if step > self._total or (is_new and self._stop_reason is not None):
+            return await self._finish()
         metrics = await self._learn(step) if step else {}
-        evaluates = is_new and self._selection.is_due(step, step == self._schedule.steps)
+        evaluates = is_new and self._selection.is_due(step, step == self._total)
         if evaluates:
             metrics |= await self._evaluate(step)
         if is_new and (step or evaluates):  # without an evaluation, step 0 is nothing
             metrics["learner/restarts"] = float(self._ranks.restarts)
             self._report.step(step, metrics)
             self._reported, self._evaluated = step, self._selection.state_dict()
-        every = self._training.checkpoint.every
-        if step >= self._reported and step > 0 and every > 0 and step % every == 0:
-            await self._save_state(step)
-        self._next = step + 1
+        await self._end_step(step)
 
     async def _learn(self, step: int) -> Metrics:
         """Update the weights with the examples of a step; return the metrics."""
@@ -114,7 +83,7 @@ class SupervisedLoop(StepLoop):
 
     async def _evaluate(self, step: int) -> Metrics:
         """Measure the model on the held-out examples, and compare it with the best so far."""
-        algorithm, held_out = self._training.algorithm, self._data.held_out
+        algorithm, held_out = self._algorithm, self._data.held_out
         started = time.perf_counter()
         lengths = [example.tokens for example in held_out]
         parts = list(
@@ -131,31 +100,12 @@ class SupervisedLoop(StepLoop):
         await self._selection.compare(step, metrics)
         return metrics | {"time/val_s": time.perf_counter() - started}
 
-    async def _finish(self) -> None:
-        """Write the model to `checkpoint/`, and the last training state."""
-        step = self._next - 1
-        if self._saved < step:
-            await self._save_state(step)
-        if step < self._schedule.steps and (reason := self._selection.stop_reason) is not None:
-            self._report.note(reason)
-        with self._report.phase("saving of the model"):
-            await self._ranks.save(str(self._report.checkpoint))
-            await self._ranks.finish_saving()
-
-    async def _save_state(self, step: int) -> None:
-        metadata = state_metadata(
-            self._start,
-            self._config,
-            version=self._ranks.version,
-            groups={},
-            tasks=self._schedule.fingerprint(step),
-            observed_step=step,
-            steps_without_signal=0,
-            evaluation=self._selection.state_dict(),
-            ledger={},
-        )
-        await self._ranks.save_state(step, metadata)
-        self._saved = step
-
-    async def _return_to(self, point: ResumePoint) -> None:
-        self._selection.load_state_dict(self._evaluated)
+    def _progress(self, step: int) -> dict[str, Any]:
+        return {
+            "groups": {},
+            "tasks": self._schedule.fingerprint(step),
+            "observed_step": step,
+            "steps_without_signal": 0,
+            "evaluation": self._selection.state_dict(),
+            "ledger": {},
+        }

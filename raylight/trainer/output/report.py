@@ -21,17 +21,11 @@ from raylight.errors import ConfigError, summarize_ray_error
 from raylight.experience.batch import BatchReport
 from raylight.experience.token_records import TOKENS_FOLDER, RowRecord, TokenRecords
 from raylight.trainer.output.drift_log import DriftLog
-from raylight.trainer.output.loggers import (
-    PLOT_FILE,
-    VAL_STEP,
-    Display,
-    LoggerGroup,
-    Metrics,
-    SampledRollout,
-    evaluated_step,
-    find_loggers,
-    read_history,
-)
+from raylight.trainer.output.loggers import Display, Metrics, SampledRollout
+from raylight.trainer.output.loggers.group import LoggerGroup
+from raylight.trainer.output.loggers.protocol import VAL_STEP, evaluated_step
+from raylight.trainer.output.loggers.registry import find_loggers
+from raylight.trainer.output.loggers.run_files import PLOT_FILE, read_history
 from raylight.trainer.output.loggers.tracker import TRACKER_FOLDER
 from raylight.types import FinishedRollout
 

@@ -32,30 +32,17 @@ INTERRUPT_AGAIN_S = 10.0
 is raised in a destructor."""
 
 
-class Guard:
-    """Ends work of `run_blocking` for a reason of its own; this one never does."""
-
-    def watch(self, cancel: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        """Begin to watch, in the thread that waits for the work.
-
-        Args:
-            cancel: cancels the work; may be called from any thread.
-            fail: raises an error in the waiting thread at once, from any thread, even if the event loop is
-                blocked.
-        """
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise for an error of the work."""
-        return error
-
-
 def run_blocking(
-    work: Coroutine[Any, Any, T], guard: Guard | None = None, stop: Callable[[], None] | None = None
+    work: Coroutine[Any, Any, T],
+    watch: Callable[[Callable[[BaseException], None]], None] | None = None,
+    stop: Callable[[], None] | None = None,
 ) -> T:
     """Run `work` and return its result. On KeyboardInterrupt or SIGTERM, cancel it, wait for its clean-up,
     then raise.
 
     Args:
+        watch: begins a watch. It receives a function that raises an error in the waiting thread at once, from
+            any thread, even if the event loop is blocked.
         stop: asks the work to end by itself, in its event loop; called at the first interrupt instead.
     """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -88,8 +75,8 @@ def run_blocking(
         thread = threading.Thread(target=asyncio.run, args=(main(),), name="raylight", daemon=True)
         try:
             thread.start()
-            if guard is not None:
-                guard.watch(cancel, fail)
+            if watch is not None:
+                watch(fail)
             try:
                 value = result.result()
             except (KeyboardInterrupt, SystemExit):
@@ -110,13 +97,8 @@ def run_blocking(
                     CLEAN_UP_TIMEOUT_S,
                 )
             raise
-        except (Exception, asyncio.CancelledError) as error:
-            explained = error if guard is None else guard.explain(error)
-            if explained is not error:
-                raise explained from None
-            if isinstance(error, asyncio.CancelledError):
-                raise KeyboardInterrupt from error
-            raise
+        except asyncio.CancelledError as error:
+            raise KeyboardInterrupt from error
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ import ray._private.worker as ray_worker
 
 from raylight._utils.aio import cancel_all
 from raylight.errors import ClusterLostError
-from raylight.trainer.ray_session.blocking import Guard
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -251,8 +250,8 @@ async def component_stack() -> AsyncIterator[contextlib.AsyncExitStack]:
                 stack.pop_all()
 
 
-async def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
-    """Await the work of a run. If the cluster is lost meanwhile, cancel the work and raise.
+def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> Coroutine[Any, Any, T]:
+    """Return the work of a run that is cancelled, and raises, if the cluster is lost meanwhile.
 
     Args:
         remedy: advice on how to continue, for the error.
@@ -260,9 +259,10 @@ async def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
     Raises:
         ClusterLostError: the cluster is lost, also if the work failed first because of that.
     """
-    monitor = _current
-    if monitor is None:
-        return await work
+    return work if _current is None else _until_lost(_current, work, remedy)
+
+
+async def _until_lost(monitor: ClusterMonitor, work: Coroutine[Any, Any, T], remedy: str) -> T:
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
     monitor.on_loss(lambda: loop.is_closed() or loop.call_soon_threadsafe(lost.set))
     working, losing = asyncio.ensure_future(work), asyncio.ensure_future(lost.wait())
@@ -284,36 +284,24 @@ async def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> T:
     raise ClusterLostError(f"{monitor.error}. {remedy}")
 
 
-class LossGuard(Guard):
-    """Ends work of `run_blocking` with a ClusterLostError if the cluster is lost, as `until_lost` does.
+def watch_loss(remedy: str) -> Callable[[Callable[[BaseException], None]], None] | None:
+    """Return the watch of `run_blocking` that raises the loss of the cluster if the event loop is blocked.
+
+    A call of Ray may block it then, and ends the whole process after a minute.
 
     Args:
         remedy: as for `until_lost`.
     """
+    if (monitor := _current) is None:
+        return None
 
-    def __init__(self, remedy: str) -> None:
-        self._remedy, self._monitor = remedy, _current
-
-    def watch(self, cancel: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
-        if self._monitor is None:
-            return
-
+    def watch(fail: Callable[[BaseException], None]) -> None:
         def end() -> None:
-            # a call of Ray may block the event loop, and ends the whole process after a minute
-            timer = threading.Timer(CLEAN_UP_TIMEOUT_S + EXIT_TIMEOUT_S, lambda: fail(self._loss()))
+            error = ClusterLostError(f"{monitor.error}. {remedy}")
+            timer = threading.Timer(CLEAN_UP_TIMEOUT_S + EXIT_TIMEOUT_S, fail, [error])
             timer.daemon = True
             timer.start()
-            cancel()
 
-        self._monitor.on_loss(end)
+        monitor.on_loss(end)
 
-    def explain(self, error: BaseException) -> BaseException:
-        if self._monitor is None:
-            return error
-        if not isinstance(error, asyncio.CancelledError):
-            self._monitor.check()
-        return error if self._monitor.error is None else self._loss()
-
-    def _loss(self) -> ClusterLostError:
-        assert self._monitor is not None
-        return ClusterLostError(f"{self._monitor.error}. {self._remedy}")
+    return watch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -17,11 +17,11 @@ from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import RunSettings
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_dataset
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.output.report import Metrics, Report
-from raylight.trainer.runs.run_spec import RunSpec, check_has_run, check_rollout_folders, rollout_config
+from raylight.trainer.runs.run_spec import RunSpec, check_has_run, run_config
 from raylight.trainer.spec.arguments import GivenSettings
 from raylight.trainer.spec.inputs import Inputs, fixed_model, resolve_model
 from raylight.trainer.spec.resume import Resume
@@ -106,9 +106,6 @@ class CustomRun(RunSpec[RolloutSettings, RolloutComponents, Report]):
         # the algorithm itself continues after its last step, so all rows are kept
         return None if self.resume_file is None else sys.maxsize
 
-    def check_folders(self) -> None:
-        check_rollout_folders(self.settings)
-
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
         if not isinstance(self.settings, ServedSettings):
             return ()
@@ -116,10 +113,7 @@ class CustomRun(RunSpec[RolloutSettings, RolloutComponents, Report]):
         return notes
 
     def config(self, given: GivenSettings) -> dict[str, Any]:
-        return rollout_config(self.settings, given, describe_algorithm(self.algorithm), self.inputs)
-
-    def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> RolloutComponents:
-        return RolloutComponents(self.settings, show_stage, owns_cluster)
+        return run_config(self.settings, given, describe_algorithm(self.algorithm), self.inputs)
 
     def loop(self, components: RolloutComponents, report: Report) -> AlgorithmLoop:
         return AlgorithmLoop(self, components, report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -23,9 +23,9 @@ from raylight.errors import ConfigError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import MAX_REWARD
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
-from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
+from raylight.trainer.cluster_fit.scoring_models import plan_reward_models
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.components.serving import ADAPTER_FILES
 from raylight.trainer.loops.awaited_rollouts import run_rollouts
@@ -105,12 +105,13 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
         )
         return cls(settings=planned, requested=requested, chosen=chosen, agent=agent, tasks=tasks)
 
+    @property
+    def remedy(self) -> str:
+        return "Start the evaluation again"
+
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
         self.settings, notes = fit_served(self.settings, self.requested.engine, facts)
         return notes
-
-    def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> RolloutComponents:
-        return RolloutComponents(self.settings, show_stage, owns_cluster)
 
     def loop(self, components: RolloutComponents, report: ProgressReporter) -> EvalLoop:
         return EvalLoop(self, components, report)

@@ -3,8 +3,6 @@ elsewhere."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,16 +15,15 @@ from raylight.algorithms.verl import VERL
 from raylight.errors import ConfigError
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.tasks.task_set import ShuffledTasks, TaskSet
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
 from raylight.trainer.cluster_fit.cluster_settings import fit_trained
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.cluster_fit.policy_checks import (
     check_lengths,
     resolve_state_url,
     trainable_engine,
     trained_agents_pattern,
 )
-from raylight.trainer.cluster_fit.reward_model_settings import plan_reward_models
-from raylight.trainer.cluster_fit.teacher_settings import check_stays, plan_teacher
+from raylight.trainer.cluster_fit.scoring_models import check_stays, plan_reward_models, plan_teacher
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.policy_loop import PolicyLoop, StopRequest
 from raylight.trainer.loops.session_groups import SessionGroups
@@ -34,8 +31,7 @@ from raylight.trainer.output.report import Report
 from raylight.trainer.runs.run_spec import (
     TrainingRun,
     check_has_run,
-    check_rollout_folders,
-    rollout_config,
+    run_config,
 )
 from raylight.trainer.spec.arguments import GivenSettings
 from raylight.trainer.spec.inputs import Inputs, as_tasks, as_train_set, check_validation_size, resolve_model
@@ -58,25 +54,12 @@ SESSION_TASKS = ShuffledTasks([None])
 class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
     """A run that trains its served model, on the rollouts of an agent or on sessions."""
 
+    composed = PolicyComponents
+    tasks: TaskSet
     algorithm: PolicyAlgorithm
     """As the user gave it."""
-    tasks: TaskSet
-
-    @property
-    @abstractmethod
-    def _inputs(self) -> Inputs | None:
-        """The agent and its tasks, as they were given; None if they are outside the run."""
-
-    @property
-    def training(self) -> TrainingSettings:
-        return self.settings.training
-
-    @property
-    def state_config(self) -> dict[str, Any]:
-        return self.settings.resolved() | {"tasks": self.tasks.fingerprint()}
-
-    def check_folders(self) -> None:
-        check_rollout_folders(self.settings)
+    inputs: Inputs | None = None
+    """The agent and its tasks, as they were given; None if they are outside the run."""
 
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
         self.settings, notes = fit_trained(self.settings, self.requested, facts)
@@ -84,10 +67,10 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
 
     def config(self, given: GivenSettings) -> dict[str, Any]:
         settings, is_verl = self.settings, isinstance(self.algorithm, VERL)
-        algorithm = describe_algorithm(self.training.algorithm)
+        algorithm = describe_algorithm(settings.training.algorithm)
         if not is_verl:
             algorithm |= {"model": settings.serving.model_path}
-        content = rollout_config(settings, given, algorithm, self._inputs)
+        content = run_config(settings, given, algorithm, self.inputs)
         if is_verl:
             # VERL derives the rest from its configuration again, and rejects other values beside it
             for name in ("engine", "learner", "checkpoint"):
@@ -98,9 +81,6 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
                 del content["output_dir"]
         return content
 
-    def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> PolicyComponents:
-        return PolicyComponents(self.settings, show_stage, owns_cluster, self.start)
-
     def summary(self, loop: Any, report: Report, counts: dict[str, int]) -> dict[str, Any]:
         return report.finish(counts)
 
@@ -109,7 +89,6 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
 class PolicyRun(ServedTrainingRun):
     """A run that trains a policy on the rollouts of an agent."""
 
-    inputs: Inputs
     val_tasks: list[Any]
 
     @classmethod
@@ -152,10 +131,6 @@ class PolicyRun(ServedTrainingRun):
             inputs=inputs,
             val_tasks=val_tasks,
         )
-
-    @property
-    def _inputs(self) -> Inputs:
-        return self.inputs
 
     def loop(self, components: PolicyComponents, report: Report) -> PolicyLoop:
         return PolicyLoop(components, self.tasks, self.val_tasks, report, self.state_config)
@@ -203,10 +178,6 @@ class OnlineRun(ServedTrainingRun):
             algorithm=trained.training.algorithm,
             tasks=SESSION_TASKS,
         )
-
-    @property
-    def _inputs(self) -> None:
-        return None
 
     @property
     def remedy(self) -> str:

@@ -12,13 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 from raylight._utils.machine import check_writable
 from raylight.algorithms.policy import RunSettings
 from raylight.errors import ConfigError
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
-from raylight.trainer.components.run_components import RunComponents
+from raylight.experience.supervised_batches import SupervisedData
+from raylight.tasks.task_set import TaskSet
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
+from raylight.trainer.components.run_components import RolloutComponents, RunComponents
 from raylight.trainer.output.report import ProgressReporter, Report
 from raylight.trainer.ray_session.cluster_monitor import is_cluster_lost
 from raylight.trainer.spec.arguments import GivenSettings
@@ -34,7 +36,11 @@ from raylight.trainer.spec.resume import (
     prepare_states,
 )
 from raylight.trainer.spec.run_file import describe_component, describe_data, describe_resources
-from raylight.trainer.spec.settings import CommonSettings, LearningSettings, RolloutSettings
+from raylight.trainer.spec.settings import (
+    CommonSettings,
+    SupervisedRunSettings,
+    TrainedSettings,
+)
 
 SECTIONS = ("engine", "learner", "runner", "checkpoint", "store")
 """Settings of a run that a run file has under the same names."""
@@ -49,6 +55,7 @@ class Loop(Protocol):
 
 
 Settings = TypeVar("Settings", bound=CommonSettings)
+Trained = TypeVar("Trained", TrainedSettings, SupervisedRunSettings)
 Components = TypeVar("Components", bound=RunComponents)
 Reporter = TypeVar("Reporter", bound=ProgressReporter)
 
@@ -63,9 +70,14 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
         total_steps: planned number of steps; 0 if only the algorithm knows it, or the user ends the run.
     """
 
+    composed: ClassVar[type[RunComponents]] = RolloutComponents
+    """Class of the components that the settings ask for."""
     settings: Settings
     requested: RunSettings
     total_steps: int = 0
+
+    start: ResumePoint = field(default_factory=fresh_start)
+    """Position at which the run starts; see `find_start`."""
 
     @property
     def trains(self) -> bool:
@@ -89,7 +101,8 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
 
     def check_folders(self) -> None:
         """Raise a ConfigError if a folder of the run cannot be written."""
-        check_writable(self.folder, "output_dir")
+        for setting, folder in self.settings.folders.items():
+            check_writable(folder, setting)
 
     @abstractmethod
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
@@ -109,9 +122,9 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
         """Return the content of config.yaml: a run file that starts the run again (see `RunFile`)."""
         raise NotImplementedError
 
-    @abstractmethod
     def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> Components:
         """Return the components of the run, which start when they are entered."""
+        return cast("Components", self.composed(self.settings, show_stage, owns_cluster, self.start))
 
     @abstractmethod
     def loop(self, components: Components, report: Reporter) -> Loop:
@@ -143,29 +156,24 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
 
 
 @dataclass(kw_only=True)
-class TrainingRun(RunSpec[Settings, Components, Report]):
+class TrainingRun(RunSpec[Trained, Components, Report]):
     """A run that trains a model, and can be resumed from its training states.
 
     Attributes:
-        start: position at which training starts; see `find_start`.
+        tasks: what it learns from.
     """
 
+    tasks: SupervisedData | TaskSet
     resume: Resume = False
-    start: ResumePoint = field(default_factory=fresh_start)
 
     @property
     def trains(self) -> bool:
         return True
 
     @property
-    @abstractmethod
-    def training(self) -> LearningSettings:
-        """The training part of the settings."""
-
-    @property
-    @abstractmethod
     def state_config(self) -> dict[str, Any]:
         """The configuration that is stored with a training state."""
+        return self.settings.resolved() | {"tasks": self.tasks.fingerprint()}
 
     @property
     def remedy(self) -> str:
@@ -184,7 +192,7 @@ class TrainingRun(RunSpec[Settings, Components, Report]):
         Raises:
             ConfigError: there is none, or it does not fit.
         """
-        training, metrics = self.training, self.folder / "metrics.jsonl"
+        training, metrics = self.settings.training, self.folder / "metrics.jsonl"
         highest = highest_logged_version(metrics)
         start = find_resume_point(self.resume, training.state_url, self.state_config, highest)
         self.start = replace(start, completed_step=highest_logged_step(metrics))
@@ -192,23 +200,17 @@ class TrainingRun(RunSpec[Settings, Components, Report]):
             check_no_other_run(self.start, training.state_url)
 
     def prepare_states(self) -> None:
-        prepare_states(self.start, self.training.state_url, self.state_config)
+        prepare_states(self.start, self.settings.training.state_url, self.state_config)
 
 
-def check_rollout_folders(settings: RolloutSettings) -> None:
-    """Raise a ConfigError if a folder of a run with rollouts cannot be written."""
-    check_writable(Path(settings.folder), "output_dir")
-    check_writable(Path(settings.store_path).parent, "store.path")
-
-
-def rollout_config(
-    settings: RolloutSettings, given: GivenSettings, algorithm: dict[str, Any], inputs: Inputs | None
+def run_config(
+    settings: CommonSettings, given: GivenSettings, algorithm: dict[str, Any], inputs: Inputs | None
 ) -> dict[str, Any]:
-    """Return the content of config.yaml of a run with rollouts.
+    """Return the content of config.yaml of a run.
 
     Args:
         algorithm: its description.
-        inputs: None if agents outside the run bring the tasks.
+        inputs: None if agents outside the run bring the tasks, or the algorithm has its own examples.
     """
     facts = settings.resolved()
     content: dict[str, Any] = {}

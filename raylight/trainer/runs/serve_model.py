@@ -13,7 +13,7 @@ from raylight.engines.model_report import report_model
 from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.ray_session.blocking import run_blocking
-from raylight.trainer.ray_session.cluster_monitor import LossGuard, component_stack
+from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost, watch_loss
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
@@ -57,7 +57,7 @@ def serve_model(
         engine = engine_on_nodes(config, engine)
         serving = replace(serving, engine=engine, name=name or default_name, route="/")
         work = _serve(serving, api_key, seed, connection.owns_cluster, show)
-        run_blocking(work, LossGuard("Start the command again"))
+        run_blocking(until_lost(work, "Start the command again"), watch_loss("Start the command again"))
 
 
 def describe_model(path: str, config: EngineConfig) -> list[str]:

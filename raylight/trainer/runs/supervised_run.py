@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -12,18 +11,18 @@ from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.errors import ConfigError
 from raylight.experience.supervised_batches import SupervisedData
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
 from raylight.trainer.cluster_fit.cluster_settings import fit_supervised
+from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.cluster_fit.policy_checks import resolve_state_url
 from raylight.trainer.components.run_components import SupervisedComponents
 from raylight.trainer.loops.supervised_data import batch_schedule, load_supervised_data
 from raylight.trainer.loops.supervised_loop import SupervisedLoop
 from raylight.trainer.output.report import Report
-from raylight.trainer.runs.run_spec import TrainingRun, check_has_run
+from raylight.trainer.runs.run_spec import TrainingRun, check_has_run, run_config
 from raylight.trainer.spec.arguments import GivenSettings
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.resume import Resume
-from raylight.trainer.spec.run_file import describe_algorithm, describe_component
+from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.settings import SupervisedRunSettings, SupervisedTraining
 
 
@@ -31,7 +30,8 @@ from raylight.trainer.spec.settings import SupervisedRunSettings, SupervisedTrai
 class SupervisedRun(TrainingRun[SupervisedRunSettings, SupervisedComponents]):
     """A run that trains a model on given examples."""
 
-    data: SupervisedData
+    composed = SupervisedComponents
+    tasks: SupervisedData
 
     @classmethod
     def plan(
@@ -72,40 +72,20 @@ class SupervisedRun(TrainingRun[SupervisedRunSettings, SupervisedComponents]):
             requested=requested,
             total_steps=steps,
             resume=resume,
-            data=data,
+            tasks=data,
         )
-
-    @property
-    def training(self) -> SupervisedTraining:
-        return self.settings.training
-
-    @property
-    def state_config(self) -> dict[str, Any]:
-        return self.settings.resolved() | {"tasks": self.data.fingerprint()}
 
     def for_cluster(self, facts: ClusterFacts) -> tuple[str, ...]:
         self.settings = fit_supervised(self.settings, facts)
         return ()
 
     def config(self, given: GivenSettings) -> dict[str, Any]:
-        facts, training = self.settings.resolved(), self.training
-        content = {
-            "algorithm": describe_algorithm(training.algorithm) | {"model": training.model_path},
-            "output_dir": self.settings.folder,
-            "seed": facts.pop("seed"),
-            "learner": facts.pop("learner"),
-            "checkpoint": facts.pop("checkpoint"),
-            "loggers": describe_component(given.components["loggers"]),
-            **given.process,
-            "run": {name: value for name, value in facts.items() if name != "algorithm"},
-        }
-        return {name: value for name, value in content.items() if value is not None}
-
-    def components(self, show_stage: Callable[[str], None], owns_cluster: bool) -> SupervisedComponents:
-        return SupervisedComponents(self.settings, show_stage, owns_cluster, self.start)
+        training = self.settings.training
+        algorithm = describe_algorithm(training.algorithm) | {"model": training.model_path}
+        return run_config(self.settings, given, algorithm, None)
 
     def loop(self, components: SupervisedComponents, report: Report) -> SupervisedLoop:
-        return SupervisedLoop(components, self.data, report, self.state_config)
+        return SupervisedLoop(components, self.tasks, report, self.state_config)
 
     def summary(self, loop: SupervisedLoop, report: Report, counts: dict[str, int]) -> dict[str, Any]:
         return report.finish_supervised(counts)

@@ -244,7 +244,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     Raises:
         ConfigError: a setting differs that determines the model or the kind of training.
     """
-    old, new = _flatten(_todays_form(before)), _flatten(now)
+    old, new = flatten(_todays_form(before)), flatten(now)
     changed = {
         name: f"{old.get(name, '-')!r} -> {new.get(name, '-')!r}"
         for name in sorted(old.keys() | new.keys())
@@ -321,12 +321,12 @@ def _logged_rows(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete_lines]
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings by dotted name."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[prefix + name] = value
     return flat

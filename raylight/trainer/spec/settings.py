@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Self
 
 from raylight import __version__
@@ -87,6 +88,23 @@ class LearningSettings:
     """Folder or URL of the training states."""
     total_steps: int
 
+    def resolved(self, model_path: str) -> dict[str, Any]:
+        """Return the part of the run's resolved configuration that is about training.
+
+        Args:
+            model_path: folder of the initial model.
+        """
+        algorithm = self.algorithm
+        own = algorithm.arguments()
+        if isinstance(algorithm, PolicyAlgorithm):  # the arguments of VERL are its configuration
+            own = PolicyAlgorithm.arguments(algorithm)
+        return {
+            "total_steps": self.total_steps,
+            "algorithm": {"name": type(algorithm).__name__, **own, "model": model_path},
+            "learner": self.learner.model_dump(mode="json"),
+            "checkpoint": self.checkpoint.model_dump(mode="json"),
+        }
+
 
 @dataclass(frozen=True)
 class SupervisedTraining(LearningSettings):
@@ -132,6 +150,11 @@ class CommonSettings(ABC):
         """Return the settings of `base` with those that this class has too, or that replace them."""
         return cls(**{part.name: getattr(base, part.name) for part in fields(base)} | others)
 
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Folders that must be writable, by the names of their settings."""
+        return {"output_dir": Path(self.folder)}
+
     @abstractmethod
     def resolved(self) -> dict[str, Any]:
         """Return the run's resolved configuration."""
@@ -144,20 +167,8 @@ class SupervisedRunSettings(CommonSettings):
     training: SupervisedTraining
 
     def resolved(self) -> dict[str, Any]:
-        training = self.training
-        return {
-            "name": self.name,
-            "seed": self.seed,
-            "total_steps": training.total_steps,
-            "algorithm": {
-                "name": type(training.algorithm).__name__,
-                **training.algorithm.arguments(),
-                "model": training.model_path,
-            },
-            "learner": training.learner.model_dump(mode="json"),
-            "checkpoint": training.checkpoint.model_dump(mode="json"),
-            "versions": package_versions(),
-        }
+        training = self.training.resolved(self.training.model_path)
+        return {"name": self.name, "seed": self.seed, **training, "versions": package_versions()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +192,10 @@ class RolloutSettings(CommonSettings):
     """The reward models that the group reward calls."""
     serving: ServingSettings | None
     """The model that the run serves; None if it serves none."""
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        return super().folders | {"store.path": Path(self.store_path).parent}
 
     @property
     def scoring_models(self) -> tuple[ServingSettings, ...]:
@@ -241,16 +256,9 @@ class TrainedSettings(ServedSettings):
         training = self.training
         return {
             "seed": self.seed,
-            "total_steps": training.total_steps,
-            "algorithm": {
-                "name": type(training.algorithm).__name__,
-                **PolicyAlgorithm.arguments(training.algorithm),  # VERL's own are its configuration
-                "model": self.serving.model_path,
-            },
-            "trained_agents": training.trained_agents,
             "engine": self.serving.engine.model_dump(mode="json"),
-            "learner": training.learner.model_dump(mode="json"),
-            "checkpoint": training.checkpoint.model_dump(mode="json"),
+            "trained_agents": training.trained_agents,
+            **training.resolved(self.serving.model_path),
         }
 
 

@@ -8,8 +8,7 @@ from raylight.agent.decorators import rollout
 from raylight.algorithms.policy import GRPO
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig, StoreConfig
 from raylight.runner.actor import RunnerPayload
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
-from raylight.trainer.cluster_fit.hardware import Hardware
+from raylight.trainer.cluster_fit.hardware import ClusterFacts, Hardware
 from raylight.trainer.spec.settings import (
     RolloutSettings,
     ServedSettings,

@@ -41,9 +41,10 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.components.learners import Learners
-from raylight.trainer.components.outside_agents import OutsideAgents
 from raylight.trainer.components.parity import Parity
+from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.components.run_components import PolicyComponents
+from raylight.trainer.components.runners import OutsideAgents
 from raylight.trainer.components.store import cancel_undecided
 from raylight.trainer.loops.policy_loop import PolicyLoop
 from raylight.trainer.loops.session_groups import SessionGroups
@@ -55,7 +56,6 @@ from raylight.trainer.spec.resume import (
     highest_logged_version,
     prepare_states,
 )
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 from raylight.trainer.spec.settings import MODEL_NAME, ServingSettings, TrainedSettings, TrainingSettings
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
 
@@ -298,9 +298,8 @@ class FakeRun(PolicyComponents):
             )
         model = LLM(endpoint="http://engine", model=MODEL_NAME, traced=True)
         await self.store.add_resources({"engine": self.world.lives, "llm": model})
-        serving: Any = self.settings.serving
         self.engines = Engines()
-        self.learners = Learners(self.settings, self.training, serving, self.start, lambda text: None)
+        self.learners = Learners(self.settings, self.start, lambda text: None)
         ranks: Any = Ranks(self.world)
         self.learners.group, self.learners.replicas = ranks, self.engines  # type: ignore[assignment]
         self.learners.publications = Publications(self.world, ranks, self.engines)  # type: ignore[assignment]

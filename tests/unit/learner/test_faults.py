@@ -35,7 +35,7 @@ from raylight.learner.faults import (
     memory_advice,
     reports_lost_peer,
 )
-from raylight.learner.stack_dump import dump_stacks
+from raylight.learner.progress import dump_stacks
 
 CONFIG = LearnerConfig(n=2, max_tokens_per_micro_batch=512)
 LOG = "ray logs actor --id abc --err"

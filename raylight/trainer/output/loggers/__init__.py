@@ -9,43 +9,17 @@ A subclass of `Tracker` is called in a thread of its own, so that a slow one del
 raises is reported once and does not end the run.
 """
 
-from raylight.trainer.output.loggers.group import LoggerGroup
-from raylight.trainer.output.loggers.protocol import (
-    VAL_STEP,
-    Display,
-    MetricLogger,
-    Metrics,
-    SampledRollout,
-    evaluated_step,
-)
-from raylight.trainer.output.loggers.registry import DEFAULT_LOGGERS, LOGGERS, TRACKERS, find_loggers
-from raylight.trainer.output.loggers.run_files import (
-    METRICS_FILE,
-    PLOT_FILE,
-    ConsoleLogger,
-    JsonlLogger,
-    PlotLogger,
-    read_history,
-)
+from raylight.trainer.output.loggers.protocol import Display, MetricLogger, Metrics, SampledRollout
+from raylight.trainer.output.loggers.run_files import ConsoleLogger, JsonlLogger, PlotLogger
 from raylight.trainer.output.loggers.tracker import Tracker
 
 __all__ = [
-    "DEFAULT_LOGGERS",
-    "LOGGERS",
-    "METRICS_FILE",
-    "PLOT_FILE",
-    "TRACKERS",
-    "VAL_STEP",
     "ConsoleLogger",
     "Display",
     "JsonlLogger",
-    "LoggerGroup",
     "MetricLogger",
     "Metrics",
     "PlotLogger",
     "SampledRollout",
     "Tracker",
-    "evaluated_step",
-    "find_loggers",
-    "read_history",
 ]

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
-from raylight.trainer.output.loggers.tracker import Tracker, flatten, points
+from raylight.trainer.output.loggers.tracker import Tracker, points
+from raylight.trainer.spec.resume import flatten
 
 MAX_PARAMS = 100
 """Parameters that MLflow takes in one request."""
@@ -42,7 +43,7 @@ class MlflowTracker(Tracker):
                 run_name=self.name,
                 **settings,
             ).info.run_id
-            params = [Param(mlflow_name(n), str(v)[:MAX_VALUE]) for n, v in flatten(config)]
+            params = [Param(mlflow_name(n), str(v)[:MAX_VALUE]) for n, v in flatten(config).items()]
             for start in range(0, len(params), MAX_PARAMS):
                 self._client.log_batch(run_id, params=params[start : start + MAX_PARAMS])
             self.save_id(run_id)

@@ -6,7 +6,6 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +85,6 @@ def points(step: int, metrics: Metrics) -> tuple[int, Metrics]:
     hidden = (VAL_STEP, TOTAL_SECONDS) if VAL_STEP in metrics else ()
     finite = {n: float(v) for n, v in metrics.items() if n not in hidden and math.isfinite(v)}
     return evaluated_step({"step": step, **metrics}), finite
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested settings by their dotted names."""
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 class TrackerError(Exception):

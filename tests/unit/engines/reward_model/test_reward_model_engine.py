@@ -22,7 +22,7 @@ from raylight.engines.reward_model.scorer import ConversationScorer
 from raylight.errors import EngineStartError, RewardModelError
 from raylight.quickstart import STARTER_MODEL
 from raylight.rewards.scoring_model import RewardModelInput
-from raylight.trainer.cluster_fit.reward_model_settings import check_reward_model
+from raylight.trainer.cluster_fit.scoring_models import check_reward_model
 
 ASKED = {"role": "user", "content": "What is 2+3?"}
 CONVERSATIONS = [

@@ -16,10 +16,10 @@ from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit import hardware
-from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
 from raylight.trainer.cluster_fit.cluster_settings import fit_hardware, fit_served
 from raylight.trainer.cluster_fit.cluster_shape import NodeShape
 from raylight.trainer.cluster_fit.hardware import (
+    ClusterFacts,
     Hardware,
     Workload,
     choose,

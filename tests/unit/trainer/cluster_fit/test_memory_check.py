@@ -17,6 +17,7 @@ from raylight.doctor import report
 from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit import memory_check
+from raylight.trainer.cluster_fit.cluster_settings import plan_settings
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.trainer.spec.settings import (
     RewardModelSettings,
@@ -116,10 +117,12 @@ def test_gpus_that_the_autoscaler_has_yet_to_start_are_no_shortage(
 
 
 def test_gpus_elsewhere_are_planned_with_vllm(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "this_machine", lambda: NodeShape(8 * GIB))
+    monkeypatch.setattr(
+        "raylight.trainer.cluster_fit.cluster_settings.this_machine", lambda: NodeShape(8 * GIB)
+    )
     cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
     settings = (run_settings(), RunnerConfig(), cluster)
-    engine = memory_check.plan_settings(GRPO(model=model), *settings).roles[1]
+    engine = plan_settings(GRPO(model=model), *settings).roles[1]
     assert (engine.gpus, engine.total("host") > 1400 * 2**20) == (1, True)
 
 
@@ -137,13 +140,13 @@ def test_an_algorithm_without_learners_has_no_plan() -> None:
         model: str = ""
 
     with pytest.raises(ConfigError, match="Other trains no model"):
-        memory_check.plan_settings(Other(), run_settings(), RunnerConfig(), ClusterShape((NodeShape(GIB),)))
+        plan_settings(Other(), run_settings(), RunnerConfig(), ClusterShape((NodeShape(GIB),)))
 
 
 def test_gpus_change_the_defaults(model: str) -> None:
     cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
     settings = (run_settings(kind="vllm"), RunnerConfig(), cluster)
-    plan = memory_check.plan_settings(GRPO(model=model), *settings)
+    plan = plan_settings(GRPO(model=model), *settings)
     learner, engine = plan.roles[:2]
     assert (learner.gpus, engine.gpus) == (1, 1)
     assert plan.shortages == ()
@@ -153,7 +156,7 @@ def test_settings_for_cpus_replace_those_for_gpus(model: str) -> None:
     on_cpus, cluster = run_settings(kind="transformers"), ClusterShape((NodeShape(64 * GIB),))
     learner = LearnerConfig(num_gpus=0.6)
     settings = replace(on_cpus, learner=learner, cpu_fallback=on_cpus)
-    roles = memory_check.plan_settings(GRPO(model=model), settings, RunnerConfig(), cluster).roles
+    roles = plan_settings(GRPO(model=model), settings, RunnerConfig(), cluster).roles
     assert [role.gpus for role in roles[:2]] == [0, 0]
 
 
@@ -165,3 +168,14 @@ def test_the_doctor_names_what_the_machine_lacks(model: str, monkeypatch: pytest
         "this machine cannot train the model: the processes of one machine need"
     )
     assert not problem.required
+
+
+def test_a_plan_has_the_rollouts_in_flight_of_the_run(model: str) -> None:
+    cluster = ClusterShape((NodeShape(64 * GIB, 2, 24 * GIB),))
+
+    def logits(**algorithm: Any) -> int:
+        settings = (run_settings(kind="vllm"), RunnerConfig(), cluster)
+        engine = plan_settings(GRPO(model=model, **algorithm), *settings).roles[1]
+        return next(item.size for item in engine.items if item.name == "logits")
+
+    assert logits(tasks_per_step=32, group_size=8) == 2 * logits(tasks_per_step=8, group_size=8)

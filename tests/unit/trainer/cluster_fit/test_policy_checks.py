@@ -8,23 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_settings import policy_settings
 from unit_helpers import ReachedRay
 
 from raylight.agent.decorators import rollout
 from raylight.algorithms.policy import GRPO
-from raylight.config import EngineConfig, LearnerConfig
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.errors import AgentSignatureError, ConfigError
+from raylight.learner.adapter import adapted_layers
+from raylight.quickstart import STARTER_MODEL
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_fit.cluster_settings import finish_trained
 from raylight.trainer.cluster_fit.hardware import Hardware, Workload, choose
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_with_transport,
     idle_hardware,
-    mismatch_limit,
     trained_agents_pattern,
+    with_mismatch_limit,
 )
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.trainer.trainer import Trainer
+
+LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+"""Adapted layers of the starter model."""
 
 
 def planned(fit: Any, gpus: float) -> str:
@@ -149,9 +155,10 @@ def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
     engine: Any, learner: Any, experts: int | None, given: float, expected: float, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_experts": experts}}))
-    algorithm = GRPO(model="m", max_logprob_mismatch=given)
-    limit = mismatch_limit(algorithm, EngineConfig(dtype=engine), LearnerConfig(dtype=learner), str(tmp_path))
-    assert limit == expected
+    algorithm = GRPO(model="m", max_logprob_mismatch=given, warn_logprob_mismatch=1e-4)
+    engine_config, learner_config = EngineConfig(dtype=engine), LearnerConfig(dtype=learner)
+    found = with_mismatch_limit(algorithm, engine_config, learner_config, str(tmp_path))
+    assert found.max_logprob_mismatch == expected
 
 
 @pytest.mark.parametrize(
@@ -190,3 +197,38 @@ def test_a_teacher_on_cpus_beside_gpus_is_noted(teacher_gpus: float, expected: l
     teacher = ServingSettings("t", EngineConfig(num_gpus=teacher_gpus), "teacher")
     notes = idle_hardware(EngineConfig(**on_gpu), LearnerConfig(**on_gpu), {"GPU": 3.0}, [teacher])
     assert all(text in note for text, note in zip(expected, notes, strict=True))
+
+
+def test_the_adapted_layers_of_a_model():
+    assert adapted_layers(str(STARTER_MODEL), LoraConfig()) == LINEAR
+    chosen = LoraConfig(target_modules=["q_proj", "v_proj"], exclude_modules=["v_proj"])
+    assert adapted_layers(str(STARTER_MODEL), chosen) == ["q_proj"]
+    for settings, message in [
+        ({"target_modules": ["nowhere"]}, "do not fit"),
+        ({"target_modules": ["embed_tokens"]}, "matches model.embed_tokens, which cannot be adapted"),
+        ({"target_modules": ["lm_head"]}, "matches lm_head, which cannot be adapted"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            adapted_layers(str(STARTER_MODEL), LoraConfig(**settings))
+
+
+def with_adapter(engine: dict[str, Any], lora: dict[str, Any] | None, staleness: int = 0) -> EngineConfig:
+    """Return the engine of a run whose learners have an adapter."""
+    learner = LearnerConfig(lora=None if lora is None else LoraConfig(**lora))
+    algorithm = GRPO(model="m", max_staleness=staleness)
+    settings = policy_settings(str(STARTER_MODEL), EngineConfig(**engine), learner, algorithm)
+    return finish_trained(settings).serving.engine
+
+
+def test_an_engine_gets_room_for_the_adapter_and_vllm_its_layers():
+    for engine, lora in [({"kind": "vllm"}, None), ({"kind": "vllm"}, {"serve": "merged"})]:
+        assert with_adapter(engine, lora) == EngineConfig(**engine, weight_transfer="gloo")
+    changed = with_adapter({"kind": "transformers"}, {})
+    assert (changed.max_adapters, changed.args) == (1, {})
+    changed = with_adapter({"kind": "vllm", "max_adapters": 3}, {"rank": 4})
+    assert changed.max_adapters == 3
+    assert changed.args == {"max_lora_rank": 4, "lora_target_modules": LINEAR}
+    assert with_adapter({"kind": "vllm"}, {}, staleness=2).max_adapters == 2, "one is pinned"
+    own = {"max_lora_rank": 32, "enforce_eager": True}
+    changed = with_adapter({"kind": "vllm", "args": own}, {})
+    assert changed.args == own | {"lora_target_modules": LINEAR}

@@ -9,8 +9,10 @@ import pytest
 from unit_helpers import within
 
 from raylight.config import EngineConfig
-from raylight.errors import LearnerError, LearnerLostError, WeightSyncError
+from raylight.engines.protocol import LoraAdapter
+from raylight.errors import EngineStartError, LearnerError, LearnerLostError, WeightSyncError
 from raylight.trainer.components.publication import Publications
+from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.weights.client import CoordinatorClient
 from raylight.weights.orders import Snapshot
 
@@ -288,3 +290,37 @@ async def test_learners_that_are_lost_while_they_send_end_the_publication() -> N
         with pytest.raises(LearnerLostError, match="a rank died"):
             await run.publications.publish(1)
         assert "a rank died" in run.replicas.failed
+
+
+class AdapterLearners:
+    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+        return 0, LoraAdapter({}, {})
+
+
+class FailingReplicas(CoordinatorClient):
+    """Replicas that fail to load anything."""
+
+    async def publish(  # type: ignore[override]
+        self, version: int, payload_refs: list[Any], timeout: float, *, adapter: str
+    ) -> dict[str, Any]:
+        assert (version, adapter) == (0, MODEL_NAME)
+        raise WeightSyncError("replica a: expected target modules in ['q_proj']")
+
+
+async def test_an_engine_that_cannot_serve_the_adapter_fails_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("raylight.trainer.components.publication.ray.put", lambda value: value)
+    learners: Any = AdapterLearners()
+    publications = Publications(
+        learners,
+        FailingReplicas(None, 0.0, print),
+        EngineConfig(kind="transformers"),
+        1.0,
+        adapter=MODEL_NAME,
+        probe=[],
+        tolerance=1e-9,
+    )
+    with pytest.raises(EngineStartError, match=r"expected target modules.*lora\.serve='merged'"):
+        async with within():
+            await publications.publish_initial(0, 1.0)

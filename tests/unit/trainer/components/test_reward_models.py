@@ -26,7 +26,7 @@ from raylight.errors import (
 )
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
-from raylight.trainer.cluster_fit.reward_model_settings import ENGINE, check_reward_model, plan_reward_models
+from raylight.trainer.cluster_fit.scoring_models import ENGINE, check_reward_model, plan_reward_models
 from raylight.trainer.components.reward_models import RewardModels
 from raylight.trainer.loops.group_grader import GroupGrader
 from raylight.trainer.spec.settings import RewardModelSettings

@@ -62,7 +62,7 @@ async def test_all_start_at_once(learner: float, engine: float) -> None:
 
 def make_learners(learner: float, engine: float) -> Learners:
     settings = make_run([], learner, engine).settings
-    learners = Learners(settings, settings.training, settings.serving, fresh_start(), lambda text: None)
+    learners = Learners(settings, fresh_start(), lambda text: None)
     learners.publications = cast(Any, SimpleNamespace(learners_busy=asyncio.Lock()))
     return learners
 

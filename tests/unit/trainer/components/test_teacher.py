@@ -36,7 +36,7 @@ from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
-from raylight.trainer.cluster_fit.teacher_settings import fit_teacher, plan_teacher
+from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teacher
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, split_rows
 from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
 from raylight.types import FinishedRollout, Span, Trajectory
@@ -88,7 +88,7 @@ def make_teacher(
     model = ServingSettings(STARTER_MODEL, engine, "teacher")
     config = TeacherConfig(model=STARTER_MODEL, timeout_s=timeout_s, prompt=prompt)
     teacher = Teacher("run-1", TeacherSettings(config, model), None, notes.append, True)
-    teacher._service._router = handle
+    teacher.service._router = handle
     return teacher, notes
 
 
@@ -309,7 +309,7 @@ def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pyt
     settings = fit_scoring_models(run.settings)
     assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
     teacher = Teacher(settings.name, settings.training.teacher, None, print, True)
-    service = teacher._service
+    service = teacher.service
     assert (service._name, service._timeout_s) == (f"{settings.name}-teacher", 5)
     assert run.config(trainer._given)["algorithm"]["teacher"] == {
         "model": str(tmp_path / "teacher"),

@@ -19,10 +19,10 @@ from unit_helpers import make_finished
 
 from raylight.algorithms.policy import GRPO
 from raylight.errors import ConfigError, RolloutsFailedError
+from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.loops.evaluation import Evaluator, describe_scores
 from raylight.trainer.output.report import Report
 from raylight.trainer.output.scores import best_of, measure, numbers_to, spread
-from raylight.trainer.spec.served_adapter import PinnedAdapter
 from raylight.types import Failure, FinishedRollout
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool")

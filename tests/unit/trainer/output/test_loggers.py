@@ -16,7 +16,8 @@ from recording_display import RecordingDisplay
 
 import raylight as rl
 from raylight.errors import ConfigError
-from raylight.trainer.output.loggers import JsonlLogger, LoggerGroup, read_history
+from raylight.trainer.output.loggers.group import LoggerGroup
+from raylight.trainer.output.loggers.run_files import JsonlLogger, read_history
 from raylight.trainer.output.report import Report
 
 from ..loops.test_policy_loop import STEPS, World, live

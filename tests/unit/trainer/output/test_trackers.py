@@ -16,7 +16,9 @@ from recording_display import RecordingDisplay
 
 import raylight as rl
 from raylight.errors import ConfigError
-from raylight.trainer.output.loggers import TRACKERS, LoggerGroup, SampledRollout, Tracker, find_loggers
+from raylight.trainer.output.loggers import SampledRollout, Tracker
+from raylight.trainer.output.loggers.group import LoggerGroup
+from raylight.trainer.output.loggers.registry import TRACKERS, find_loggers
 from raylight.trainer.output.loggers.tracker import MAX_WAITING, points
 from raylight.trainer.output.report import Report
 

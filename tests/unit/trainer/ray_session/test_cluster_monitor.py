@@ -16,13 +16,13 @@ from raylight.trainer.ray_session import cluster_monitor
 from raylight.trainer.ray_session.blocking import run_blocking
 from raylight.trainer.ray_session.cluster_monitor import (
     ClusterMonitor,
-    LossGuard,
     RayProcess,
     component_stack,
     is_cluster_lost,
     monitored_cluster,
     reconnect_timeout_s,
     until_lost,
+    watch_loss,
 )
 
 WAIT_S = 20
@@ -257,7 +257,7 @@ def test_a_call_of_ray_that_blocks_the_event_loop_does_not_keep_a_lost_run(
         assert listener.connected.wait(WAIT_S)
         try:
             with pytest.raises(ClusterLostError, match=r"has ended .* Start again"):
-                run_blocking(work(), LossGuard("Start again"))
+                run_blocking(until_lost(work(), "Start again"), watch_loss("Start again"))
         finally:
             blocked.set()
 
@@ -280,9 +280,9 @@ def test_blocking_work_ends_with_the_loss_that_cancels_it_or_that_its_error_come
     with monitored_cluster(watch(listener)):
         assert listener.connected.wait(WAIT_S)
         with pytest.raises(ClusterLostError, match=r"has ended .* Start again"):
-            run_blocking(wait(), LossGuard("Start again"))
+            run_blocking(until_lost(wait(), "Start again"), watch_loss("Start again"))
         with pytest.raises(ClusterLostError):
-            run_blocking(fail(), LossGuard("Start again"))
+            run_blocking(until_lost(fail(), "Start again"), watch_loss("Start again"))
     assert cleaned == [True]
 
 
@@ -293,8 +293,8 @@ def test_results_and_errors_of_blocking_work_pass_through_without_a_loss(listene
     async def fail() -> None:
         raise RunnerLostError("no")
 
-    assert run_blocking(answer(), LossGuard("without a monitor")) == 3
+    assert run_blocking(until_lost(answer(), "without a monitor"), watch_loss("without a monitor")) == 3
     with monitored_cluster(watch(listener)):
-        assert run_blocking(answer(), LossGuard("")) == 3
+        assert run_blocking(until_lost(answer(), ""), watch_loss("")) == 3
         with pytest.raises(RunnerLostError, match="no"):
-            run_blocking(fail(), LossGuard(""))
+            run_blocking(until_lost(fail(), ""), watch_loss(""))

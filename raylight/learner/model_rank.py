@@ -1,4 +1,4 @@
-"""A rank's part of the run's training states: copied, written in the background, and loaded."""
+"""The work of one rank on its model, in whichever process it is: its results, files and training states."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raylight._utils.disk import disk_errors
+from raylight.engines.protocol import LoraAdapter
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
-from raylight.learner import state, state_files
+from raylight.experience.token_records import RowRecord
+from raylight.learner import state, state_files, weights
 from raylight.learner.trained_model import TrainedModel
 
 WRITING_TIMEOUT = datetime.timedelta(days=1)
@@ -16,17 +19,38 @@ WRITING_TIMEOUT = datetime.timedelta(days=1)
 ends a write earlier, and the death of a rank at once."""
 
 
-class RankStates:
-    """Saves and loads the training state of a policy. `save` and `load` are collectives, as is making one."""
+class ModelRank:
+    """A rank's model with its part of the run's training states.
 
-    def __init__(self, policy: TrainedModel) -> None:
-        self._policy = policy
+    Methods are collectives, as is making one, but for `row_records` and `finish_saving`.
+    """
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
         self._writer, self._copies = BackgroundWriter(), state_files.HostCopies()
         self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
         """Connections for writing: slow storage may exceed the timeout of a collective of the training, whose
         connections must not be used at the same time."""
 
-    def save(
+    def row_records(self) -> list[RowRecord]:
+        """Return what the last update computed of this rank's rows."""
+        return self._model.row_records
+
+    def logprobs(self, ids: list[int]) -> list[float]:
+        """Return the log-probs of `ids[1:]`, see `TrainedModel.logprobs`."""
+        return self._model.logprobs(ids)
+
+    def export_adapter(self) -> tuple[int, LoraAdapter] | None:
+        """Return the version and the adapter on rank 0, else None."""
+        adapter = self._model.export_adapter()
+        return None if adapter is None else (self._model.version, LoraAdapter(*adapter))
+
+    def save(self, folder: str, adapter: LoraAdapter | None = None) -> None:
+        """Write the model in Hugging Face format; see `weights.save_model`."""
+        with disk_errors(folder):
+            weights.save_model(self._model.engine, folder, adapter)
+
+    def save_state(
         self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float
     ) -> None:
         """Copy this rank's part of the training state, and write it in the background.
@@ -39,8 +63,8 @@ class RankStates:
             keep: number of states to keep.
             timeout_s: seconds within which the last state must be written.
         """
-        self.finish(timeout_s)
-        copies, states = self._copies.copy(state.collect(self._policy)), TrainingStates(url)
+        self.finish_saving(timeout_s)
+        copies, states = self._copies.copy(state.collect(self._model)), TrainingStates(url)
 
         def write() -> None:
             with states.writing(step):
@@ -51,7 +75,7 @@ class RankStates:
 
         self._writer.start(write)
 
-    def finish(self, timeout_s: float) -> None:
+    def finish_saving(self, timeout_s: float) -> None:
         """Wait until the last training state is written.
 
         Raises:
@@ -59,12 +83,12 @@ class RankStates:
         """
         self._writer.wait(timeout_s)
 
-    def load(self, url: str, step: int, version: int) -> None:
+    def load_state(self, url: str, step: int, version: int) -> None:
         """Continue from the training state of a step, and number its weights `version`.
 
         Step 0 is the model's own files, which are loaded already.
         """
         if step:
             with TrainingStates(url).reading(step) as content:
-                state.load(self._policy, content, self._group)
-        self._policy.version = version
+                state.load(self._model, content, self._group)
+        self._model.version = version
