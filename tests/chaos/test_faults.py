@@ -1,6 +1,7 @@
 """Runs under faults: every run ends only when it should, and loses, falsifies or repeats nothing."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def test_run(
 ) -> None:
     if any(fault.action == "fill the disk" for fault in run.faults) and os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
+    if any(fault.clock_s for fault in run.faults) and shutil.which("cc") is None:
+        pytest.skip("a clock that can be set needs a C compiler")
     result = Experiment(run.with_seed(pytestconfig.getoption("--chaos-seed")), tmp_path).run()
     record_property("result", {"name": run.name, "rows": rows(result), "faults": result.faults_found})
     with capsys.disabled():
