@@ -51,7 +51,7 @@ class Experiment:
             "PYTHONUNBUFFERED": "1",
         }
         self._settings = {"folder": str(self._run_folder), "steps": run.steps, **run.settings}
-        self._disk = SmallDisk(self._run_folder)
+        self._disk = SmallDisk(self._run_folder, folder / "disk" if run.breaks_disk else None)
         self._clock: WallClock | None = None
         self._nodes: TwoNodes | None = None
         self._result = Result(run)
@@ -65,7 +65,7 @@ class Experiment:
         with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
             stack.callback(self._processes.kill)
-            if "fill the disk" in actions:
+            if actions & {"fill the disk", "break the disk"}:
                 stack.enter_context(self._disk.mounted())
             if any(fault.clock_s for fault in self._run.faults):
                 self._clock = WallClock(self._folder)
@@ -117,11 +117,11 @@ class Experiment:
     def _resume(self, strike: Strike) -> Driver:
         """Start the next driver, when no process of the last one has the store open. Others may still end:
         Ray's agents take up to a minute."""
-        if strike.fault.action == "fill the disk":
-            self._disk.free()
         self._events.drain()  # the exit of the last driver is not that of the next
         ended = time.monotonic()
         eventually(lambda: not self._processes.find("store"), CLEAN_S, "the end of the store")
+        if strike.fault.action in ("fill the disk", "break the disk"):
+            self._disk.repair()
         if self._clock is not None:
             self._clock.move(strike.fault.clock_s)
         strike.resumed_at = time.monotonic()
@@ -161,6 +161,8 @@ class Experiment:
     def _inject(self, fault: Fault, targets: list[psutil.Process]) -> None:
         if fault.action == "fill the disk":
             self._disk.fill()
+        if fault.action == "break the disk":
+            self._disk.fail()
         if self._nodes is not None:
             self._nodes.remove_node()
             if fault.action == "replace the node":

@@ -16,6 +16,7 @@ Action = Literal[
     "interrupt",
     "terminate",
     "fill the disk",
+    "break the disk",
     "remove the node",
     "replace the node",
     "set the clock",
