@@ -7,10 +7,8 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 
-import psutil
-
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
-from raylight.sandboxes.tool_sandbox import STOP_S, ToolSandbox, runner_lives
+from raylight.sandboxes.tool_sandbox import STOP_S, ToolSandbox, runner_id, runner_lives
 
 WORKSPACE = "/workspace"
 NAME_PREFIX = "raylight"
@@ -40,9 +38,7 @@ class ApptainerSandbox(ToolSandbox):
     ENV_PREFIX = "APPTAINERENV_"
 
     def __init__(self, image: str | None, limits: SandboxLimits, *, arguments: Sequence[str] = ()) -> None:
-        process = psutil.Process()
-        owner = f"{process.pid}-{process.create_time():.0f}"
-        super().__init__(image, limits, f"{NAME_PREFIX}-{owner}-{secrets.token_hex(8)}")
+        super().__init__(image, limits, f"{NAME_PREFIX}-{runner_id('-')}-{secrets.token_hex(8)}")
         self.refuse_limits("file_mb", "network")
         self._arguments = list(arguments)
 

@@ -11,15 +11,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from raylight.errors import SandboxError
 from raylight.sandboxes import relay_inside
 from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.process import inherited_environment
 from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
-from raylight.sandboxes.tool_sandbox import STOP_S, ToolSandbox, runner_lives
+from raylight.sandboxes.tool_sandbox import STOP_S, ToolSandbox, runner_id, runner_lives
 
 LABEL = "raylight.runner"
 """Label of a container: the machine and process that made it, so that one without its runner is removed."""
@@ -157,7 +155,8 @@ class ContainerSandbox(ToolSandbox):
 
     def _run_arguments(self, folder: str) -> list[str]:
         limits = self.limits
-        arguments = ["run", "--detach", "--name", self._name, "--label", f"{LABEL}={_own_label()}"]
+        label = f"{socket.gethostname()} {runner_id(' ')}"
+        arguments = ["run", "--detach", "--name", self._name, "--label", f"{LABEL}={label}"]
         arguments += ["--volume", f"{folder}:{RELAY_FOLDER}:ro", "--entrypoint", "sh"]
         if limits.memory_mb is not None:
             arguments += ["--memory", f"{limits.memory_mb}m"]
@@ -187,9 +186,3 @@ class DockerSandbox(ContainerSandbox):
     """Container of docker, in the machine's network."""
 
     NAME = TOOL = "docker"
-
-
-def _own_label() -> str:
-    """Return the machine, the id and the start of this process."""
-    process = psutil.Process()
-    return f"{socket.gethostname()} {process.pid} {process.create_time():.0f}"

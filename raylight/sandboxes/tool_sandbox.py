@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -129,9 +130,19 @@ class ToolSandbox(ExecSandbox):
             ) from None
 
 
-def runner_lives(pid: str, started: str) -> bool:
-    """Return True if a process of this machine with this id and start, in seconds since 1970, is alive."""
+def runner_id(separator: str) -> str:
+    """Return the id of this process and its start, in seconds since that of the machine: a clock that is set
+    moves all times of the day, `create_time` too."""
+    return f"{os.getpid()}{separator}{_seconds_at_start(os.getpid())}"
+
+
+def runner_lives(pid: str, start: str) -> bool:
+    """Return True if a process of this machine with this `runner_id` is alive."""
     try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 2
+        return abs(_seconds_at_start(int(pid)) - float(start)) < 2
     except (psutil.NoSuchProcess, ValueError):
         return False
+
+
+def _seconds_at_start(pid: int) -> int:
+    return round(psutil.Process(pid).create_time() - psutil.boot_time())
