@@ -69,6 +69,8 @@ class CloudSandbox(ExecSandbox):
     """Its name for pip."""
     REJECTIONS: ClassVar[frozenset[str]]
     """Names of the package's exceptions that would be raised the next time too."""
+    REFUSED: ClassVar[tuple[str, ...]] = ("processes", "file_mb", "network")
+    """Limits that the provider does not enforce."""
     REACHES: ClassVar[tuple[str, ...]] = ("internet",)
     """Kinds of addresses that programs inside reach, see `reach_of`."""
 
@@ -83,14 +85,17 @@ class CloudSandbox(ExecSandbox):
     ) -> None:
         super().__init__(image, limits)
         self.require_image("NAME")
+        self.refuse_limits(*self.REFUSED)
         self.lifetime_s = lifetime_s
         self.arguments = dict(arguments or {})
         self._gateway_url = gateway_url
         self._creation: asyncio.Future[None] | None = None
+        self._client: Any = None
+        self._sandbox: Any = None
 
     @abstractmethod
     async def create(self) -> None:
-        """Make the provider's sandbox."""
+        """Make the provider's sandbox, over a client if it needs one."""
 
     @abstractmethod
     async def shell(self, script: str) -> str:
@@ -102,7 +107,7 @@ class CloudSandbox(ExecSandbox):
 
     @abstractmethod
     async def delete(self) -> None:
-        """Remove the provider's sandbox if there is one, and close the connection."""
+        """Remove the provider's sandbox."""
 
     def package(self, module: str | None = None) -> Any:
         """Return the provider's package, or one of its modules.
@@ -195,7 +200,13 @@ class CloudSandbox(ExecSandbox):
         if creation is None:
             return
         await asyncio.wait([creation], timeout=START_S)
-        await self._guard(self.delete())
+        try:
+            if self._sandbox is not None:
+                await self._guard(self.delete())
+        finally:
+            client, self._client, self._sandbox = self._client, None, None
+            if client is not None:
+                await self._guard(client.close())
 
     async def _wait(self, folder: str, started_at: float, timeout_s: float | None) -> int | None:
         """Return the status of a program when it has ended; None if it runs longer than it may."""

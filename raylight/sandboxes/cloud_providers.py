@@ -33,11 +33,6 @@ class ModalSandbox(CloudSandbox):
     APP = "raylight"
     """Modal's app to which the sandboxes belong."""
 
-    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
-        super().__init__(image, limits, **options)
-        self.refuse_limits("processes", "file_mb", "network")
-        self._sandbox: Any = None
-
     async def create(self) -> None:
         modal = self.package()
         app = await modal.App.lookup.aio(self.APP, create_if_missing=True)
@@ -62,8 +57,7 @@ class ModalSandbox(CloudSandbox):
         await self._sandbox.filesystem.write_bytes.aio(content, path)
 
     async def delete(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.terminate.aio()
+        await self._sandbox.terminate.aio()
 
 
 class DaytonaSandbox(CloudSandbox):
@@ -84,12 +78,6 @@ class DaytonaSandbox(CloudSandbox):
             "DaytonaUnprocessableEntityError",
         }
     )
-
-    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
-        super().__init__(image, limits, **options)
-        self.refuse_limits("processes", "file_mb", "network")
-        self._client: Any = None
-        self._sandbox: Any = None
 
     async def create(self) -> None:
         daytona = self.package()
@@ -114,14 +102,7 @@ class DaytonaSandbox(CloudSandbox):
         await self._sandbox.fs.upload_file(content, path)
 
     async def delete(self) -> None:
-        client, self._client = self._client, None
-        if client is None:
-            return
-        try:
-            if self._sandbox is not None:
-                await client.delete(self._sandbox)
-        finally:
-            await client.close()
+        await self._client.delete(self._sandbox)
 
 
 class E2BSandbox(CloudSandbox):
@@ -134,11 +115,7 @@ class E2BSandbox(CloudSandbox):
     NAME = PACKAGE = "e2b"
     INSTALL = "e2b>=2.63"
     REJECTIONS = frozenset({"AuthenticationException", "InvalidArgumentException", "TemplateException"})
-
-    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
-        super().__init__(image, limits, **options)
-        self.refuse_limits("memory_mb", "processes", "file_mb", "network")
-        self._sandbox: Any = None
+    REFUSED = ("memory_mb", "processes", "file_mb", "network")
 
     async def create(self) -> None:
         create = self.package().AsyncSandbox.create
@@ -151,8 +128,7 @@ class E2BSandbox(CloudSandbox):
         await self._sandbox.files.write(path, content)
 
     async def delete(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.kill()
+        await self._sandbox.kill()
 
 
 class KubernetesSandbox(CloudSandbox):
@@ -177,6 +153,7 @@ class KubernetesSandbox(CloudSandbox):
             "ValueError",
         }
     )
+    REFUSED = E2BSandbox.REFUSED
     REACHES = ("network", "internet")
 
     def __init__(
@@ -189,14 +166,11 @@ class KubernetesSandbox(CloudSandbox):
         **options: Any,
     ) -> None:
         super().__init__(image, limits, **options)
-        self.refuse_limits("memory_mb", "processes", "file_mb", "network")
         if "warmpool" in self.arguments:
             raise ConfigError(
                 'the warm pool of the sandbox "kubernetes" is its image; give "kubernetes:POOL"'
             )
         self._router_url, self._namespace = router_url, namespace
-        self._client: Any = None
-        self._sandbox: Any = None
 
     async def create(self) -> None:
         models = self.package("k8s_agent_sandbox.models")
@@ -225,11 +199,4 @@ class KubernetesSandbox(CloudSandbox):
             await self.run_script(append, part, path)
 
     async def delete(self) -> None:
-        client, self._client = self._client, None
-        if client is None:
-            return
-        try:
-            if self._sandbox is not None:
-                await client.delete_sandbox(self._sandbox.claim_name, namespace=self._namespace)
-        finally:
-            await client.close()
+        await self._client.delete_sandbox(self._sandbox.claim_name, namespace=self._namespace)
