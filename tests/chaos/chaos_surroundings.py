@@ -46,7 +46,7 @@ class SmallDisk:
         if self._image is None:
             _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self._folder))
         else:
-            _run("mount", "-o", "loop", str(self._image), str(self._folder))
+            _run("mount", "-o", "loop,sync", str(self._image), str(self._folder))
 
     def fill(self) -> None:
         """Write until no byte is left."""
