@@ -1,10 +1,12 @@
-"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a pause, a condition
-without a lock, and a wait for progress."""
+"""Additions to asyncio: a task group that raises plain errors, the end of tasks, a daemon thread, a pause, a
+condition without a lock, and a wait for progress."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -56,6 +58,22 @@ async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Await a blocking function in a thread that the end of the process does not wait for, unlike those of
+    `asyncio.to_thread`."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()  # a caller that is cancelled does not end the function
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # raised in the caller
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 async def pause(seconds: float) -> None:

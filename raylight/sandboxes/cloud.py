@@ -73,6 +73,8 @@ class CloudSandbox(ExecSandbox):
     """Its name for pip."""
     REJECTIONS: ClassVar[frozenset[str]]
     """Names of the package's exceptions that would be raised the next time too."""
+    REFUSED: ClassVar[tuple[str, ...]] = ("processes", "file_mb", "network")
+    """Limits that the provider does not enforce."""
     REACHES: ClassVar[tuple[str, ...]] = ("internet",)
     """Kinds of addresses that programs inside reach, see `reach_of`."""
 
@@ -87,14 +89,17 @@ class CloudSandbox(ExecSandbox):
     ) -> None:
         super().__init__(image, limits)
         self.require_image("NAME")
+        self.refuse_limits(*self.REFUSED)
         self.lifetime_s = lifetime_s
         self.arguments = dict(arguments or {})
         self._gateway_url = gateway_url
         self._creation: asyncio.Future[None] | None = None
+        self._client: Any = None
+        self._sandbox: Any = None
 
     @abstractmethod
     async def create(self) -> None:
-        """Make the provider's sandbox."""
+        """Make the provider's sandbox, over a client if it needs one."""
 
     @abstractmethod
     async def shell(self, script: str) -> str:
@@ -106,7 +111,7 @@ class CloudSandbox(ExecSandbox):
 
     @abstractmethod
     async def delete(self) -> None:
-        """Remove the provider's sandbox if there is one, and close the connection."""
+        """Remove the provider's sandbox."""
 
     def package(self, module: str | None = None) -> Any:
         """Return the provider's package, or one of its modules.
@@ -199,7 +204,13 @@ class CloudSandbox(ExecSandbox):
         if creation is None:
             return
         await asyncio.wait([creation], timeout=START_S)
-        await self._guard(self.delete())
+        try:
+            if self._sandbox is not None:
+                await self._guard(self.delete())
+        finally:
+            client, self._client, self._sandbox = self._client, None, None
+            if client is not None:
+                await self._guard(client.close())
 
     async def _wait(self, folder: str, started_at: float, timeout_s: float | None) -> int | None:
         """Return the status of a program when it has ended; None if it runs longer than it may."""
@@ -253,11 +264,6 @@ class ModalSandbox(CloudSandbox):
     APP = "raylight"
     """Modal's app to which the sandboxes belong."""
 
-    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
-        super().__init__(image, limits, **options)
-        self.refuse_limits("processes", "file_mb", "network")
-        self._sandbox: Any = None
-
     async def create(self) -> None:
         modal = self.package()
         app = await modal.App.lookup.aio(self.APP, create_if_missing=True)
@@ -282,8 +288,7 @@ class ModalSandbox(CloudSandbox):
         await self._sandbox.filesystem.write_bytes.aio(content, path)
 
     async def delete(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.terminate.aio()
+        await self._sandbox.terminate.aio()
 
 
 class DaytonaSandbox(CloudSandbox):
@@ -304,12 +309,6 @@ class DaytonaSandbox(CloudSandbox):
             "DaytonaUnprocessableEntityError",
         }
     )
-
-    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
-        super().__init__(image, limits, **options)
-        self.refuse_limits("processes", "file_mb", "network")
-        self._client: Any = None
-        self._sandbox: Any = None
 
     async def create(self) -> None:
         daytona = self.package()
@@ -334,14 +333,7 @@ class DaytonaSandbox(CloudSandbox):
         await self._sandbox.fs.upload_file(content, path)
 
     async def delete(self) -> None:
-        client, self._client = self._client, None
-        if client is None:
-            return
-        try:
-            if self._sandbox is not None:
-                await client.delete(self._sandbox)
-        finally:
-            await client.close()
+        await self._client.delete(self._sandbox)
 
 
 class E2BSandbox(CloudSandbox):
@@ -354,11 +346,7 @@ class E2BSandbox(CloudSandbox):
     NAME = PACKAGE = "e2b"
     INSTALL = "e2b>=2.63"
     REJECTIONS = frozenset({"AuthenticationException", "InvalidArgumentException", "TemplateException"})
-
-    def __init__(self, image: str | None, limits: SandboxLimits, **options: Any) -> None:
-        super().__init__(image, limits, **options)
-        self.refuse_limits("memory_mb", "processes", "file_mb", "network")
-        self._sandbox: Any = None
+    REFUSED = ("memory_mb", "processes", "file_mb", "network")
 
     async def create(self) -> None:
         create = self.package().AsyncSandbox.create
@@ -371,8 +359,7 @@ class E2BSandbox(CloudSandbox):
         await self._sandbox.files.write(path, content)
 
     async def delete(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.kill()
+        await self._sandbox.kill()
 
 
 class KubernetesSandbox(CloudSandbox):
@@ -397,6 +384,7 @@ class KubernetesSandbox(CloudSandbox):
             "ValueError",
         }
     )
+    REFUSED = E2BSandbox.REFUSED
     REACHES = ("network", "internet")
 
     def __init__(
@@ -409,14 +397,11 @@ class KubernetesSandbox(CloudSandbox):
         **options: Any,
     ) -> None:
         super().__init__(image, limits, **options)
-        self.refuse_limits("memory_mb", "processes", "file_mb", "network")
         if "warmpool" in self.arguments:
             raise ConfigError(
                 'the warm pool of the sandbox "kubernetes" is its image; give "kubernetes:POOL"'
             )
         self._router_url, self._namespace = router_url, namespace
-        self._client: Any = None
-        self._sandbox: Any = None
 
     async def create(self) -> None:
         models = self.package("k8s_agent_sandbox.models")
@@ -445,11 +430,4 @@ class KubernetesSandbox(CloudSandbox):
             await self.run_script(append, part, path)
 
     async def delete(self) -> None:
-        client, self._client = self._client, None
-        if client is None:
-            return
-        try:
-            if self._sandbox is not None:
-                await client.delete_sandbox(self._sandbox.claim_name, namespace=self._namespace)
-        finally:
-            await client.close()
+        await self._client.delete_sandbox(self._sandbox.claim_name, namespace=self._namespace)

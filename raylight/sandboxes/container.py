@@ -142,12 +142,22 @@ class ToolSandbox(ExecSandbox):
             ) from None
 
 
-def runner_lives(pid: str, started: str) -> bool:
-    """Return True if a process of this machine with this id and start, in seconds since 1970, is alive."""
+def runner_id(separator: str) -> str:
+    """Return the id of this process and its start, in seconds since that of the machine: a clock that is set
+    moves all times of the day, `create_time` too."""
+    return f"{os.getpid()}{separator}{_seconds_at_start(os.getpid())}"
+
+
+def runner_lives(pid: str, start: str) -> bool:
+    """Return True if a process of this machine with this `runner_id` is alive."""
     try:
-        return abs(psutil.Process(int(pid)).create_time() - float(started)) < 2
+        return abs(_seconds_at_start(int(pid)) - float(start)) < 2
     except (psutil.NoSuchProcess, ValueError):
         return False
+
+
+def _seconds_at_start(pid: int) -> int:
+    return round(psutil.Process(pid).create_time() - psutil.boot_time())
 
 
 LABEL = "raylight.runner"
@@ -286,7 +296,8 @@ class ContainerSandbox(ToolSandbox):
 
     def _run_arguments(self, folder: str) -> list[str]:
         limits = self.limits
-        arguments = ["run", "--detach", "--name", self._name, "--label", f"{LABEL}={_own_label()}"]
+        label = f"{socket.gethostname()} {runner_id(' ')}"
+        arguments = ["run", "--detach", "--name", self._name, "--label", f"{LABEL}={label}"]
         arguments += ["--volume", f"{folder}:{RELAY_FOLDER}:ro", "--entrypoint", "sh"]
         if limits.memory_mb is not None:
             arguments += ["--memory", f"{limits.memory_mb}m"]
@@ -318,12 +329,6 @@ class DockerSandbox(ContainerSandbox):
     NAME = TOOL = "docker"
 
 
-def _own_label() -> str:
-    """Return the machine, the id and the start of this process."""
-    process = psutil.Process()
-    return f"{socket.gethostname()} {process.pid} {process.create_time():.0f}"
-
-
 WORKSPACE = "/workspace"
 NAME_PREFIX = "raylight"
 
@@ -352,9 +357,7 @@ class ApptainerSandbox(ToolSandbox):
     ENV_PREFIX = "APPTAINERENV_"
 
     def __init__(self, image: str | None, limits: SandboxLimits, *, arguments: Sequence[str] = ()) -> None:
-        process = psutil.Process()
-        owner = f"{process.pid}-{process.create_time():.0f}"
-        super().__init__(image, limits, f"{NAME_PREFIX}-{owner}-{secrets.token_hex(8)}")
+        super().__init__(image, limits, f"{NAME_PREFIX}-{runner_id('-')}-{secrets.token_hex(8)}")
         self.refuse_limits("file_mb", "network")
         self._arguments = list(arguments)
 

@@ -48,6 +48,7 @@ class Plan:
         may_fail: number of rollouts that the fault itself may fail.
         cancels: a driver was interrupted and cancelled rollouts. An attempt of these may still have
             succeeded, before the next driver queued them again.
+        reorders: the clock was set back, and with it the order of the calls of attempts that ran.
     """
 
     steps: int
@@ -55,6 +56,7 @@ class Plan:
     samples: int
     may_fail: int = 0
     cancels: bool = False
+    reorders: bool = False
     max_staleness: int = 0
     stale: str = "wait"
 

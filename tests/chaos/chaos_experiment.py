@@ -20,7 +20,7 @@ from chaos_faults import Fault, Recovery, is_line
 from chaos_log import FOLDER_VARIABLE, SAMPLES, TASKS
 from chaos_processes import RunProcesses
 from chaos_runs import ChaosRun
-from chaos_surroundings import SmallDisk
+from chaos_surroundings import SmallDisk, WallClock
 from chaos_table import Result, Strike
 from ray_cluster import eventually
 from two_nodes import TwoNodes
@@ -51,7 +51,8 @@ class Experiment:
             "PYTHONUNBUFFERED": "1",
         }
         self._settings = {"folder": str(self._run_folder), "steps": run.steps, **run.settings}
-        self._disk = SmallDisk(self._run_folder)
+        self._disk = SmallDisk(self._run_folder, folder / "disk" if run.breaks_disk else None)
+        self._clock: WallClock | None = None
         self._nodes: TwoNodes | None = None
         self._result = Result(run)
         self._freezes: list[tuple[threading.Timer, psutil.Process]] = []
@@ -64,8 +65,11 @@ class Experiment:
         with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
             stack.callback(self._processes.kill)
-            if "fill the disk" in actions:
+            if actions & {"fill the disk", "break the disk"}:
                 stack.enter_context(self._disk.mounted())
+            if any(fault.clock_s for fault in self._run.faults):
+                self._clock = WallClock(self._folder)
+                self._environment |= self._clock.environment
             if actions & {"remove the node", "replace the node"}:
                 self._nodes = TwoNodes(self._environment, other={"resources": {"learner_node": 1}})
                 self._settings["address"] = self._nodes.address
@@ -83,7 +87,8 @@ class Experiment:
         names = ("max_staleness", "stale")
         staleness = {name: self._settings[name] for name in names if name in self._settings}
         cancels = any(fault.action in ("interrupt", "terminate") for fault in self._run.faults)
-        return Plan(self._run.steps, TASKS, SAMPLES, self._run.may_fail, cancels, **staleness)
+        reorders = any(fault.action == "set the clock" for fault in self._run.faults)
+        return Plan(self._run.steps, TASKS, SAMPLES, self._run.may_fail, cancels, reorders, **staleness)
 
     def _run_drivers(self) -> None:
         driver = self._start(resume=False)
@@ -112,11 +117,13 @@ class Experiment:
     def _resume(self, strike: Strike) -> Driver:
         """Start the next driver, when no process of the last one has the store open. Others may still end:
         Ray's agents take up to a minute."""
-        if strike.fault.action == "fill the disk":
-            self._disk.free()
         self._events.drain()  # the exit of the last driver is not that of the next
         ended = time.monotonic()
         eventually(lambda: not self._processes.find("store"), CLEAN_S, "the end of the store")
+        if strike.fault.action in ("fill the disk", "break the disk"):
+            self._disk.repair()
+        if self._clock is not None:
+            self._clock.move(strike.fault.clock_s)
         strike.resumed_at = time.monotonic()
         strike.waited = strike.resumed_at - ended
         return self._start(resume=True)
@@ -154,6 +161,8 @@ class Experiment:
     def _inject(self, fault: Fault, targets: list[psutil.Process]) -> None:
         if fault.action == "fill the disk":
             self._disk.fill()
+        if fault.action == "break the disk":
+            self._disk.fail()
         if self._nodes is not None:
             self._nodes.remove_node()
             if fault.action == "replace the node":
@@ -167,6 +176,8 @@ class Experiment:
                 timer = threading.Timer(fault.seconds, _go_on, [process])
                 timer.start()
                 self._freezes.append((timer, process))
+        if self._clock is not None and fault.action == "set the clock":
+            self._clock.move(fault.clock_s)
 
     def _end_freezes(self) -> None:
         """End what is left of the freezes. One that does not stop the run would last until its end."""

@@ -11,7 +11,15 @@ from chaos_events import Event, Predicate
 from chaos_log import HELD_ROLLOUTS, TASKS
 
 Action = Literal[
-    "kill", "freeze", "interrupt", "terminate", "fill the disk", "remove the node", "replace the node"
+    "kill",
+    "freeze",
+    "interrupt",
+    "terminate",
+    "fill the disk",
+    "break the disk",
+    "remove the node",
+    "replace the node",
+    "set the clock",
 ]
 
 
@@ -68,6 +76,8 @@ class Fault:
         signals: number of times that Ctrl-C is pressed.
         seconds: time after which a frozen process goes on, or before the next fault, if the run has
             recovered meanwhile; None: never.
+        clock_s: seconds by which the wall clock of all processes is set forward, after a kill before the run
+            is resumed.
         every: do it to all processes of the kind, not only to the first.
         error: name of the error that ends the driver; "" if it ends as by a signal. None: the run goes on. A
             run that ended is resumed with `resume="auto"`.
@@ -79,6 +89,7 @@ class Fault:
     action: Action = "kill"
     signals: int = 1
     seconds: float | None = None
+    clock_s: int = 0
     every: bool = False
     error: str | None = None
     may_fail: int = 0
@@ -89,6 +100,8 @@ class Fault:
         words = f"{'all ' if self.every else ''}{self.target} {self.when} {self.action}"
         if self.seconds is not None:
             words += f" {self.seconds:g}s"
+        if self.clock_s:
+            words += f" {self.clock_s:+d}s"
         if self.signals > 1:
             words += f" {self.signals}"
         return words.strip().replace(" ", "-").lower()
@@ -111,6 +124,8 @@ class Fault:
         words = f"{'every ' if self.every else ''}{self.target} {self.action}"
         if self.action == "freeze":
             words += f" for up to {self.seconds:g} s" if self.seconds else " for good"
+        if self.clock_s:
+            words += f", clock {self.clock_s:+d} s"
         return words.strip() + {1: "", 2: ", twice", 3: ", three times"}[self.signals]
 
 

@@ -66,7 +66,7 @@ class AttemptLog:
         self.answers: list[str] = []
 
     def __enter__(self) -> AttemptLog:
-        self._began = time.time()
+        self._began = time.monotonic()
         send_event("begun", **self._ids, pid=os.getpid())
         return self
 
@@ -84,4 +84,4 @@ class AttemptLog:
             send_event("raised", **self._ids)
 
     def _append(self, **end: Any) -> None:
-        append_line(LOG, **self._ids, began=self._began, at=time.time(), answers=self.answers, **end)
+        append_line(LOG, **self._ids, began=self._began, at=time.monotonic(), answers=self.answers, **end)

@@ -38,6 +38,11 @@ class ChaosRun:
         return replace(self, faults=tuple(faults), seed=seed)
 
     @property
+    def breaks_disk(self) -> bool:
+        """True if the disk of the run directory fails."""
+        return any(fault.action == "break the disk" for fault in self.faults)
+
+    @property
     def steps(self) -> int:
         """Number of steps, enough for all faults and the recovery from them."""
         return 4 + 3 * len(self.faults)
@@ -62,6 +67,7 @@ def _freeze(target: str, when: str, seconds: float | None = None) -> Fault:
 
 
 LOST = "ClusterLostError"
+DAY_S = 86_400
 SERIES: dict[str, list[Fault]] = {
     # the ingress; what is frozen for good comes last, because it may stay so
     "haproxy": [
@@ -122,6 +128,15 @@ SERIES: dict[str, list[Fault]] = {
     "node": [Fault("", "rollouts", "remove the node")],
     "node-and-replica": [Fault("replica", "rollouts", "replace the node")],
     "disk": [Fault("", "rollouts", "fill the disk", error="DiskError")],
+    "broken-disk": [Fault("", "rollouts", "break the disk", error="DiskError")],
+    # the wall clock: of a run that is away for a day, and of a live one. Ray's own timers stand still for as
+    # long as its clock was set back, so that this comes last
+    "clock": [
+        Fault("driver", "rollouts", clock_s=DAY_S, error=""),
+        Fault("driver", "rollouts", clock_s=-900, error=""),
+        Fault("", "rollouts", "set the clock", clock_s=DAY_S),
+        Fault("", "rollouts", "set the clock", clock_s=-900),
+    ],
     # the driver
     "driver": [
         *_kill("driver", "start", "rollouts", error=""),
@@ -163,9 +178,19 @@ STALENESS: dict[str, dict[str, Any]] = {
 }
 
 
-SYNCHRONOUS = ("manager", "controller", "runner", "program", "parts")
+SYNCHRONOUS = ("program", "parts")
 """Series of parts that work alike in all runs."""
-ASYNCHRONOUS = ("replicas", "ray", "node", "node-and-replica", "disk", "signals", "buffer")
+ASYNCHRONOUS = (
+    "replicas",
+    "ray",
+    "node",
+    "node-and-replica",
+    "disk",
+    "broken-disk",
+    "clock",
+    "signals",
+    "buffer",
+)
 """Series of which an asynchronous run shows all that a synchronous one does."""
 
 

@@ -1,6 +1,7 @@
 """Runs under faults: every run ends only when it should, and loses, falsifies or repeats nothing."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,13 @@ def test_run(
     capsys: pytest.CaptureFixture,
     pytestconfig: pytest.Config,
 ) -> None:
-    if any(fault.action == "fill the disk" for fault in run.faults) and os.geteuid() != 0:
+    actions = {fault.action for fault in run.faults}
+    if actions & {"fill the disk", "break the disk"} and os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
+    if run.breaks_disk and not (shutil.which("mkfs.ext4") and os.path.exists("/dev/loop-control")):
+        pytest.skip("a disk that can fail needs ext4 and loop devices")
+    if any(fault.clock_s for fault in run.faults) and shutil.which("cc") is None:
+        pytest.skip("a clock that can be set needs a C compiler")
     result = Experiment(run.with_seed(pytestconfig.getoption("--chaos-seed")), tmp_path).run()
     record_property("result", {"name": run.name, "rows": rows(result), "faults": result.faults_found})
     with capsys.disabled():

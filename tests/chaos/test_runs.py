@@ -1,9 +1,11 @@
-"""The recovery of a run from a fault, and the expected ends of its drivers."""
+"""The recovery of a run from a fault, the expected ends of its drivers, and the faults of both loops."""
 
 from typing import Any
 
+import pytest
 from chaos_events import Event
 from chaos_faults import Recovery
+from chaos_processes import TARGETS
 from chaos_runs import RUNS
 from chaos_table import Result
 
@@ -46,3 +48,12 @@ def test_each_fault_can_be_injected_alone() -> None:
     alone = list(RUNS["replica"].alone())
     assert [run.faults for run in alone] == [(fault,) for fault in RUNS["replica"].faults]
     assert alone[0].name == "replica:replica-start-kill"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("action", ["kill", "freeze"])
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"program", "GCS", "raylet", "dashboard agent"}))
+def test_both_loops_meet_kills_and_freezes_of_each_part(target: str, action: str, asynchronous: bool) -> None:
+    runs = [run for run in RUNS.values() if ("max_staleness" in run.settings) is asynchronous]
+    faults = [fault for run in runs for fault in run.faults]
+    assert any(fault.target == target and fault.action == action for fault in faults)

@@ -194,6 +194,44 @@ def test_an_agent_that_kills_its_runner_costs_only_itself(tmp_path: Path) -> Non
     assert Counter(item.rollout.status for item in done.results) == {"succeeded": 11, "failed": 1}
 
 
+def lower_limits(for_good: bool) -> None:
+    """Leave this process 96 MiB more memory than it has, and few files; for good by giving up the right to
+    raise them again, which root has."""
+    import ctypes
+    import resource
+
+    import psutil
+
+    if for_good:
+        libc = ctypes.CDLL(None, use_errno=True)
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # this thread
+        assert libc.capset(header, (ctypes.c_uint32 * 6)()) == 0
+    memory = psutil.Process().memory_info().vms + 96 * 2**20
+    hard = (memory, memory) if for_good else (memory, resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, hard)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("for_good", [False, True])
+def test_an_agent_that_lowers_the_limits_of_its_runner_ruins_no_other_rollout(
+    tmp_path: Path, for_good: bool
+) -> None:
+    @rl.rollout
+    async def hungry(task: int) -> float:
+        if task < 4:
+            lower_limits(for_good)
+        return len(bytearray(512 * 2**20)) / 2**29
+
+    done = run_tasks(hungry, list(range(12)), tmp_path, runner={"max_concurrent": 1})
+    ends = {item.rollout.input: item.rollout.status for item in done.results}
+    assert ends == {task: "failed" if task < 4 else "succeeded" for task in range(12)}
+    errors = {item.rollout.attempt.failure.error for item in done.results[:4]}  # type: ignore[union-attr]
+    assert errors == {"MemoryError:"}
+    counts = done.summary["counts"]  # type: ignore[attr-defined]
+    assert (counts["runners_lost"], counts["runners_replaced"]) == (0, 4 if for_good else 0)
+
+
 @pytest.mark.slow
 def test_max_rollouts_ends_runners_and_fails_the_remaining_rollouts(tmp_path: Path) -> None:
     @rl.rollout

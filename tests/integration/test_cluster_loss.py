@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,3 +75,21 @@ def test_a_cluster_that_was_joined(name: str, own_head: Cluster) -> None:
     with driver(own_head.address, RAY_gcs_rpc_server_reconnect_timeout_s="20") as process:
         kill(processes_with(own_head.environment), name)
         assert_error(process, r"(raylet|gcs_server)")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_processes_left")
+def test_a_driver_whose_gcs_ends_while_serve_starts_ends_with_sigterm(tmp_path: Path) -> None:
+    """The thread that starts Serve is blocked, and Serve would start a cluster for itself."""
+    command = [sys.executable, "-m", "raylight.cli", "quickstart", "--output-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout
+            assert any("starting the engine" in line for line in process.stdout)
+            kill(psutil.Process(process.pid).children(recursive=True), "gcs_server")
+            process.terminate()
+            output, _ = process.communicate(timeout=EXIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGTERM or "gcs_server" in output
+    assert output.count("started the Ray cluster") == 0

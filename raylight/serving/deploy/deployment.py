@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import RayServeException
 
+from raylight._utils.aio import in_daemon_thread
 from raylight._utils.no_proxy import LOOPBACK
 from raylight._utils.ray_resources import format_amounts
 from raylight.components import import_dotted_name
@@ -161,7 +162,7 @@ class Deployment:
             PortInUseError: the requested port is taken.
             EngineStartError: the replicas made no progress for `start_timeout_s`.
         """
-        url = await asyncio.to_thread(self._deploy)
+        url = await in_daemon_thread(self._deploy)
         await self._wait_for_replicas()
         limit = self._settings.config.start_timeout_s
         await asyncio.to_thread(ingress.wait_for_route, f"{url}/health", limit)
@@ -260,16 +261,16 @@ class Deployment:
         """
         if self._cluster_ends:
             self._stopped = True
-            await asyncio.to_thread(self._abandon_deploying)
+            await in_daemon_thread(self._abandon_deploying)
         else:
-            await asyncio.to_thread(self._stop)
+            await in_daemon_thread(self._stop)
 
     def _abandon_deploying(self) -> None:
         """Wait until no thread starts Serve any more. Ray ends the whole process if one of its threads uses
         Ray after the connection was closed."""
         end = time.monotonic() + ABANDON_TIMEOUT_S
         while not self._deploy_lock.acquire(timeout=ABANDON_INTERVAL_S):
-            if time.monotonic() > end:
+            if time.monotonic() > end or not ray.is_initialized():
                 logger.warning("the start of Ray Serve did not end within %g s", ABANDON_TIMEOUT_S)
                 return
             with contextlib.suppress(ValueError, RayError):  # there is no controller yet

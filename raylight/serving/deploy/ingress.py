@@ -107,7 +107,7 @@ def start_serve(
             ) from None
         except RayError as error:
             lost = isinstance(error, RayActorError) or any(part in str(error) for part in START_LOST)
-            if not lost or attempt == START_ATTEMPTS:
+            if not lost or attempt == START_ATTEMPTS or not ray.is_initialized():
                 raise EngineStartError(f"Ray Serve did not start ({attempt} attempts): {error}") from None
             logger.warning("Ray Serve did not start (%s); starting it again", _last_line(error))
             serve.shutdown()
@@ -124,7 +124,10 @@ def _start(
     Raises:
         TimeoutError: they did not until `end`.
         RayError: a proxy failed.
+        EngineStartError: this process is no longer connected to Ray.
     """
+    if not ray.is_initialized():  # Serve would start a cluster for itself
+        raise EngineStartError("the connection to Ray has ended")
     deadlines = dict.fromkeys(START_DEADLINES, str(math.ceil(timeout_s)))
     variables = SERVE_FLAGS | ROUTING | HEALTH | LONG_CALLS | deadlines | plan.environment
     started, proxies_ready = _create_controller_and_proxy_refs(

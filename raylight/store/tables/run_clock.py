@@ -15,6 +15,9 @@ Laws:
 | expiry of a Tinker checkpoint | time of the day: the Tinker API returns it so |
 | times in spans, calls, metrics and pages | time of the day, to show; the order of calls on one clock |
 
+A clock that is set back while an attempt runs changes the order of its calls, which may then train as more
+rows.
+
 Curricula, early stops, staleness and retries count evaluations, steps, versions and attempts. API keys do not
 expire.
 """

@@ -23,7 +23,7 @@ from raylight.trainer.components.runners import OutsideAgents, Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.store import RunStore, cancel_undecided
 from raylight.trainer.components.teacher import Teacher
-from raylight.trainer.ray_session.cluster_monitor import is_cluster_lost
+from raylight.trainer.ray_session.cluster_monitor import drop_if_lost
 from raylight.trainer.spec.resume import ResumePoint, fresh_start
 from raylight.trainer.spec.settings import (
     CommonSettings,
@@ -71,9 +71,7 @@ class RunComponents(ABC):
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        if is_cluster_lost():
-            self._stack.pop_all()
-            return
+        drop_if_lost(self._stack)
         try:
             await self._stack.aclose()  # continues with the remaining callbacks when one fails
         except Exception:  # the run's own result or error is more important

@@ -246,8 +246,16 @@ async def component_stack() -> AsyncIterator[contextlib.AsyncExitStack]:
         try:
             yield stack
         finally:
-            if is_cluster_lost():
-                stack.pop_all()
+            drop_if_lost(stack)
+
+
+def drop_if_lost(stack: contextlib.AsyncExitStack) -> None:
+    """Before the callbacks of a stack are called: drop those that are left as soon as the cluster is lost."""
+    if _current is not None:
+        loop = asyncio.get_running_loop()
+        _current.on_loss(lambda: loop.is_closed() or loop.call_soon_threadsafe(stack.pop_all))
+    if is_cluster_lost():
+        stack.pop_all()
 
 
 def until_lost(work: Coroutine[Any, Any, T], remedy: str) -> Coroutine[Any, Any, T]:

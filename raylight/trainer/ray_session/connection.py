@@ -179,28 +179,29 @@ def _ray_logs_restored() -> Iterator[None]:
 
 def _disconnect() -> None:
     """Disconnect from Ray, and end a cluster that this process started."""
-    if not is_cluster_lost():
-        ray.shutdown()
-        return
     node = ray_worker._global_node
     orphans: set[psutil.Process] = set() if node is None else _raylet_children(node)
-    ending = threading.Thread(target=ray.shutdown, name="ray.shutdown", daemon=True)
-    ending.start()
-    ending.join(SHUTDOWN_TIMEOUT_S)
-    if ending.is_alive():
-        logger.warning(
-            "Ray did not disconnect from the lost cluster within %g s; killing what is left of it",
-            SHUTDOWN_TIMEOUT_S,
-        )
-        if node is not None:
-            node.kill_all_processes(check_alive=False, allow_graceful=False)
+    if is_cluster_lost():
+        ending = threading.Thread(target=ray.shutdown, name="ray.shutdown", daemon=True)
+        ending.start()
+        ending.join(SHUTDOWN_TIMEOUT_S)
+        if ending.is_alive():
+            logger.warning(
+                "Ray did not disconnect from the lost cluster within %g s; killing what is left of it",
+                SHUTDOWN_TIMEOUT_S,
+            )
+            if node is not None:
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+    else:
+        ray.shutdown()
     end_processes(orphans)
 
 
 def _raylet_children(node: Any) -> set[psutil.Process]:
     """Return the processes that the raylet of this process has started.
 
-    Without a GCS some of them end only after minutes: workers that were about to connect, and Ray's agents.
+    Some of them end only after minutes: without a GCS those that were about to connect and Ray's agents, and
+    after a clock was set back all, because Ray's timers wait for as long.
     """
     found: set[psutil.Process] = set()
     for raylet in node.all_processes.get("raylet", ()):

@@ -1,10 +1,12 @@
-"""The task group that raises plain errors, and the condition without a lock."""
+"""The task group that raises plain errors, the daemon thread, and the condition without a lock."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
-from raylight._utils.aio import BroadcastCondition, task_group
+from raylight._utils.aio import BroadcastCondition, in_daemon_thread, task_group
 
 
 async def fail(error: BaseException) -> None:
@@ -151,3 +153,21 @@ async def test_a_task_group_keeps_no_task_that_has_ended() -> None:
         await task
         await asyncio.sleep(0)
         assert not group.unfinished  # type: ignore[attr-defined]
+
+
+async def test_a_daemon_thread_returns_or_raises() -> None:
+    assert await in_daemon_thread(lambda: 3) == 3
+    with pytest.raises(ValueError, match="invalid literal"):
+        await in_daemon_thread(lambda: int("x"))
+
+
+def test_the_end_of_a_process_waits_for_no_daemon_thread() -> None:
+    program = (
+        "import asyncio, threading\n"
+        "from raylight._utils.aio import in_daemon_thread\n"
+        "work = in_daemon_thread(threading.Event().wait)\n"
+        "try: asyncio.run(asyncio.wait_for(work, 0.1))\n"
+        "except TimeoutError: print('cancelled')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "cancelled\n", "")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
-from raylight.sandboxes.container import ApptainerSandbox
+from raylight.sandboxes.container import ApptainerSandbox, runner_id
 from raylight.sandboxes.registry import SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
 
@@ -97,9 +97,14 @@ async def test_a_program_ends_at_its_limit(tool: Path) -> None:
     await sandbox.stop()
 
 
-async def test_an_instance_without_its_runner_is_stopped(tool: Path) -> None:
-    me = psutil.Process()
-    names = [f"raylight-{me.pid}-{me.create_time():.0f}-aa", "raylight-999999-1-bb", "web", "raylight-x-y-cc"]
+@pytest.mark.parametrize("clock_moved", [0, 86_400, -900])
+async def test_an_instance_without_its_runner_is_stopped(
+    tool: Path, clock_moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"raylight-{runner_id('-')}-aa", "raylight-999999-1-bb", "web", "raylight-x-y-cc"]
+    created, booted = psutil.Process.create_time, psutil.boot_time()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: created(process) + clock_moved)
+    monkeypatch.setattr(psutil, "boot_time", lambda: booted + clock_moved)
     listed = json.dumps({"instances": [{"instance": name, "pid": 1} for name in names]})
     tool.with_name("apptainer.answer").write_text(f"case $2 in list) echo '{listed}';; esac")
     sandbox = SandboxSpec("apptainer", "x").create()

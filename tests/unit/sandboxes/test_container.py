@@ -140,7 +140,7 @@ async def test_a_container_without_its_runner_is_removed(
     make_sandbox: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sandbox = await make_sandbox()
-    monkeypatch.setattr("raylight.sandboxes.container._own_label", lambda: f"{os.uname().nodename} 999999 1")
+    monkeypatch.setattr("raylight.sandboxes.container.runner_id", lambda separator: "999999 1")
     orphan = await make_sandbox()
     await sandbox.remove_orphans()
     names = (

@@ -75,6 +75,7 @@ def serve_raises(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
         monkeypatch.setattr(ingress, "_create_controller_and_proxy_refs", create)
         monkeypatch.setattr(ingress.ray, "get", get)
+        monkeypatch.setattr(ingress.ray, "is_initialized", lambda: True)
         return StartedServe(calls, start_serve)
 
     set_head(monkeypatch, "127.0.0.1")
@@ -163,3 +164,17 @@ def test_a_serve_that_does_not_start_is_an_error(
     with pytest.raises(EngineStartError, match=message):
         serve.start()
     assert len(serve.calls) == len(outcomes)
+
+
+def test_serve_starts_no_cluster_for_a_run_whose_connection_has_ended(
+    serve_raises: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = serve_raises(RayActorError(), None)
+    connected = iter([True, False])
+    monkeypatch.setattr(ingress.ray, "is_initialized", lambda: next(connected))
+    with pytest.raises(EngineStartError, match=r"did not start \(1 attempts\)"):
+        serve.start()
+    monkeypatch.setattr(ingress.ray, "is_initialized", lambda: False)
+    with pytest.raises(EngineStartError, match="the connection to Ray has ended"):
+        serve.start()
+    assert len(serve.calls) == 1

@@ -95,6 +95,24 @@ async def test_work_is_cancelled_and_the_loss_is_raised_with_the_way_to_continue
     assert stopped == []
 
 
+async def test_a_loss_while_components_are_stopped_drops_the_others(listener: Listener) -> None:
+    stopped = []
+
+    async def stop_first() -> None:
+        listener.end()
+        await asyncio.wait_for(lost.wait(), WAIT_S)
+        stopped.append("first")
+
+    monitor, lost, loop = watch(listener), asyncio.Event(), asyncio.get_running_loop()
+    with monitored_cluster(monitor):
+        assert listener.connected.wait(WAIT_S)
+        async with component_stack() as stack:
+            stack.callback(stopped.append, "a component that cannot be reached")
+            stack.push_async_callback(stop_first)
+            loop.call_soon(monitor.on_loss, lambda: loop.call_soon_threadsafe(lost.set))
+    assert stopped == ["first"]
+
+
 async def test_an_error_that_the_loss_causes_is_not_the_one_that_is_raised(listener: Listener) -> None:
     async def fail() -> None:
         listener.end()

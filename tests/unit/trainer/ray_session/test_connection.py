@@ -1,10 +1,12 @@
 """Finding the cluster to join: one that does not answer is never waited for."""
 
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 
@@ -49,6 +51,21 @@ def test_an_address_where_nothing_answers_is_an_error_at_once(
     ):
         pass
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_workers_that_outlive_a_cluster_of_this_process_are_killed(
+    lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout
+        worker = psutil.Process(int(raylet.stdout.readline()))
+        node = SimpleNamespace(all_processes={"raylet": [SimpleNamespace(process=raylet)]})
+        monkeypatch.setattr(connection.ray_worker, "_global_node", node)
+        monkeypatch.setattr(connection, "is_cluster_lost", lambda: lost)
+        monkeypatch.setattr(ray, "shutdown", raylet.kill)
+        connection._disconnect()
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.fixture
