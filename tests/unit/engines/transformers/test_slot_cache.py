@@ -6,7 +6,7 @@ from raylight.engines.transformers.slot_cache import GROWTH, SlotCache
 
 
 def test_slots_grow_on_demand_and_not_beyond_the_longest_sequence() -> None:
-    cache = SlotCache(layers=1, slots=2, longest=GROWTH + 44)
+    cache = SlotCache([False], slots=2, longest=GROWTH + 44)
     (layer,) = cache.slot_layers
     lengths = []
     for width in (8, GROWTH + 1):
