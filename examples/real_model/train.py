@@ -43,7 +43,7 @@ VALIDATION = ["animals", "fruits", "gems", "fabrics", "cars", "jobs", "games", "
 MAX_TOKENS = 32
 LONGEST_LIST = 80
 """Characters within which an answer must end."""
-LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}
+LEARNING_RATES = {"full": 1e-5, "lora": 5e-4}
 
 
 def score(text: str, finish_reason: str | None) -> float:
@@ -74,7 +74,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks-per-step", type=int, default=4, help="each with 8 rollouts")
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16")
     parser.add_argument("--max-staleness", type=int, default=0, help="1: sample during updates")
-    parser.add_argument("--lr", type=float, help="1e-5, or 2e-4 with --lora")
+    parser.add_argument("--lr", type=float, help="1e-5, or 5e-4 with --lora")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/real_model"))
     return parser.parse_args(arguments)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from raylight._utils.files import atomic_folder
@@ -79,7 +80,8 @@ def save_model(engine: Any, folder: str, adapter: LoraAdapter | None = None) -> 
 def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | None) -> None:
     """Write the model, its tokenizer and, if there is one, its adapter."""
     module, settings = engine.module, engine.model_config
-    model, rest = base_model(module), {}
+    model = base_model(module)
+    rest: dict[str, torch.Tensor] = {}
     if settings.hf_config.model_type != model.config.model_type:  # only the text part is loaded
         rest = _other_tensors(settings.local_path, WeightSource(module, torch.float32))
     if _is_rank_0():
@@ -114,11 +116,15 @@ def _write_config(model: Any, folder: str, original: str | None) -> None:
 
 def _other_tensors(folder: str, source: WeightSource) -> dict[str, torch.Tensor]:
     """Return the tensors in a model's files that a source does not have."""
-    tensors = {}
+    own = {param.name for param in source.metadata()}
+    tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(Path(folder)):
-        tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, mmap=True)
-    for param in source.metadata():
-        tensors.pop(param.name, None)
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as content:
+                tensors |= {name: content.get_tensor(name) for name in {*content.keys()} - own}
+        else:
+            stored = torch.load(file, mmap=True, weights_only=True)
+            tensors |= {name: tensor for name, tensor in stored.items() if name not in own}
     return tensors
 
 

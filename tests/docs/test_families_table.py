@@ -14,7 +14,7 @@ assert spec.loader is not None
 GENERATOR = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(GENERATOR)
 MOVED = {("gemma4_v5", "text and tools"): "Let me.<turn|>\n"}
-"""Template and conversation -> the answer's text, if the template writes it behind the results of the calls."""
+"""Template and conversation -> the text of an answer that the template writes behind its calls' results."""
 
 
 def test_the_table_is_that_of_the_templates() -> None:
