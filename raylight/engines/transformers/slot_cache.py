@@ -106,7 +106,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def recurrent_states(self) -> torch.Tensor:  # type: ignore[override]
         return self._states["recurrent"][self.window.rows]
 
-    def lazy_initialization(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+    def lazy_initialization(
+        self, conv_states: torch.Tensor | None = None, recurrent_states: torch.Tensor | None = None
+    ) -> None:
         """Do nothing: the first update makes the states."""
 
     def update_conv_state(self, conv_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
@@ -143,7 +145,9 @@ class SlotCache(Cache):
 
     def __init__(self, stateful: list[bool], slots: int, longest: int) -> None:
         self.window = Window(slots, longest)
-        self.slot_layers = [(StateLayer if state else SlotLayer)(self.window) for state in stateful]
+        self.slot_layers: list[SlotLayer | StateLayer] = [
+            StateLayer(self.window) if state else SlotLayer(self.window) for state in stateful
+        ]
         super().__init__(layers=list(self.slot_layers))
 
     def prefill(self, first: int, rows: int, width: int) -> None:
