@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -113,32 +113,60 @@ def make_tokenizer(template: str) -> Any:
     return tokenizer
 
 
-def rows(tokenizer: Any, name: str) -> str:
-    """Return the training rows of a conversation of two calls, or why the template has none."""
-    tools = [ADD] if "tools" in name or "calls" in name else None
-    if tools and "tools" not in tokenizer.chat_template:
-        return "no tools"
+class Continuation(NamedTuple):
+    """A conversation of two calls, as its second prompt.
+
+    Attributes:
+        sampled: tokens of the first call: its prompt and its answer.
+        ids: the same, continued by the new turns; None if the template allows no continuation.
+        whole: the text that the template makes of the second prompt.
+        folded: True if a system message moved into the first message.
+    """
+
+    sampled: list[int]
+    ids: list[int] | None
+    whole: str
+    folded: bool
+
+
+def continue_row(tokenizer: Any, name: str) -> Continuation:
+    """Continue a conversation as the gateway does."""
+    tools = [ADD] if takes_tools(name) else None
     messages = [{"role": "system", "content": "S1"}, USER, *CONVERSATIONS[name]]
     placed = SystemMessages(tokenizer).place(messages)
+    folded = len(placed) < len(messages)
     if name != "system later":
         placed = placed[1:]  # some templates take no system message
     at = next(index for index, message in enumerate(placed) if message["role"] == "assistant")
-    try:
-        render = tokenizer.apply_chat_template
-        prompt = render(placed[:at], tools=tools, add_generation_prompt=True, tokenize=False)
-        answered = render(placed[: at + 1], tools=tools, tokenize=False)
-        render(placed, tools=tools, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is the model authors' program and may raise anything
-        return f"refused: {str(error).rstrip('!.')}"
-    if len(placed) < len(messages) and name == "system later":
-        return "2, folded"
+    render = tokenizer.apply_chat_template
+    prompt = render(placed[:at], tools=tools, add_generation_prompt=True, tokenize=False)
+    answered = render(placed[: at + 1], tools=tools, tokenize=False)
+    whole = render(placed, tools=tools, add_generation_prompt=True, tokenize=False)
     sampled = answered[len(prompt) :].rstrip() if answered.startswith(prompt) else ""
     tokens = tokenizer.encode(prompt + sampled, add_special_tokens=False)
     try:
-        Renderer(tokenizer).extend(tokens, placed, at, tools)
+        ids = Renderer(tokenizer).extend(tokens, placed, at, tools)
     except UnsupportedTemplate:
-        return "2"
-    return "1"
+        ids = None
+    return Continuation(tokens, ids, whole, folded and name == "system later")
+
+
+def takes_tools(name: str) -> bool:
+    """Return True if a conversation has tools."""
+    return "tools" in name or "calls" in name
+
+
+def rows(tokenizer: Any, name: str) -> str:
+    """Return the training rows of a conversation of two calls, or why the template has none."""
+    if takes_tools(name) and "tools" not in tokenizer.chat_template:
+        return "no tools"
+    try:
+        continued = continue_row(tokenizer, name)
+    except Exception as error:  # a template is the model authors' program and may raise anything
+        return f"refused: {str(error).rstrip('!.')}"
+    if continued.folded:
+        return "2, folded"
+    return "2" if continued.ids is None else "1"
 
 
 def lines() -> list[str]:

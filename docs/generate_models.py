@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from raylight.config import LearnerConfig
 from raylight.engines.vllm.update_repairs import load_tied_output
@@ -111,6 +113,7 @@ HYBRID = {
     "linear_num_value_heads": 4,
 }
 """A layer with a state, and one with attention."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
@@ -138,9 +141,19 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4": {
+        "text_config": PARTS["text_config"] | {"num_local_experts": 4, "intermediate_size_mlp": 96},
+        "vision_config": {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96}
+        | {"num_attention_heads": 4, "vision_output_dim": 64, "projector_input_dim": 64},
+    },
     "longcat_flash": LATENT,
     "mamba2": {"num_heads": 8, "head_dim": 32, "state_size": 16, "chunk_size": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "chunk_size": 16},
+    "qwen3_5": {"text_config": PARTS["text_config"] | HYBRID, "vision_config": {"depth": 1}},
+    "qwen3_5_moe": {
+        "text_config": PARTS["text_config"] | HYBRID | EXPERTS,
+        "vision_config": {"depth": 1},
+    },
     "qwen3_5_moe_text": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_next": HYBRID,
@@ -188,18 +201,28 @@ def tiny_config(model_type: str, name: str) -> Any:
     return config
 
 
+def build(config: Any, dtype: torch.dtype) -> Any:
+    """Return the whole model, of which learners may load only the text part."""
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    return (whole or causal_lm_class(config))._from_config(copy.deepcopy(config), dtype=dtype)
+
+
 def check_names(config: Any) -> str:
     """Return "yes" if exported names and shapes load into the model and are exported again.
 
     Otherwise return the reason.
     """
     try:
-        exported = export(build_on_meta(config))
-        loaded = round_trip(build_on_meta(config), exported)
+        trained = build_on_meta(config)
+        with torch.device("meta"):
+            exported = export(build(config, torch.float32))
+        loaded = round_trip(trained, exported)
     except ConfigError as error:
         reason = str(error).partition(": ")[2].partition(";")[0]
         return f"refused: {textwrap.shorten(reason, 150, placeholder=' ...')}"
-    return "yes" if loaded == exported else "refused: transformers does not undo its conversion"
+    return (
+        "yes" if loaded.items() <= exported.items() else "refused: transformers does not undo its conversion"
+    )
 
 
 def export(module: Any) -> dict[str, tuple[int, ...]]:
@@ -216,13 +239,14 @@ def train_step(config: Any) -> str:
     from raylight.learner.policy import Policy
 
     torch.manual_seed(0)
-    architecture, plain = causal_lm_class(config), {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = architecture._from_config(copy.deepcopy(config), **plain).eval()
-    with torch.no_grad():
-        batch = make_batch([found.tolist() for found in plain_logprobs(model)])
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        build(config, torch.float32).save_pretrained(folder)
         save_tokenizer(folder, config)
+        plain: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            batch = make_batch([found.tolist() for found in plain_logprobs(plain.eval())])
         settings = PolicySettings(lr=1e-3, max_logprob_mismatch=MAX_MISMATCH)
         norm = Policy(folder, LearnerConfig(), settings, 1).update(batch)["learner/grad_norm"]
     return "yes" if 0 < norm < math.inf else f"no: a gradient with the norm {norm}"
@@ -260,7 +284,7 @@ def load_in_vllm(config: Any) -> str:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     start_vllm()
-    module = causal_lm_class(config)._from_config(config, dtype=torch.bfloat16)
+    module = build(config, torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         settings = EngineArgs(
@@ -284,7 +308,7 @@ def compare_in_vllm(config: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         if hasattr(config, "initializer_range"):
             config.initializer_range = 0.1  # so that an update that is lost changes the log-probs
-        causal_lm_class(config)._from_config(config, dtype=torch.float32).save_pretrained(folder)
+        build(config, torch.float32).save_pretrained(folder)
         command = [sys.executable, str(UPDATE), folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=UPDATE_TIMEOUT_S)
     if done.returncode:

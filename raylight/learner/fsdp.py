@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
@@ -42,6 +42,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     _output = "log_probs"
     """Name of the output that `infer` returns."""
+    _auto_class: Any = AutoModelForCausalLM
+    """Class of transformers that loads the model."""
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
         self._learner, self._is_resident = learner, False
@@ -85,10 +87,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         place_weights = verl.get_init_weight_context_manager(
             use_meta_tensor=not hf_config.tie_word_embeddings, mesh=self.device_mesh
         )
-        auto_class = verl.get_hf_auto_model_class(hf_config)
         with place_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = auto_class.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
+            module = self._auto_class.from_pretrained(
+                settings.local_path, config=hf_config, dtype=torch.float32
+            )
         module.to(torch.float32)  # transformers loads some parameters in a type of their own
         if not self.keeps_dropout:
             disable_dropout(module)
@@ -315,7 +318,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 class ValueEngine(RaylightEngine):
     """Engine of the critic: the policy's architecture with a head of one value per token."""
 
-    _output = "values"
+    _output, _auto_class = "values", AutoModelForTokenClassification
 
     def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return the matrix `values`: for each response token, the value of the context before it."""
@@ -332,10 +335,6 @@ class ValueEngine(RaylightEngine):
         """Build a token classifier as a language model, since verl's value models need flash attention."""
         hf_config = self.model_config.hf_config
         hf_config.num_labels, hf_config.classifier_dropout = 1, 0.0
-        hf_config.architectures = [
-            re.sub("For(CausalLM|SequenceClassification)$", "ForTokenClassification", name)
-            for name in hf_config.architectures
-        ]
         return super()._build_module()
 
     def _build_lora_module(self, module: Any) -> Any:

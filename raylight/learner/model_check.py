@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -99,7 +99,7 @@ def build_on_meta(config: Any) -> Any:
     architecture = causal_lm_class(config)
     try:
         with torch.device("meta"):
-            return architecture._from_config(config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # an architecture's own code may fail in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
@@ -108,23 +108,22 @@ def build_on_meta(config: Any) -> Any:
 
 
 def causal_lm_class(config: Any) -> Any:
-    """Return the class of transformers that learners and engines load.
+    """Return the class of transformers that learners and engines load, that of `AutoModelForCausalLM`.
+
+    It is the text part alone of some models with a vision part (Qwen 3.5).
 
     Raises:
-        ConfigError: it does not generate text, or learners and engines would load different classes.
+        ConfigError: it does not generate text, or the model's files are those of a model without output
+            layer.
     """
     name = (config.architectures or [""])[0]
     served: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    trained: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    if trained is None and "ForCausalLM" in name:
-        trained = served
-    if served is not None and trained is served:
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if served is not None and name in {each.__name__ for each in (served, whole) if each is not None}:
         return served
-    if served is None:
-        reason = "it does not generate text in transformers"
-    else:
-        found = trained.__name__ if trained else "a model without output layer"
-        reason = f"transformers generates text with {served.__name__}, and verl would train {found}"
+    reason = "it does not generate text in transformers"
+    if served is not None:
+        reason = f"transformers generates text with {served.__name__}"
     raise ConfigError(
         f"the architecture {name or config.model_type} cannot be trained: {reason}; choose a model of an "
         "architecture of docs/models.md"
@@ -173,10 +172,10 @@ def read_shapes(path: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a model's files by name. Only headers are read.
 
     Raises:
-        ConfigError: there are no files of weights, one is missing or damaged, or a tensor is quantized.
+        ConfigError: see `weight_files`; or a file is missing or damaged, or a tensor quantized.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(Path(path)):
+    for file in weight_files(Path(path)):
         try:
             shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
         except (OSError, ValueError, SafetensorError, RuntimeError) as error:
@@ -186,7 +185,12 @@ def read_shapes(path: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights.
+
+    Raises:
+        ConfigError: there are none.
+    """
     for name in FILES:
         if (folder / name).is_file():
             return [folder / name]

@@ -36,7 +36,6 @@ with warnings.catch_warnings(), kept_root_logger():
     from verl.utils.device import get_device_id, get_device_name
     from verl.utils.fsdp_utils import get_init_weight_context_manager
     from verl.utils.metric import Metric
-    from verl.utils.model import get_hf_auto_model_class
     from verl.utils.py_functional import append_to_dict
     from verl.utils.torch_functional import masked_mean, masked_whiten
     from verl.utils.ulysses import (

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
+from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
+from raylight.learner.model_check import weight_files
 from raylight.weights.source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000
@@ -76,11 +81,15 @@ def save_model(engine: Any, folder: str, adapter: LoraAdapter | None = None) -> 
 
 def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | None) -> None:
     """Write the model, its tokenizer and, if there is one, its adapter."""
-    module = engine.module
+    module, settings = engine.module, engine.model_config
+    model = base_model(module)
+    rest: dict[str, torch.Tensor] = {}
+    if settings.hf_config.model_type != model.config.model_type:  # only the text part is loaded
+        rest = _other_tensors(settings.local_path, WeightSource(module, torch.float32))
     if _is_rank_0():
-        _write_config(base_model(module), folder)
-        engine.model_config.get_processor().save_pretrained(folder)
-    _write_tensors(WeightSource(module, torch.float32, tied=False, adapter=adapter), folder)
+        _write_config(model, folder, settings.local_path if rest else None)
+        settings.get_processor().save_pretrained(folder)
+    _write_tensors(WeightSource(module, torch.float32, tied=False, adapter=adapter), folder, rest)
     if hasattr(module, "peft_config"):
         if adapter is None:
             _, adapter = gather_adapter(engine) or (None, None)
@@ -88,12 +97,21 @@ def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | No
             _write_adapter(adapter, module.peft_config["default"], os.path.join(folder, "adapter"))
 
 
-def _write_config(model: Any, folder: str) -> None:
-    config = copy.deepcopy(model.config)
-    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 renames the class
-    if name.endswith(PER_TOKEN):  # a reward model, which scores the last token of a row
-        name = name.removesuffix(PER_TOKEN) + "ForSequenceClassification"
-    config.architectures = [name]
+def _write_config(model: Any, folder: str, original: str | None) -> None:
+    """Write the configurations.
+
+    Args:
+        original: folder of a model of which `model` is the text part.
+    """
+    config = copy.deepcopy(model.config) if original is None else AutoConfig.from_pretrained(original)
+    if original is None:
+        name = type(model).__name__.removeprefix("FSDP")  # FSDP2 renames the class
+        if name.endswith(PER_TOKEN):  # a reward model, which scores the last token of a row
+            name = name.removesuffix(PER_TOKEN) + "ForSequenceClassification"
+        config.architectures = [name]
+    else:
+        for file in Path(original).glob("*processor_config.json"):
+            shutil.copy(file, folder)
     config.dtype = "float32"
     vars(config).pop("attn_implementation", None)  # specific to this machine
     config.save_pretrained(folder)
@@ -101,8 +119,23 @@ def _write_config(model: Any, folder: str) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _write_tensors(source: WeightSource, folder: str) -> None:
-    """Write the tensors of a source to files of at most `SHARD_BYTES`, unless one tensor is larger.
+def _other_tensors(folder: str, source: WeightSource) -> dict[str, torch.Tensor]:
+    """Return the tensors in a model's files that a source does not have."""
+    own = {param.name for param in source.metadata()}
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(Path(folder)):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as content:
+                tensors |= {name: content.get_tensor(name) for name in {*content.keys()} - own}
+        else:
+            stored = torch.load(file, mmap=True, weights_only=True)
+            tensors |= {name: tensor for name, tensor in stored.items() if name not in own}
+    return tensors
+
+
+def _write_tensors(source: WeightSource, folder: str, rest: dict[str, torch.Tensor]) -> None:
+    """Write the tensors of a source, and further ones, to files of at most `SHARD_BYTES`, unless one tensor
+    is larger.
 
     A collective. Rank 0 holds one file's tensors at a time.
     """
@@ -110,11 +143,12 @@ def _write_tensors(source: WeightSource, folder: str) -> None:
         {
             param.name: torch.empty(param.shape, dtype=param.dtype, device="meta")
             for param in source.metadata()
-        },
+        }
+        | {name: tensor.to("meta") for name, tensor in rest.items()},
         max_shard_size=SHARD_BYTES,
     )
     parts: dict[str, dict[str, torch.Tensor]] = {file: {} for file in split.filename_to_tensors}
-    for name, tensor in source:
+    for name, tensor in itertools.chain(source, rest.items()):
         if _is_rank_0():
             file = split.tensor_to_filename[name]
             parts[file][name] = tensor.cpu().contiguous()

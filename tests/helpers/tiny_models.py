@@ -68,3 +68,29 @@ def build_model(model_type: str, folder: Path, **changes: Any) -> str:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(STARTER_MODEL).save_pretrained(folder)
     return str(folder)
+
+
+def build_qwen3_5(folder: Path, model_type: str = "qwen3_5") -> str:
+    """Save a tiny Qwen 3.5 in the form of its published checkpoints, with a vision part and the layers that
+    predict further tokens; return its folder."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    from raylight.quickstart import STARTER_MODEL
+
+    torch.manual_seed(0)
+    linear = {
+        name: value for name, value in MOE["qwen3_next"].items() if name.startswith(("linear", "layer"))
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    experts = SHARED if model_type == "qwen3_5_moe" else {}
+    config = AutoConfig.for_model(
+        model_type, text_config=SMALL | linear | experts, vision_config=vision, tie_word_embeddings=False
+    )
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(64, 128)}, file, metadata={"format": "pt"})
+    AutoTokenizer.from_pretrained(STARTER_MODEL).save_pretrained(folder)
+    return str(folder)

@@ -133,7 +133,7 @@ def main(path: str, dtype: str, adapter: str | None = None) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     settings = PolicySettings(lr=1e-4 if adapter is None else 1e-2, max_logprob_mismatch=1.0)
     lora = None if adapter is None else LoraConfig(rank=16)
-    learner = LearnerConfig(dtype="fp32" if dtype == "float32" else "bf16", lora=lora)
+    learner = LearnerConfig(dtype=dtype, lora=lora)
     policy = Policy(path, learner, settings, 2)
     figures = {
         "learner": difference(samples, policy.logprobs),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from tiny_models import build_qwen3_5
 
 from raylight.config import EngineConfig
 from raylight.engines.families import FAMILIES
@@ -45,6 +46,11 @@ def test_arguments_of_the_engine_and_of_its_frontend_pass_through(model_path: st
     assert given.items() <= found.items()
     assert found["logprobs_mode"] == "processed_logprobs"
     assert (found["max_num_seqs"], found["max_num_queued_reqs"], found["seed"]) == (8, 12, 5)
+
+
+def test_the_vision_part_is_left_out_where_only_the_text_is_trained(model_path: str, tmp_path: Path) -> None:
+    assert build_args(build_qwen3_5(tmp_path))["language_model_only"] is True
+    assert "language_model_only" not in build_args(model_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Pretrained models: vLLM, the transformers engine and the learner agree, before and after an update."""
+"""Pretrained models: vLLM, the transformers engine and the learner agree, before and after an update of all
+weights or of an adapter, which peft loads too."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 from real_models import real_model_folder
 
+from raylight.experience.correction_settings import EXACT_LIMIT, HALF_LIMIT
+
 HERE = Path(__file__).parent
-LIMITS = {"float32": 1e-3}
-"""Default limit of the mean difference, see docs/learning_correction.md."""
+LIMITS = {"float32": EXACT_LIMIT, "bfloat16": HALF_LIMIT}
+"""Default limits of the mean difference, see docs/learning_correction.md."""
 
 
 def compare(*arguments: str) -> dict[str, dict[str, float]]:
@@ -34,9 +37,15 @@ def compare(*arguments: str) -> dict[str, dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", LIMITS)
-@pytest.mark.parametrize("name", ["smollm2"])
-def test_engines_and_learner_agree_before_and_after_an_update(name: str, dtype: str) -> None:
-    found = compare(str(real_model_folder(name)), dtype)
-    for part in ("learner", "engine", "updated"):
+@pytest.mark.parametrize(
+    ("name", "adapts"),
+    [("smollm2", False), ("smollm2", True), ("gemma3", False)],
+    ids=["smollm2", "smollm2-adapter", "gemma3"],
+)
+def test_engines_and_learner_agree_before_and_after_an_update(
+    name: str, dtype: str, adapts: bool, tmp_path: Path
+) -> None:
+    found = compare(str(real_model_folder(name)), dtype, *[str(tmp_path / "model")] * adapts)
+    for part in ("learner", "engine", "updated", *["peft"] * adapts):
         assert found[part]["mean"] < LIMITS[dtype] / 3, part  # without the warning of a run
     assert found["stale"]["mean"] > 2 * found["updated"]["mean"]

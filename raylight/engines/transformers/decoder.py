@@ -21,6 +21,8 @@ CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 GROUPED = "raylight_grouped"
 """Name in transformers of the attention for models whose query heads share keys and values."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+STATEFUL = frozenset({"linear_attention", "conv"})
+"""Kinds of layers that keep a state instead of keys and values."""
 Masks = torch.Tensor | dict[str, torch.Tensor]
 """The mask of all layers, or a mask for each kind of layer; shape (rows, 1, queries, keys)."""
 
@@ -40,6 +42,9 @@ class Decoder:
         # transformers chooses "sdpa", or "eager" for an architecture without it
         module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
+        text = module.config.get_text_config()
+        kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
+        self._stateful = [kind in STATEFUL for kind in kinds]
         if torch.device(device).type == "cpu":
             use_grouped_attention(self.module)
         self._masks = AttentionMasks(self.module)
@@ -57,7 +62,7 @@ class Decoder:
         self._check_cache()
 
     def _empty_cache(self) -> SlotCache:
-        return SlotCache(self.module.config.num_hidden_layers, self._cache_slots, self._longest)
+        return SlotCache(self._stateful, self._cache_slots, self._longest)
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
         """Add sequences with all their tokens so far. Those with the prompt of another sequence share its
@@ -72,7 +77,7 @@ class Decoder:
         slots = {index: first + place for place, index in enumerate(order)}
         try:
             computed = [admitted[i] for i in admission.computed]
-            logits = self._compute(computed, first) if computed else ()
+            logits = self._compute(computed, first)
             next_logits = dict(zip(admission.computed, logits, strict=True))
             for index, row in admission.kept.items():
                 self._prompt_logits[row] = next_logits[index].clone()
@@ -90,8 +95,19 @@ class Decoder:
             longest = max(len(sequences[index].sample.prompt_ids) for index in copies.values())
             self._cache.copy(list(copies), longest)
 
-    def _compute(self, admitted: list[Sequence], first: int) -> torch.Tensor:
-        """Compute sequences into the slots from `first` on; returns the logits of their next tokens."""
+    def _compute(self, admitted: list[Sequence], first: int) -> list[torch.Tensor]:
+        """Compute sequences into the slots from `first` on; returns the logits of their next tokens.
+
+        Padding would change a layer's state, so that a model with states computes one sequence at a time.
+        """
+        size = 1 if any(self._stateful) else max(len(admitted), 1)
+        found: list[torch.Tensor] = []
+        for at in range(0, len(admitted), size):
+            found += self._compute_padded(admitted[at : at + size], first + at)
+        return found
+
+    def _compute_padded(self, admitted: list[Sequence], first: int) -> torch.Tensor:
+        """Compute sequences in one pass, padded to the same length."""
         rows = len(admitted)
         lengths = torch.tensor([s.length for s in admitted])
         width = int(lengths.max())
@@ -221,7 +237,7 @@ class AttentionMasks:
         module: a model of transformers.
 
     Raises:
-        EngineStartError: the model has layers that keep something else than keys and values.
+        EngineStartError: the model has layers of an unknown kind.
     """
 
     def __init__(self, module: Any) -> None:
@@ -230,7 +246,8 @@ class AttentionMasks:
         window = getattr(config, "sliding_window", None)
         self._by_kind = kinds is not None and SLIDING in kinds
         kinds = kinds or [SLIDING if window else FULL]
-        if unknown := sorted(set(kinds) - {FULL, SLIDING}) or ["recurrent"] * module._is_stateful:
+        unknown = sorted(set(kinds) - {FULL, SLIDING} - STATEFUL)
+        if unknown := unknown or ["recurrent"] * (module._is_stateful and not STATEFUL & set(kinds)):
             raise EngineStartError(
                 f"the transformers engine cannot serve {type(module).__name__}, which has layers of kind "
                 f"{', '.join(unknown)}; use engine={{'kind': 'vllm'}}"

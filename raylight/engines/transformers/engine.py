@@ -117,7 +117,7 @@ class TransformersEngine:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._decoder = Decoder(path, dtype, device, slots, max_model_len)
-        config = self._decoder.module.config
+        config = self._decoder.module.config.get_text_config()
         self.max_model_len = min(max_model_len, config.max_position_embeddings)
         self._max_new_tokens = max_new_tokens or self.max_model_len
         self.vocab_size: int = config.vocab_size

@@ -1,4 +1,6 @@
-"""Key-value cache for continuous batching, with one slot per sequence, as a transformers `Cache`.
+"""Cache for continuous batching, with one slot per sequence, as a transformers `Cache`.
+
+Layers of attention keep keys and values, and others (linear attention, convolutions) a state.
 
 Sequences that are decoded occupy slots 0..n-1, and the last slots keep prompts. New sequences are prefilled
 into the slots after those that are decoded. When one ends, the last one moves into its slot. A forward pass
@@ -8,7 +10,7 @@ sees the slots `rows` up to `width` tokens, without copying.
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 GROWTH = 256
 """Smallest growth of the slots, in tokens. Slots grow on demand, so that short tasks do not pay for the
@@ -81,12 +83,71 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class SlotCache(Cache):
-    """The slots of all layers."""
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """States of one layer, shape (slots, ...): of its convolution, and of its recurrence if it has one.
 
-    def __init__(self, layers: int, slots: int, longest: int) -> None:
+    transformers reads and overwrites the states of the window's rows in place.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self._states: dict[str, torch.Tensor] = {}
+
+    @property
+    def has_previous_state(self) -> bool:  # type: ignore[override]
+        """True while one token is decoded."""
+        return self.window.positions is not None
+
+    @property
+    def conv_states(self) -> torch.Tensor:  # type: ignore[override]
+        return self._states["conv"][self.window.rows]
+
+    @property
+    def recurrent_states(self) -> torch.Tensor:  # type: ignore[override]
+        return self._states["recurrent"][self.window.rows]
+
+    def lazy_initialization(
+        self, conv_states: torch.Tensor | None = None, recurrent_states: torch.Tensor | None = None
+    ) -> None:
+        """Do nothing: the first update makes the states."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return self._update("conv", conv_states)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return self._update("recurrent", recurrent_states)
+
+    def _update(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        if name not in self._states:
+            self._states[name] = new.new_zeros(self.window.slots, *new.shape[1:])
+        states = self._states[name][self.window.rows]
+        kept = states.shape[-1] - new.shape[-1] if name == "conv" else 0
+        states.copy_(torch.cat([states[..., -kept:], new], dim=-1) if kept else new)
+        return states
+
+    def move(self, source: int, target: int, length: int) -> None:
+        for states in self._states.values():
+            states[target] = states[source]
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+        for states in self._states.values():
+            states[targets] = states[sources]
+
+
+class SlotCache(Cache):
+    """The slots of all layers.
+
+    Args:
+        stateful: True for each layer that keeps a state.
+        slots: number of sequences.
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, stateful: list[bool], slots: int, longest: int) -> None:
         self.window = Window(slots, longest)
-        self.slot_layers = [SlotLayer(self.window) for _ in range(layers)]
+        self.slot_layers: list[SlotLayer | StateLayer] = [
+            StateLayer(self.window) if state else SlotLayer(self.window) for state in stateful
+        ]
         super().__init__(layers=list(self.slot_layers))
 
     def prefill(self, first: int, rows: int, width: int) -> None:

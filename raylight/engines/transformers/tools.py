@@ -91,20 +91,69 @@ class ToolFormat(Protocol):
 
 
 @dataclass(frozen=True)
+class CallTag:
+    """Text around the arguments of a call, by which xgrammar constrains it.
+
+    Attributes:
+        begin: text before the arguments; %s stands for the tool's name, %j for its name in JSON.
+        end: text after the arguments.
+        style: xgrammar's name of the arguments' notation.
+        section: text around all calls, if there is such.
+        separator: text between two calls.
+    """
+
+    begin: str
+    end: str
+    style: str = "json"
+    section: tuple[str, str] | None = None
+    separator: str = "\n"
+
+
+@dataclass(frozen=True)
 class Markers:
-    """A notation between two markers, without grammars."""
+    """A notation between two markers."""
 
     open: str
     close: str
     others: tuple[str, ...] = ()
     """Other markers within."""
+    tag: CallTag | None = field(default=None, kw_only=True)
+    """None: calls cannot be constrained."""
 
     @property
     def texts(self) -> tuple[str, ...]:
         return (self.open, self.close, *self.others)
 
     def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
-        return None
+        if (tag := self.tag) is None:
+            return None
+        tags = [
+            {
+                "type": "tag",
+                "begin": tag.begin.replace("%j", json.dumps(name)).replace("%s", name),
+                "content": {"type": "json_schema", "json_schema": schema, "style": tag.style},
+                "end": tag.end,
+            }
+            for name, schema in tools.items()
+        ]
+        calls: dict[str, Any] = {
+            "type": "tags_with_separator",
+            "tags": tags,
+            "separator": tag.separator,
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+        if tag.section is not None:
+            calls = {"type": "tag", "begin": tag.section[0], "content": calls, "end": tag.section[1]}
+            tags, parallel = [calls], False
+        if required:
+            return calls
+        return {
+            "type": "triggered_tags",
+            "triggers": [self.open],
+            "tags": tags,
+            "stop_after_first": not parallel,
+        }
 
 
 @dataclass(frozen=True)
@@ -128,31 +177,6 @@ class JsonCalls(Markers):
         if not isinstance(values, dict):
             return None
         return ToolCall(value[self.name], _dump(values), short_id() if self.short_ids else new_id())
-
-
-@dataclass(frozen=True)
-class Hermes(JsonCalls):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
-
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
-        tags = [
-            {
-                "type": "tag",
-                "begin": f'{self.open}\n{{"name": {json.dumps(name)}, "arguments": ',
-                "content": {"type": "json_schema", "json_schema": schema},
-                "end": f"}}\n{self.close}",
-            }
-            for name, schema in tools.items()
-        ]
-        if required:
-            one = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
-            return {**one, "stop_after_first": not parallel}
-        return {
-            "type": "triggered_tags",
-            "triggers": [self.open],
-            "tags": tags,
-            "stop_after_first": not parallel,
-        }
 
 
 @dataclass(frozen=True)
@@ -293,26 +317,72 @@ DSML_PARAMETER = (
     r"(?P<value>.*?)</｜DSML｜parameter>\s*"
 )
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": Hermes("<tool_call>", "</tool_call>"),
-    "qwen_xml": XmlCalls("<tool_call>", "</tool_call>", call=FUNCTION, parameter=PARAMETER),
-    "seed_xml": XmlCalls("<seed:tool_call>", "</seed:tool_call>", call=FUNCTION, parameter=PARAMETER),
+    "hermes": JsonCalls(
+        "<tool_call>",
+        "</tool_call>",
+        tag=CallTag('<tool_call>\n{"name": %j, "arguments": ', "}\n</tool_call>"),
+    ),
+    "qwen_xml": XmlCalls(
+        "<tool_call>",
+        "</tool_call>",
+        call=FUNCTION,
+        parameter=PARAMETER,
+        tag=CallTag("<tool_call>\n<function=%s>\n", "\n</function>\n</tool_call>", "qwen_xml"),
+    ),
+    "seed_xml": XmlCalls(
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        call=FUNCTION,
+        parameter=PARAMETER,
+        tag=CallTag("<seed:tool_call>\n<function=%s>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"),
+    ),
     "glm": XmlCalls(
         "<tool_call>",
         "</tool_call>",
         call=r"\s*(?P<name>[\w.:/-]+)\s*(?P<body>(?:<arg_key>.*)?)\Z",
         parameter=r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>\n?(?P<value>.*?)\n?</arg_value>\s*",
+        tag=CallTag("<tool_call>%s\n", "\n</tool_call>", "glm_xml"),
     ),
     "minimax_m2": XmlCalls(
         "<minimax:tool_call>",
         "</minimax:tool_call>",
         call=r'\s*<invoke name="(?P<name>[^"]+)">(?P<body>.*?)</invoke>\s*',
         parameter=r'\s*<parameter name="(?P<key>[^"]+)">\n?(?P<value>.*?)\n?</parameter>\s*',
+        tag=CallTag(
+            '<invoke name="%s">\n',
+            "</invoke>\n",
+            "minimax_xml",
+            ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+            "",
+        ),
     ),
     "deepseek_v32": XmlCalls(
-        "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", ("｜DSML｜",), DSML_CALL, DSML_PARAMETER
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        ("｜DSML｜",),
+        DSML_CALL,
+        DSML_PARAMETER,
+        tag=CallTag(
+            '<｜DSML｜invoke name="%s">\n',
+            "</｜DSML｜invoke>\n",
+            "deepseek_xml",
+            ("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+            "",
+        ),
     ),
     "deepseek_v4": XmlCalls(
-        "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", ("｜DSML｜",), DSML_CALL, DSML_PARAMETER
+        "<｜DSML｜tool_calls>",
+        "</｜DSML｜tool_calls>",
+        ("｜DSML｜",),
+        DSML_CALL,
+        DSML_PARAMETER,
+        tag=CallTag(
+            '<｜DSML｜invoke name="%s">\n',
+            "</｜DSML｜invoke>\n",
+            "deepseek_xml",
+            ("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
+            "",
+        ),
     ),
     "deepseek_v3": NamedCalls(
         "<｜tool▁calls▁begin｜>",
@@ -320,12 +390,23 @@ FORMATS: dict[str, ToolFormat] = {
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         r"\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n(?P<arguments>.*?)\n```"
         r"<｜tool▁call▁end｜>\s*",
+        tag=CallTag(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        ),
     ),
     "deepseek_v31": NamedCalls(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
         ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         r"\s*<｜tool▁call▁begin｜>(?P<name>.+?)<｜tool▁sep｜>(?P<arguments>.*?)<｜tool▁call▁end｜>\s*",
+        tag=CallTag(
+            "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+            separator="",
+        ),
     ),
     "kimi_k2": NamedCalls(
         "<|tool_calls_section_begin|>",
@@ -341,6 +422,7 @@ FORMATS: dict[str, ToolFormat] = {
         r"(?:\[TOOL_CALLS\])?\s*(?P<name>[^\[\]\s{}]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\](?P<arguments>.*?)"
         r"(?=\[TOOL_CALLS\]|\Z)",
         short_ids=True,
+        tag=CallTag("[TOOL_CALLS]%s[ARGS]", "", separator=""),
     ),
     "mistral_json": JsonCalls("[TOOL_CALLS]", "", short_ids=True),
     "cohere": JsonCalls("<|START_ACTION|>", "<|END_ACTION|>", name="tool_name", arguments="parameters"),

@@ -163,8 +163,11 @@ def vllm_args(
     Raises:
         ConfigError: see `check_args`.
     """
+    from transformers import AutoConfig
+
     check_args(args)
-    limit, style = _model_limit(path), model_style(path, args.get("chat_template"))
+    config, style = AutoConfig.from_pretrained(path), model_style(path, args.get("chat_template"))
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     defaults: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": min(max_model_len, limit or max_model_len),
@@ -177,6 +180,8 @@ def vllm_args(
         "weight_transfer_config": {"backend": backend},
         "scheduler_cls": SCHEDULER,
     }
+    if has_text_part(config):  # no update has weights of the other part; vLLM refuses images then
+        defaults["language_model_only"] = True
     if gpus == 0:
         defaults["enforce_eager"] = True  # compilation takes minutes on a CPU
     if max_adapters:
@@ -190,6 +195,14 @@ def vllm_args(
     if style.vllm_reasoning:
         defaults["reasoning_parser"] = style.vllm_reasoning
     return defaults | FIXED | dict(args)
+
+
+def has_text_part(config: Any) -> bool:
+    """Return True if `AutoModelForCausalLM` loads only the text part of a model with a vision part."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    served = str(CLASSES.get(config.model_type, ""))
+    return hasattr(config, "text_config") and served.endswith("ForCausalLM")
 
 
 def model_style(path: str, override: str | None = None) -> Style:
@@ -223,9 +236,3 @@ def rank_limit(rank: int, remedy: str) -> int:
     if not fitting:
         raise ConfigError(f"vLLM serves adapters up to rank {LORA_RANKS[-1]}, not {rank}: {remedy}")
     return fitting[0]
-
-
-def _model_limit(path: str) -> int | None:
-    from transformers import AutoConfig
-
-    return getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import MOE, build_model
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeForCausalLM
+from tiny_models import MOE, build_model, build_qwen3_5
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from raylight.errors import ConfigError
 from raylight.learner import model_check
@@ -113,15 +113,19 @@ def test_quantized_weights_are_refused(model: Path) -> None:
         check_model(str(model))
 
 
-def test_another_class_than_that_of_the_engines_is_refused(model: Path, tmp_path: Path) -> None:
+def test_another_class_than_that_of_the_engines_is_refused(model: Path) -> None:
     configure(model, architectures=["Qwen3MoeForSequenceClassification"])
     with pytest.raises(ConfigError, match="Qwen3MoeForSequenceClassification cannot be trained"):
         check_model(str(model))
-    GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
-        tmp_path / "gpt2"
-    )
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel cannot be trained: .*without output layer"):
-        check_model(str(tmp_path / "gpt2"))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_is_checked_with_the_names_of_the_whole(model_type: str, tmp_path: Path) -> None:
+    path = build_qwen3_5(tmp_path, model_type)
+    check_model(path)
+    change(tmp_path, **{"model.language_model.norm.weight": None})
+    with pytest.raises(ConfigError, match=r"missing in the files: model\.norm\.weight"):
+        check_model(path)
 
 
 def test_an_architecture_whose_logits_need_more_than_hidden_states_is_refused(

@@ -1,4 +1,5 @@
-"""Architectures with sliding windows, eager attention and experts on the engine; others are refused."""
+"""Architectures with sliding windows, eager attention, experts and layers that keep a state on the engine;
+others are refused."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": WINDOW,
     "gemma3_text": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_next": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 """Changes of the tiny models."""
 
@@ -32,9 +35,11 @@ SERVED: dict[str, dict[str, Any]] = {
 async def test_logprobs_equal_plain_transformers(
     model_type: str, tmp_path: Path, make_engine: MakeEngine
 ) -> None:
+    """Also of equal prompts, which are computed once, and after other sequences have left their slots."""
     path = build_model(model_type, tmp_path, **SERVED[model_type])
     plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    requests = [(list(range(1, length)), SamplingParams(12)) for length in (3, 30, 11)]
+    sizes = [(3, 2), (30, 12), (11, 4), (30, 9), (30, 12)]
+    requests = [(list(range(1, length)), SamplingParams(tokens)) for length, tokens in sizes]
     for (prompt, _), sampled in zip(requests, await generate_all(make_engine(path), requests), strict=True):
         assert sampled.logprobs == pytest.approx(logprobs_of(plain, prompt, sampled.output_ids), abs=1e-4)
 
@@ -57,9 +62,9 @@ def test_grouped_attention_is_that_of_transformers_to_the_last_bit(queries: int,
 
 
 def test_recurrent_layers_are_refused(tmp_path: Path, make_engine: MakeEngine) -> None:
-    message = "Qwen3NextForCausalLM, which has layers of kind linear_attention"
-    with pytest.raises(EngineStartError, match=message):
-        make_engine(build_model("qwen3_next", tmp_path))
+    sizes = {"num_heads": 8, "head_dim": 16, "state_size": 16, "chunk_size": 16, "n_groups": 1}
+    with pytest.raises(EngineStartError, match="Mamba2ForCausalLM, which has layers of kind mamba"):
+        make_engine(build_model("mamba2", tmp_path, **sizes))
 
 
 @pytest.mark.parametrize(

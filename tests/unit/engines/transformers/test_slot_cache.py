@@ -2,12 +2,13 @@
 
 import torch
 
-from raylight.engines.transformers.slot_cache import GROWTH, SlotCache
+from raylight.engines.transformers.slot_cache import GROWTH, SlotCache, SlotLayer
 
 
 def test_slots_grow_on_demand_and_not_beyond_the_longest_sequence() -> None:
-    cache = SlotCache(layers=1, slots=2, longest=GROWTH + 44)
+    cache = SlotCache([False], slots=2, longest=GROWTH + 44)
     (layer,) = cache.slot_layers
+    assert isinstance(layer, SlotLayer)
     lengths = []
     for width in (8, GROWTH + 1):
         cache.prefill(0, 1, width)

@@ -411,8 +411,8 @@ async def test_strict_tools_of_a_format_without_grammar_are_free_and_logged_once
 ) -> None:
     log_dropped.cache_clear()
     engine = make_caller(make_engine)
-    restyle(engine, HERMES, tool_parser="qwen_xml")
-    script(engine, "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>")
+    restyle(engine, HERMES, tool_parser="olmo3")
+    script(engine, "<function_calls>add(a=1)</function_calls>")
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
     for _ in range(2):
         (call,) = (await ask(engine, tools=[strict], max_tokens=300)).choices[0].message.tool_calls
