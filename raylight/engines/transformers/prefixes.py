@@ -1,80 +1,110 @@
-"""Rows of the key-value cache that keep recent prompts, so that equal prompts are computed once.
+"""Keys and values of recent prompts and responses, so that a common prefix is computed once.
 
-The rollouts of a group begin with the same prompt, at about the same time.
+The rollouts of a group begin with the same prompt, and each call of a conversation continues the one before.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
 
 from raylight.engines.transformers.adapters import LoadedAdapter
-from raylight.engines.transformers.sequence import Sequence
+from raylight.types import IntArray
 
-SLOTS_PER_PROMPT = 4
-"""Slots for each prompt that is kept: the groups of rollouts are rarely smaller."""
-PromptKey = tuple[LoadedAdapter | None, bytes]
-"""Adapter and token ids of a prompt."""
-
-
-def count_prompt_rows(slots: int) -> int:
-    """Return the number of rows for prompts beside the slots of sequences."""
-    return max(slots // SLOTS_PER_PROMPT, 1)
+SLOTS_PER_PREFIX = 4
+"""Slots for each longest sequence for whose tokens there is room: groups of rollouts are rarely smaller."""
+BLOCK = 16
+"""Tokens by which prefixes are looked up. A shorter prompt is found as a whole."""
+LayerStates = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of each layer, shape (heads, tokens, head size)."""
 
 
-@dataclass
-class Admission:
-    """Division of new sequences, which are given by their indices.
+def count_kept_sequences(slots: int) -> int:
+    """Return the number of longest sequences for whose tokens there is room besides the slots."""
+    return max(slots // SLOTS_PER_PREFIX, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Computed tokens.
 
     Attributes:
-        computed: sequences whose tokens are computed.
-        kept: those of them whose prompts are kept, and the rows for these.
-        copied: sequences whose prompt has been kept before, or is that of one in `kept`, and its row.
+        keys: hashes of its first blocks, the last one of all tokens.
     """
 
-    computed: list[int] = field(default_factory=list)
-    kept: dict[int, int] = field(default_factory=dict)
-    copied: dict[int, int] = field(default_factory=dict)
+    ids: IntArray
+    states: LayerStates
+    keys: list[int]
 
 
-class PromptRows:
-    """The rows `first` to `first + count - 1`, each with the prompt that was used least recently replaced by
-    the next one."""
+class PrefixCache:
+    """Prefixes of up to `capacity` tokens in all. The least recently used ones make room for new ones."""
 
-    def __init__(self, first: int, count: int) -> None:
-        self._free = list(range(first, first + count))
-        self._rows: OrderedDict[PromptKey, int] = OrderedDict()
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._tokens = capacity, 0
+        self._used: dict[Prefix, None] = {}
+        """All prefixes, the least recently used first."""
+        self._index: dict[int, Prefix] = {}
+        """Prefix that was used last of those that begin with some blocks, by the hash of these."""
 
-    def admit(self, sequences: list[Sequence]) -> Admission:
-        """Divide new sequences, and assign rows to the prompts of those that are computed.
+    def find(self, adapter: LoadedAdapter | None, ids: IntArray) -> tuple[Prefix | None, int]:
+        """Return the prefix that has the most tokens in common with a sequence, and their number.
 
-        A sequence that continues, after a change of weights, is computed. The prompts of one call never
-        replace one another; those beyond the number of rows are not kept.
+        At least one token of the sequence is left to compute.
         """
-        admission, used = Admission(), set[PromptKey]()
-        for index, sequence in enumerate(sequences):
-            key = (sequence.adapter, sequence.sample.prompt_ids.tobytes())
-            row = None if sequence.sample.output_ids else self._find(key)
-            if row is not None:
-                admission.copied[index] = row
-            else:
-                admission.computed.append(index)
-                if not sequence.sample.output_ids and (self._free or not self._rows.keys() <= used):
-                    admission.kept[index] = self._assign(key)
-            used.add(key)
-        return admission
+        found = None
+        for key in _keys(adapter, ids):
+            if (longer := self._index.get(key)) is None:
+                break
+            found = longer
+        if found is None:
+            return None, 0
+        self._use(found)
+        return found, min(_count_common(found.ids, ids), len(ids) - 1)
 
-    def _find(self, key: PromptKey) -> int | None:
-        """Return the row of a prompt, which becomes the one used last."""
-        if key in self._rows:
-            self._rows.move_to_end(key)
-        return self._rows.get(key)
-
-    def _assign(self, key: PromptKey) -> int:
-        self._rows[key] = row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
-        return row
+    def keep(self, adapter: LoadedAdapter | None, ids: IntArray, states: LayerStates) -> None:
+        """Add a prefix. It replaces those that it continues."""
+        prefix = Prefix(ids, states, list(_keys(adapter, ids)))
+        for shorter in {self._index[key] for key in prefix.keys if key in self._index}:
+            if _count_common(shorter.ids, ids) == len(shorter.ids):
+                self._remove(shorter)
+        self._tokens += len(ids)
+        self._use(prefix)
+        while self._tokens > self._capacity:
+            self._remove(next(iter(self._used)))
 
     def clear(self) -> None:
-        """Forget all prompts: the weights have changed, or some were not computed."""
-        self._free += self._rows.values()
-        self._rows.clear()
+        """Forget all prefixes, because weights have changed."""
+        self._tokens = 0
+        self._used.clear()
+        self._index.clear()
+
+    def _use(self, prefix: Prefix) -> None:
+        self._used.pop(prefix, None)
+        self._used[prefix] = None
+        self._index.update(dict.fromkeys(prefix.keys, prefix))
+
+    def _remove(self, prefix: Prefix) -> None:
+        del self._used[prefix]
+        self._tokens -= len(prefix.ids)
+        for key in prefix.keys:
+            if self._index.get(key) is prefix:
+                del self._index[key]
+
+
+def _keys(adapter: LoadedAdapter | None, ids: IntArray) -> Iterator[int]:
+    """Yield a hash of each number of first blocks. Equal hashes need not be those of equal tokens."""
+    key = hash(adapter)
+    for start in range(0, len(ids), BLOCK):
+        key = hash((key, ids[start : start + BLOCK].tobytes()))
+        yield key
+
+
+def _count_common(one: IntArray, other: IntArray) -> int:
+    """Return the number of first tokens that two sequences have in common."""
+    size = min(len(one), len(other))
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if len(differs) else size
