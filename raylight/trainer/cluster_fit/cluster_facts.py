@@ -6,6 +6,7 @@ from functools import cached_property
 
 import ray
 
+from raylight._utils.machine import available_cpus
 from raylight.config import EngineConfig
 from raylight.trainer.cluster_fit.engine_nodes import engine_on_nodes
 from raylight.trainer.cluster_fit.hardware import Hardware, connected_hardware
@@ -18,6 +19,12 @@ class ClusterFacts:
     def resources(self) -> dict[str, float]:
         """Total resources, as Ray names them."""
         return ray.cluster_resources()
+
+    @cached_property
+    def cores(self) -> int:
+        """CPUs that compute. A local cluster has more in Ray than the machine, so that small ones suffice."""
+        cores = int(self.resources.get("CPU", 0))
+        return min(cores, available_cpus()) if len(ray.nodes()) == 1 else cores
 
     @cached_property
     def hardware(self) -> Hardware:

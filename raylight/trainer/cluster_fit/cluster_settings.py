@@ -9,7 +9,15 @@ from raylight.algorithms.policy import RunSettings
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.vllm.args import asked_gpus
 from raylight.trainer.cluster_fit.cluster_facts import ClusterFacts
-from raylight.trainer.cluster_fit.hardware import Hardware, at_once, fit_engine, learner_alone, workload
+from raylight.trainer.cluster_fit.hardware import (
+    Hardware,
+    at_once,
+    count_parameters,
+    fit_engine,
+    learner_alone,
+    share_cores,
+    workload,
+)
 from raylight.trainer.cluster_fit.memory_check import check_memory
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_on_device,
@@ -77,7 +85,7 @@ def fit_trained(
     settings, hardware_notes = fit_hardware(settings, requested.engine, facts)
     settings = fit_scoring_models(settings)
     check_memory(settings)
-    settings = finish_trained(settings)
+    settings = finish_trained(_with_threads(settings, facts))
     notes, learner = list(found.notes), settings.training.learner
     if learner.kind == "ranks":
         notes += idle_hardware(settings.serving.engine, learner, facts.resources, settings.scoring_models)
@@ -100,6 +108,15 @@ def fit_hardware(
     engine = facts.engine_on_nodes(requested, engine)
     settings = _with_parts(settings, engine, choice.learner or training.learner)
     return replace(settings, runner=runner), choice.notes
+
+
+def _with_threads(settings: TrainedSettings, facts: ClusterFacts) -> TrainedSettings:
+    serving, training = settings.serving, settings.training
+    parameters = count_parameters(Path(serving.model_path)) or 0
+    overlaps = training.algorithm.max_staleness > 0
+    return _with_parts(
+        settings, *share_cores(facts.cores, parameters, serving.engine, training.learner, overlaps)
+    )
 
 
 def _free_hardware(settings: ServedSettings, facts: ClusterFacts) -> Hardware:
