@@ -46,8 +46,9 @@ class EngineConfig(Config):
     """CPUs that Ray reserves for a replica. Half a core suffices in the synchronous loop, where engines and
     learners never compute at the same time."""
     num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. Engines and learners that
-    take turns may each use all cores; this pays off above about ten million parameters."""
+    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. If neither is set, engine
+    and learners of a model above ten million parameters each use all cores, or share them with
+    `max_staleness`."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a replica, and for each worker of vLLM. At most 1, unless the engine is a
     class of your own. If not set: a GPU, or a part of one, if the cluster has GPUs."""
@@ -265,8 +266,8 @@ class LearnerConfig(Config):
     num_cpus: float = Field(default=0.5, gt=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a rank."""
     num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
-    """Threads that compute on the CPU. None: as many as `num_cpus`, at least one. If not set: on a GPU half
-    of the CPUs that the node has for each GPU, up to 8."""
+    """Threads that compute on the CPU; see `EngineConfig.num_threads`. If not set: on a GPU half of the CPUs
+    that the node has for each GPU, up to 8."""
     num_gpus: float = Field(default=0, ge=0, le=MAX_PROCESSES)
     """GPUs that Ray reserves for a rank, at most 1. A fraction leaves room for an engine on the same GPU. If
     not set: a GPU, or a part of one, if the cluster has GPUs."""

@@ -28,6 +28,10 @@ from raylight.learner.varlen_attention import VARLEN, row_bounds
 
 logger = logging.getLogger(__name__)
 
+HOST_ACTIVATIONS = 2**30
+"""Bytes of the activations of one pass on a CPU, about. Larger passes are not faster there."""
+SMALL_PASS = 512
+"""Tokens of a pass below which matrix products become slower."""
 LossFunction = Callable[[dict[str, torch.Tensor], MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
 """Function from the outputs of a micro-batch, as its matrices, to its loss and metrics."""
 
@@ -239,6 +243,15 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 CLOCK.mark()
             return metrics | {"grad_norm": self.optimizer_step()}
 
+    @functools.cached_property
+    def _pass_tokens(self) -> int:
+        """Limit of the tokens of a pass. On a CPU it also bounds the activations; several ranks would reduce
+        their gradients after each pass."""
+        limit = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
+        if self.device.type != "cpu" or dist.get_world_size() > 1:
+            return limit
+        return min(limit, max(HOST_ACTIVATIONS // activation_bytes(self.module), SMALL_PASS))
+
     def _micro_batches(
         self, minibatch: Minibatch, entropy: bool = False, entropy_grad: bool = False, squares: bool = False
     ) -> list[tuple[list[int], MicroBatch]]:
@@ -248,8 +261,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         empty mask. These parts have no indices.
         """
         rows, learner, group = minibatch.rows, self._learner, self.get_data_parallel_group()
-        budget = learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
-        parts = plan_micro_batches([row.tokens for row in rows], budget, learner.packed)
+        parts = plan_micro_batches([row.tokens for row in rows], self._pass_tokens, learner.packed)
         tokens = torch.cat([row.mask for row in rows]).sum().to(self.collective_device)
         dist.all_reduce(tokens, group=group)
         passes = torch.tensor(len(parts), device=self.collective_device)
@@ -357,6 +369,14 @@ class RewardModelEngine(ValueEngine):
         module = super()._build_module()
         module.score.register_parameter("bias", None)
         return module
+
+
+def activation_bytes(module: Any) -> int:
+    """Return about the bytes that a token adds to the activations of a training pass in float32: the inputs
+    and outputs of all matrix products within the transformer."""
+    outside = {module.get_input_embeddings(), module.get_output_embeddings()}
+    weights = [getattr(layer, "weight", None) for layer in module.modules() if layer not in outside]
+    return 4 * sum(sum(weight.shape) for weight in weights if weight is not None and weight.dim() == 2) or 1
 
 
 def disable_dropout(module: torch.nn.Module) -> None:

@@ -68,7 +68,7 @@ def test_qwen2_fits_four_gigabytes() -> None:
     assert needed.weights == pytest.approx(494_032_768 * 2, rel=1e-3)
     assert needed.trained == needed.gradients == 4_399_104 * 4
     assert needed.optimizer == 4_399_104 * 8
-    # 16 rollouts and 4 kept prompts, 512 positions, 24 layers, keys and values, 2 heads of 64 numbers
+    # 16 rollouts and 4 kept sequences, 512 positions, 24 layers, keys and values, 2 heads of 64 numbers
     assert needed.cache == (16 + 4) * 512 * 24 * 2 * 2 * 64 * 2
     assert needed.peak < 4e9
     assert needed.peak == needed.weights + needed.trained * 4 + needed.cache + max(

@@ -209,6 +209,23 @@ def test_all_mini_batches_have_the_same_old_policy(exact):
     assert abs(twice["learner/ppo_kl"]) > 1e-5
 
 
+def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(exact, monkeypatch):
+    whole, parts = make_policy(), make_policy()
+    from raylight.learner import fsdp
+
+    expected = whole.update(make_batch(exact))
+    monkeypatch.setattr(fsdp, "HOST_ACTIVATIONS", 1)
+    monkeypatch.setattr(fsdp, "SMALL_PASS", 12)
+    compute, passes = parts.engine._compute, []
+    monkeypatch.setattr(parts.engine, "_compute", lambda batch: (passes.append(batch), compute(batch))[1])
+    found = parts.update(make_batch(exact))
+    assert len(passes) > 1
+    for name in ("learner/pg_loss", "learner/grad_norm", "learner/entropy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
+    for name, array in whole.export().items():
+        np.testing.assert_allclose(parts.export()[name], array, rtol=0, atol=1e-5)
+
+
 def broken_gradients(policy, steps):
     """Make the gradients of these steps, counted from 0, NaN."""
     step, count = policy.engine.optimizer_step, itertools.count()

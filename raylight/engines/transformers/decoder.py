@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, check_state
-from raylight.engines.transformers.prompt_rows import PromptRows, count_prompt_rows
+from raylight.engines.transformers.prefixes import PrefixCache, count_kept_sequences
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
 from raylight.errors import EngineStartError
@@ -45,6 +46,8 @@ class Decoder:
         text = module.config.get_text_config()
         kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
         self._stateful = [kind in STATEFUL for kind in kinds]
+        # a state is that of all tokens before, so that no part of it can be taken
+        self._keeps_prefixes = not any(self._stateful)
         if torch.device(device).type == "cpu":
             use_grouped_attention(self.module)
         self._masks = AttentionMasks(self.module)
@@ -53,73 +56,72 @@ class Decoder:
         self.adapters = PeftAdapters(self.module)
         self.active: list[Sequence] = []
         """Sequences in the cache, by slot."""
-        prompts = count_prompt_rows(slots)
-        self._prompts = PromptRows(slots, prompts)
-        self._prompt_logits: dict[int, torch.Tensor] = {}
-        """Logits of the next token of the prompt in each row."""
-        self._cache_slots = slots + prompts
+        self.prefixes = PrefixCache(count_kept_sequences(slots) * longest)
         self._cache = self._empty_cache()
         self._check_cache()
 
     def _empty_cache(self) -> SlotCache:
-        return SlotCache(self._stateful, self._cache_slots, self._longest)
+        return SlotCache(self._stateful, self.slots, self._longest)
+
+    def count_missing(self, sequence: Sequence) -> int:
+        """Return the number of a new sequence's tokens that must be computed."""
+        adapter = sequence.adapter or self.adapters.find(sequence.adapter_name or "")
+        return sequence.length - self.prefixes.find(adapter, sequence.ids)[1]
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
-        """Add sequences with all their tokens so far. Those with the prompt of another sequence share its
-        computation.
+        """Add sequences with all their tokens so far. Equal ones are computed once, and kept prefixes not at
+        all.
 
         Returns:
             The logits of their next tokens, shape (rows, vocabulary).
         """
-        admission, first = self._prompts.admit(admitted), len(self.active)
-        order = [*admission.computed, *admission.copied]
-        self.active += [admitted[i] for i in order]  # before the pass: if it fails, these must fail too
-        slots = {index: first + place for place, index in enumerate(order)}
-        try:
-            computed = [admitted[i] for i in admission.computed]
-            logits = self._compute(computed, first)
-            next_logits = dict(zip(admission.computed, logits, strict=True))
-            for index, row in admission.kept.items():
-                self._prompt_logits[row] = next_logits[index].clone()
-            self._copy_prompts(admitted, {(slots[i], row): i for i, row in admission.kept.items()})
-            self._copy_prompts(admitted, {(row, slots[i]): i for i, row in admission.copied.items()})
-        except BaseException:
-            self._prompts.clear()  # not all of them are in their rows
-            raise
-        next_logits |= {index: self._prompt_logits[row] for index, row in admission.copied.items()}
-        return torch.stack([next_logits[index] for index in range(len(admitted))])
+        places: dict[Any, int] = {}
+        place = [places.setdefault((s.adapter, s.ids.tobytes()), len(places)) for s in admitted]
+        computed = [admitted[place.index(i)] for i in range(len(places))]
+        chosen = set(computed)
+        repeated = [(s, i) for s, i in zip(admitted, place, strict=True) if s not in chosen]
+        first = len(self.active)
+        # before the pass: if it fails, these must fail too
+        self.active += [*computed, *(sequence for sequence, _ in repeated)]
+        logits = self._compute(computed, first)
+        if repeated:
+            slots = [(first + i, first + len(computed) + n) for n, (_, i) in enumerate(repeated)]
+            self._cache.copy(slots, max(sequence.length for sequence, _ in repeated))
+        for slot, sequence in enumerate(computed, first):
+            if self._keeps_prefixes and self.count_missing(sequence) > 1:
+                self.prefixes.keep(sequence.adapter, sequence.ids, self._cache.read(slot, sequence.length))
+        return logits[place]
 
-    def _copy_prompts(self, sequences: list[Sequence], copies: dict[tuple[int, int], int]) -> None:
-        """Copy prompts within the cache: pairs of a slot and its target, and the index of their sequence."""
-        if copies:
-            longest = max(len(sequences[index].sample.prompt_ids) for index in copies.values())
-            self._cache.copy(list(copies), longest)
-
-    def _compute(self, admitted: list[Sequence], first: int) -> list[torch.Tensor]:
-        """Compute sequences into the slots from `first` on; returns the logits of their next tokens.
+    def _compute(self, admitted: list[Sequence], first: int) -> torch.Tensor:
+        """Compute what is not known of sequences into the slots from `first` on; returns the logits of their
+        next tokens.
 
         Padding would change a layer's state, so that a model with states computes one sequence at a time.
         """
-        size = 1 if any(self._stateful) else max(len(admitted), 1)
-        found: list[torch.Tensor] = []
-        for at in range(0, len(admitted), size):
-            found += self._compute_padded(admitted[at : at + size], first + at)
-        return found
+        size = max(len(admitted), 1) if self._keeps_prefixes else 1
+        parts = range(0, len(admitted), size)
+        return torch.cat([self._compute_padded(admitted[at : at + size], first + at) for at in parts])
 
     def _compute_padded(self, admitted: list[Sequence], first: int) -> torch.Tensor:
         """Compute sequences in one pass, padded to the same length."""
-        rows = len(admitted)
+        rows, found = len(admitted), [self.prefixes.find(s.adapter, s.ids) for s in admitted]
         lengths = torch.tensor([s.length for s in admitted])
-        width = int(lengths.max())
+        known = torch.tensor([count for _, count in found])
+        width = int((lengths - known).max())
+        # no row is padded beyond the longest sequence: one that would be computes more of its tokens
+        starts = known.minimum(lengths.max() - width)
         ids = torch.zeros(rows, width, dtype=torch.long)
-        for row, sequence in enumerate(admitted):
-            ids[row, : sequence.length] = torch.from_numpy(sequence.ids)
-        self._cache.prefill(first, rows, width)
-        indices = torch.arange(width, device=self.device)
+        for row, (sequence, start) in enumerate(zip(admitted, starts.tolist(), strict=True)):
+            ids[row, : sequence.length - start] = torch.from_numpy(sequence.ids[start:])
+        self._cache.prefill(first, starts, width)
+        for slot, (prefix, count) in enumerate(found, first):
+            if prefix is not None:
+                self._cache.write(slot, prefix.states, count)
+        positions = (starts[:, None] + torch.arange(width)).to(self.device)
+        same = self._cache.window.positions is None
+        mask = self._masks.build(positions[:1] if same else positions, self._cache.window.width)
         # logits only at positions where some row ends
-        ends, end_of_row = (lengths - 1).unique(return_inverse=True)
-        positions = indices[None].expand(rows, -1)
-        mask = self._masks.build(indices[None], width)
+        ends, end_of_row = (lengths - starts - 1).unique(return_inverse=True)
         logits = self._forward(admitted, ids.to(self.device), positions, mask, ends.to(self.device))
         return logits[torch.arange(rows, device=self.device), end_of_row.to(self.device)]
 
@@ -174,13 +176,19 @@ class Decoder:
             )
 
     def _decode_last(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the tokens `ids`, shape (1, length), of which the last is decoded."""
-        positions, first = torch.arange(ids.shape[1], device=self.device)[None], torch.zeros_like(ids[0, :1])
-        self._cache.prefill(0, 1, ids.shape[1] - 1)
-        start, last = positions[:, :-1], positions[:, -1:]
-        self._forward([None], ids[:, :-1], start, self._masks.build(start, ids.shape[1] - 1), first)
-        self._cache.decode(last[0])
-        return self._forward([None], ids[:, -1:], last, self._masks.build(last, ids.shape[1]), first)[0, 0]
+        """Return the logits after the tokens `ids`, shape (1, length), of which the last is decoded, and the
+        others are computed in two parts where prefixes are kept."""
+        last = ids.shape[1] - 1
+        bounds = [0, last // 2, last] if self._keeps_prefixes else [0, last]
+        for start, end in itertools.pairwise(bounds):
+            positions = torch.arange(start, end, device=self.device)[None]
+            self._cache.prefill(0, positions[:, 0].cpu(), end - start)
+            mask, at = self._masks.build(positions, end), torch.full_like(ids[0, :1], end - start - 1)
+            self._forward([None], ids[:, start:end], positions, mask, at)
+        positions = torch.tensor([last], device=self.device)
+        self._cache.decode(positions)
+        mask = self._masks.build(positions[None], last + 1)
+        return self._forward([None], ids[:, -1:], positions[None], mask, torch.zeros_like(ids[0, :1]))[0, 0]
 
     def logprobs(
         self, ids: list[int], adapter: LoadedAdapter | None, temperature: float = 1.0
@@ -189,6 +197,15 @@ class Decoder:
         tokens = torch.tensor([ids], device=self.device)
         logits = self.adapters.forward([adapter], input_ids=tokens, use_cache=False).logits[0, :-1]
         return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+
+    def retire(self, sequence: Sequence) -> None:
+        """Remove a sequence, and keep what is computed of it: all tokens but the last."""
+        adapter = sequence.adapter
+        is_current = adapter is None or self.adapters.find(adapter.name) is adapter
+        if self._keeps_prefixes and is_current:
+            slot, ids = self.active.index(sequence), sequence.ids[:-1]
+            self.prefixes.keep(adapter, ids, self._cache.read(slot, len(ids)))
+        self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; the last active one moves into its slot, so that slots stay dense."""
@@ -201,7 +218,7 @@ class Decoder:
     def clear(self) -> list[Sequence]:
         """Empty the cache; returns the sequences that were in it."""
         removed, self.active = self.active, []
-        self._prompts.clear()
+        self.prefixes.clear()
         return removed
 
     def check_weights(self, shapes: Mapping[str, Any]) -> None:

@@ -313,6 +313,7 @@ class TransformersEngine:
     ) -> None:
         def load() -> None:
             self._decoder.adapters.load(name, version, adapter)
+            self._decoder.prefixes.clear()
             if mode == "abort":
                 self._worker.abort(name)
             self._worker.unload_unused()

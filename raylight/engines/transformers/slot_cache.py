@@ -2,8 +2,8 @@
 
 Layers of attention keep keys and values, and others (linear attention, convolutions) a state.
 
-Sequences that are decoded occupy slots 0..n-1, and the last slots keep prompts. New sequences are prefilled
-into the slots after those that are decoded. When one ends, the last one moves into its slot. A forward pass
+Sequences that are decoded occupy slots 0..n-1. New sequences are prefilled into the slots after those, behind
+the tokens that are known of them. When one ends, the last one moves into its slot. A forward pass
 sees the slots `rows` up to `width` tokens, without copying.
 """
 
@@ -27,9 +27,10 @@ class Window:
     def __init__(self, slots: int, longest: int) -> None:
         self.slots, self.longest = slots, longest
         self.rows = slice(0, 0)
+        self.start = 0
+        """Position from which every row writes, without `positions`."""
         self.positions: torch.Tensor | None = None
-        """Shape (rows,): position at which each row writes its one token; None while prefilling from position
-        0."""
+        """Positions at which the rows write, shape (rows, tokens); None if all rows write at the same."""
         self.width = 0
 
 
@@ -52,18 +53,23 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):  # type: ignore[no-untyped-def]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.grow()
         window = self.window
-        if window.width > self.keys.shape[2]:
-            self.keys, self.values = (_grow(old, window) for old in (self.keys, self.values))
         keys, values = self.keys[window.rows], self.values[window.rows]
         if window.positions is None:
-            keys[:, :, : key_states.shape[2]] = key_states
-            values[:, :, : value_states.shape[2]] = value_states
+            at = slice(window.start, window.start + key_states.shape[2])
+            keys[:, :, at] = key_states
+            values[:, :, at] = value_states
         else:
-            rows = torch.arange(len(window.positions), device=keys.device)
-            keys[rows, :, window.positions] = key_states[:, :, 0]
-            values[rows, :, window.positions] = value_states[:, :, 0]
+            rows = torch.arange(len(window.positions), device=window.positions.device)[:, None]
+            keys[rows, :, window.positions] = key_states.transpose(1, 2)
+            values[rows, :, window.positions] = value_states.transpose(1, 2)
         return keys[:, :, : window.width], values[:, :, : window.width]
+
+    def grow(self) -> None:
+        """Make room for the window."""
+        if self.window.width > self.keys.shape[2]:
+            self.keys, self.values = (_grow(old, self.window) for old in (self.keys, self.values))
 
     def move(self, source: int, target: int, length: int) -> None:
         self.keys[target, :, :length] = self.keys[source, :, :length]
@@ -77,7 +83,7 @@ class SlotLayer(CacheLayerMixin):
         return self.window.width, 0
 
     def get_seq_length(self) -> int:
-        return 0 if self.window.positions is None else self.window.width - 1
+        return self.window.start
 
     def get_max_cache_shape(self) -> int:
         return -1
@@ -150,14 +156,35 @@ class SlotCache(Cache):
         ]
         super().__init__(layers=list(self.slot_layers))
 
-    def prefill(self, first: int, rows: int, width: int) -> None:
-        """Have the next pass write `width` tokens into each of `rows` slots, starting at slot `first`."""
-        self.window.rows, self.window.positions, self.window.width = slice(first, first + rows), None, width
+    def prefill(self, first: int, starts: torch.Tensor, width: int) -> None:
+        """Have the next pass write `width` tokens into each slot from `first` on.
+
+        Args:
+            starts: position of the first token of each slot, shape (rows,).
+        """
+        window, last = self.window, int(starts.max())
+        window.rows, window.start, window.width = slice(first, first + len(starts)), last, last + width
+        same = bool((starts == last).all())
+        window.positions = None if same else starts[:, None] + torch.arange(width)
 
     def decode(self, positions: torch.Tensor) -> None:
         """Have the next pass write one token at `positions[i]` of slot i."""
-        self.window.rows, self.window.positions = slice(0, len(positions)), positions
-        self.window.width = int(positions.max()) + 1
+        window = self.window
+        window.rows, window.positions = slice(0, len(positions)), positions[:, None]
+        window.start = int(positions.max())
+        window.width = window.start + 1
+
+    def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return copies of the keys and values of the first `length` tokens of a slot, layer by layer."""
+        layers = self.slot_layers
+        return [(x.keys[slot, :, :length].clone(), x.values[slot, :, :length].clone()) for x in layers]
+
+    def write(self, slot: int, states: list[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
+        """Write the first `length` tokens that `read` returned into a slot of the window."""
+        for layer, (keys, values) in zip(self.slot_layers, states, strict=True):
+            layer.grow()
+            layer.keys[slot, :, :length] = keys[:, :length]
+            layer.values[slot, :, :length] = values[:, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a sequence of `length` tokens to another slot."""

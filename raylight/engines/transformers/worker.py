@@ -170,11 +170,13 @@ class EngineWorker:
     def _prefill(self) -> None:
         """Admit as many waiting sequences as slots and one pass allow, and sample their next tokens."""
         admitted: list[Sequence] = []
+        known = set[tuple[str | None, bytes]]()  # equal sequences are computed once
         longest = 0
         while self._waiting and len(self.decoder.active) + len(admitted) < self.decoder.slots:
             sequence = self._waiting[0]
-            longest = max(longest, sequence.length)
-            if admitted and (self._alone or longest * (len(admitted) + 1) > PREFILL_TOKENS):
+            known.add((sequence.adapter_name, sequence.ids.tobytes()))
+            longest = max(longest, self.decoder.count_missing(sequence))
+            if admitted and (self._alone or longest * len(known) > PREFILL_TOKENS):
                 break
             self._alone = max(self._alone - 1, 0)
             self._waiting.popleft()
@@ -240,7 +242,7 @@ class EngineWorker:
             except BaseException as error:  # of any kind, a panic of the tokenizer too
                 self._fail(sequence, sequence_error(error))
         for sequence in ended:
-            self.decoder.remove(sequence)
+            self.decoder.retire(sequence)
         self._end(ended, also=[s for s in sequences if s.streams and not s.ended])
 
     def _add_token(

@@ -19,8 +19,10 @@ from raylight.trainer.cluster_fit.hardware import (
     Hardware,
     PlannedFacts,
     at_once,
+    count_parameters,
     fit_engine,
     learner_alone,
+    share_cores,
     workload,
 )
 from raylight.trainer.cluster_fit.memory_check import PLANNED_ENGINES, check_memory
@@ -99,7 +101,7 @@ def fit_trained(
         return finish_trained(fit_scoring_models(settings)), ()
     settings, notes = fit_placed(settings, requested, facts)
     check_memory(settings)
-    settings = finish_trained(settings)
+    settings = finish_trained(_with_threads(settings, facts))
     learner = settings.training.learner
     if learner.kind == "ranks":
         idle = idle_hardware(settings.serving.engine, learner, facts.resources, settings.scoring_models)
@@ -137,6 +139,15 @@ def fit_hardware(
     engine = facts.engine_on_nodes(requested, engine)
     settings = _with_parts(settings, engine, choice.learner or training.learner)
     return replace(settings, runner=runner), choice.notes
+
+
+def _with_threads(settings: TrainedSettings, facts: ClusterFacts) -> TrainedSettings:
+    serving, training = settings.serving, settings.training
+    parameters = count_parameters(Path(serving.model_path)) or 0
+    overlaps = training.algorithm.max_staleness > 0
+    return _with_parts(
+        settings, *share_cores(facts.cores, parameters, serving.engine, training.learner, overlaps)
+    )
 
 
 def plan_settings(

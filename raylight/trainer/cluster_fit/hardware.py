@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from raylight._utils.machine import available_cpus
 from raylight.base_config import Config
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
@@ -35,7 +36,9 @@ RESERVE = 4 * 2**30
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
 MAX_THREADS = 8
-"""Largest default of a learner's threads on a CPU."""
+"""Largest default of the host threads of a process with a GPU."""
+THREADED_PARAMETERS = 10_000_000
+"""Parameters of a model from which several threads compute faster than one."""
 MAX_IN_FLIGHT: dict[type[Config], int] = {EngineConfig: 1024, RunnerConfig: 256}
 """Largest default of the sequences of a replica on a GPU, and of the rollouts of a runner."""
 C = TypeVar("C", bound=Config)
@@ -135,6 +138,8 @@ def choose(
         learner = _learner_on_gpu(hardware, learner, work)
     if engine.num_gpus:
         engine = engine_on_gpu(engine, learner, work.context)
+        if engine.kind == "transformers":
+            engine = _with_defaults(engine, num_threads=_host_threads(hardware))
     return HardwareChoice(engine, learner, (*notes, *_summary(hardware, engine, learner)))
 
 
@@ -148,12 +153,41 @@ def learner_alone(hardware: Hardware, learner: LearnerConfig, work: Workload) ->
 def _learner_on_gpu(hardware: Hardware, learner: LearnerConfig, work: Workload) -> LearnerConfig:
     if not learner.num_gpus:
         return learner
-    # states are loaded, cast and copied on the host; the other half is for engines and runners
-    threads = max(int(learner.num_cpus), min(hardware.cpus // 2, MAX_THREADS), 1)
+    threads = max(int(learner.num_cpus), _host_threads(hardware))
     learner = _with_defaults(learner, dtype="bfloat16", gradient_checkpointing=True, num_threads=threads)
     flash = learner.attention == "flash_attention_2" and not work.keeps_state
     kernel = (learner.attention == "auto" and work.packs) or flash
     return _with_defaults(learner, packed=learner.dtype == "bfloat16" and kernel)
+
+
+def _host_threads(hardware: Hardware) -> int:
+    """Return the host threads of a process with a GPU, for loading and casting; half of the CPUs are left."""
+    return max(min(hardware.cpus // 2, MAX_THREADS), 1)
+
+
+def share_cores(
+    cores: int, parameters: int, engine: EngineConfig, learner: LearnerConfig, overlaps: bool
+) -> tuple[EngineConfig, LearnerConfig]:
+    """Return the settings with the threads of processes that compute on CPUs.
+
+    Learners and engines that take turns use all cores in their turn; if they overlap, they share the cores.
+
+    Args:
+        cores: CPUs of all nodes that compute.
+        parameters: number of the model's.
+        overlaps: engines sample while the learners update.
+    """
+    if parameters < THREADED_PARAMETERS:
+        return engine, learner
+    learns = learner.kind == "ranks" and not learner.num_gpus
+    samples = engine.kind in ("transformers", "vllm") and not engine.num_gpus
+    ranks, replicas = learner.n * learns, most_workers(engine) * samples
+    both = (ranks + replicas) * overlaps
+    if learns and "num_cpus" not in learner.model_fields_set:
+        learner = _with_defaults(learner, num_threads=max(cores // (both or ranks), 1))
+    if samples and "num_cpus" not in engine.model_fields_set:
+        engine = _with_defaults(engine, num_threads=max(cores // (both or replicas), 1))
+    return engine, learner
 
 
 def _assign_gpus(
@@ -289,6 +323,12 @@ class ClusterFacts:
     def resources(self) -> dict[str, float]:
         """Total resources, as Ray names them."""
         return ray.cluster_resources()
+
+    @cached_property
+    def cores(self) -> int:
+        """CPUs that compute. A local cluster has more in Ray than the machine, so that small ones suffice."""
+        cores = int(self.resources.get("CPU", 0))
+        return min(cores, available_cpus()) if len(ray.nodes()) == 1 else cores
 
     @cached_property
     def hardware(self) -> Hardware:

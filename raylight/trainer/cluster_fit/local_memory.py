@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from raylight.config import EngineConfig, LearnerConfig
-from raylight.engines.transformers.prompt_rows import count_prompt_rows
+from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.errors import DeviceMemoryError
@@ -217,7 +217,7 @@ def _cache(config: Any, engine: EngineConfig, dtype: torch.dtype) -> int:
         length *= 2
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    rows = engine.max_concurrent + count_prompt_rows(engine.max_concurrent)
+    rows = engine.max_concurrent + count_kept_sequences(engine.max_concurrent)
     return 2 * config.num_hidden_layers * rows * heads * head_dim * length * dtype.itemsize
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raylight.agent.litagent import LitAgent
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.config import EngineConfig, LearnerConfig, LoraConfig, cpu_threads
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
@@ -18,8 +18,6 @@ from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.weights.transports import choose_transport, find_transport
 
-MANY_CORES = 4
-"""Cores of the cluster per learner from which a learner on a single thread is worth a note."""
 LOCAL_ENGINE = frozenset(
     (
         *("kind", "args", "dtype", "max_model_len", "max_concurrent", "max_waiting", "token_in"),
@@ -183,13 +181,13 @@ def idle_hardware(
     resources: Mapping[str, float],
     scoring: Sequence[ServingSettings] = (),
 ) -> list[str]:
-    """Return notes on GPUs and cores of the cluster that a run leaves idle.
+    """Return notes on GPUs of the cluster that a run leaves idle.
 
     Args:
         resources: total resources of the cluster, as Ray names them.
         scoring: the teacher and the reward models.
     """
-    gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
+    gpus = resources.get("GPU", 0)
     engines = engine, *(model.engine for model in scoring)
     used = learner.n * learner.num_gpus + sum(map(asked_gpus, engines))
     notes = [
@@ -205,11 +203,6 @@ def idle_hardware(
         notes.append(
             f"{gpus - used:g} of {gpus:g} GPUs of the cluster are idle: learners and engines ask for "
             f"{used:g}; raise learner.n or engine.replicas"
-        )
-    if not learner.num_gpus and cpu_threads(learner) == 1 and cores >= MANY_CORES * learner.n:
-        notes.append(
-            f"each of {learner.n} learners computes on one thread, and the cluster has {cores} cores: set "
-            f"learner={{'num_threads': {cores // learner.n}}} for models above about ten million parameters"
         )
     return notes
 

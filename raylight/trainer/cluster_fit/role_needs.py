@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
-from raylight.engines.transformers.prompt_rows import count_prompt_rows
+from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings import PolicySettings
@@ -230,8 +230,8 @@ def engine_memory(
         cache = config.max_concurrent * length * per_token
     items.append(Item("key-value cache", cache, grows=kind == "transformers"))
     if kind == "transformers":
-        prompts = count_prompt_rows(config.max_concurrent) * length * per_token
-        items.append(Item("kept prompts", prompts, grows=True))
+        prefixes = count_kept_sequences(config.max_concurrent) * length * per_token
+        items.append(Item("kept prefixes", prefixes, grows=True))
         rows = max(min(config.max_concurrent, PREFILL_TOKENS // length), 1)
         prefill = measure_prefill(path, rows, length, DTYPES[config.dtype])
         logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary

@@ -23,6 +23,7 @@ class KnownFacts(ClusterFacts):
 
     def __init__(self, gpus: float = 0.0) -> None:
         self.resources, self.hardware = {"CPU": 2.0, "GPU": gpus}, Hardware(gpus)
+        self.cores = 2
 
     def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
         return engine

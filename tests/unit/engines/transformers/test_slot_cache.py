@@ -11,7 +11,7 @@ def test_slots_grow_on_demand_and_not_beyond_the_longest_sequence() -> None:
     assert isinstance(layer, SlotLayer)
     lengths = []
     for width in (8, GROWTH + 1):
-        cache.prefill(0, 1, width)
+        cache.prefill(0, torch.zeros(1, dtype=torch.long), width)
         layer.update(torch.ones(1, 3, width, 4), torch.ones(1, 3, width, 4))
         lengths.append(layer.keys.shape[2])
     assert lengths == [GROWTH, GROWTH + 44]

@@ -26,6 +26,7 @@ from raylight.trainer.cluster_fit.hardware import (
     connected_hardware,
     fit_engine,
     longest_sequence,
+    share_cores,
     workload,
 )
 from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings, TeacherSettings
@@ -384,3 +385,28 @@ def test_an_upstream_has_no_hardware(tmp_path: Path) -> None:
     engine = EngineConfig(kind="upstream", url="http://other/v1")
     settings = served_settings(str(tmp_path), engine)
     assert fit_served(settings, engine, ClusterFacts()) == (settings, ())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "engine", "learner", "overlaps", "expected"),
+    [
+        (2e7, {}, {}, False, (8, 8)),
+        (2e7, {}, {}, True, (4, 4)),
+        (2e7, {"replicas": 2}, {"n": 2}, False, (4, 4)),
+        (2e7, {"replicas": 3}, {"n": 1}, True, (2, 2)),
+        (2e7, {"replicas": 20}, {"n": 20}, True, (1, 1)),
+        # with a GPU each has its own threads, and the other computes alone
+        (2e7, {"num_gpus": 1}, {}, True, (None, 8)),
+        (2e7, {}, {"num_gpus": 1}, True, (8, None)),
+        (2e7, {"kind": "package.module:Engine"}, {}, True, (None, 8)),
+        # settings of the user, and small models
+        (2e7, {"num_threads": 3}, {"num_cpus": 2}, False, (3, None)),
+        (1e6, {}, {}, False, (None, None)),
+    ],
+)
+def test_learners_and_engines_take_turns_on_all_cores_or_share_them(
+    parameters: float, engine: Any, learner: Any, overlaps: bool, expected: tuple[int | None, int | None]
+) -> None:
+    configs = EngineConfig(**{"kind": "transformers"} | engine), LearnerConfig(**learner)
+    found = share_cores(8, int(parameters), *configs, overlaps)
+    assert tuple(config.num_threads for config in found) == expected

@@ -164,15 +164,7 @@ def test_rounding_of_half_precision_and_of_routers_is_no_mismatch(
 @pytest.mark.parametrize(
     ("engine", "learner", "resources", "expected"),
     [
-        ({}, {}, {"CPU": 2.0}, []),
-        (
-            {},
-            {},
-            {"CPU": 16.0},
-            ["one thread, and the cluster has 16 cores: set learner={'num_threads': 16}"],
-        ),
-        ({}, {"num_threads": 8}, {"CPU": 16.0}, []),
-        ({}, {"n": 8}, {"CPU": 16.0}, []),
+        ({}, {}, {"CPU": 16.0}, []),
         ({"num_gpus": 1}, {}, {"CPU": 2.0, "GPU": 8.0}, ["has 8 GPUs, and the learners compute on CPUs"]),
         ({"num_gpus": 1}, {"num_gpus": 1}, {"CPU": 2.0, "GPU": 2.0}, []),
         ({"num_gpus": 1}, {"num_gpus": 1, "n": 4}, {"CPU": 2.0, "GPU": 8.0}, ["3 of 8 GPUs"]),
