@@ -40,7 +40,7 @@ _EXPORTS = {
     "algorithms.minigrpo": ("MiniGRPO",),
     "algorithms.policy": ("GRPO",),
     "algorithms.policy_gradient": ("OPD", "PPO"),
-    "algorithms.supervised": ("DPO", "SFT", "RewardModel"),  # until 0.3 rewards.RewardModel had this name
+    "algorithms.supervised": ("DPO", "SFT", "RewardModel"),
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
@@ -115,7 +115,7 @@ _PACKAGE_EXPORTS = {
         "rewards.criteria": ("Criterion", "rubric"),
         "rewards.group": ("GroupRollout",),
         "rewards.ranking": ("ruler",),
-        "rewards.scoring_model": ("RewardModel", "RewardModelConfig", "RewardModelInput", "reward_model"),
+        "rewards.scoring_model": ("RewardModelConfig", "RewardModelInput", "ScoringModel", "reward_model"),
         "rewards.terms": (
             "RelativeLength",
             "RewardSum",

@@ -10,7 +10,7 @@ from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.experience.supervised_settings import (
     PreferenceSettings,
-    RewardModelSettings,
+    RankingSettings,
     SupervisedSettings,
 )
 from raylight.traces.rewards import MAX_REWARD
@@ -85,7 +85,7 @@ class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
 
     def policy_settings(self) -> SupervisedSettings:
         """Return the settings that the learners read."""
-        kinds = (PreferenceSettings, RewardModelSettings, SupervisedSettings)
+        kinds = (PreferenceSettings, RankingSettings, SupervisedSettings)
         kind = next(kind for kind in kinds if isinstance(self, kind))
         return kind(**{name: getattr(self, name) for name in kind.model_fields})
 
@@ -124,7 +124,7 @@ class DPO(SupervisedAlgorithm, PreferenceSettings):
     best_metrics = PAIR_METRICS
 
 
-class RewardModel(SupervisedAlgorithm, RewardModelSettings):
+class RewardModel(SupervisedAlgorithm, RankingSettings):
     """Training of a reward model, https://arxiv.org/abs/2203.02155.
 
     A model with a head of one output scores a whole conversation. Each example is a pair, as for `DPO`; its

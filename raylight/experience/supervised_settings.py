@@ -27,7 +27,7 @@ class PairSettings(SupervisedSettings):
     """Settings of an update from pairs, of which one answer is preferred to the other."""
 
 
-class RewardModelSettings(PairSettings):
+class RankingSettings(PairSettings):
     """Settings of an update of a reward model."""
 
     center_rewards_coefficient: float = Field(default=0.0, ge=0, le=MAX_FACTOR)

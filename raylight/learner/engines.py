@@ -21,7 +21,7 @@ from raylight.experience.settings import CriticSettings, OptimizerSettings
 from raylight.experience.supervised_settings import PairSettings, SupervisedSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
-from raylight.learner.fsdp import RaylightEngine, RewardModelEngine, ValueEngine
+from raylight.learner.fsdp import RaylightEngine, RewardEngine, ValueEngine
 from raylight.learner.local_engine import LocalEngine
 from raylight.learner.model_check import causal_lm_class, check_model
 from raylight.learner.rows import make_probe_row
@@ -76,7 +76,7 @@ def build_critic(
 
 def build_reward_model(
     model_path: str, config: LearnerConfig, settings: OptimizerSettings, total_steps: int
-) -> RewardModelEngine:
+) -> RewardEngine:
     """Build a reward model from a language model, with a new head, or from a reward model.
 
     Raises:
@@ -89,7 +89,7 @@ def build_reward_model(
             f"transformers has no reward models of the architecture {hf_config.model_type}; choose a model "
             "of another one, such as Qwen or Llama"
         )
-    return _build(RewardModelEngine, model_path, config, settings, total_steps)
+    return _build(RewardEngine, model_path, config, settings, total_steps)
 
 
 def _build(
@@ -109,7 +109,7 @@ def _build(
         config,
         model_config=verl.HFModelConfig(
             path=model_path,
-            model_type="value_model" if cls in (ValueEngine, RewardModelEngine) else "language_model",
+            model_type="value_model" if cls in (ValueEngine, RewardEngine) else "language_model",
             use_remove_padding=config.packed,
             override_config={"attn_implementation": choose_attention(config, on_gpu, model_path)},
             enable_gradient_checkpointing=config.gradient_checkpointing and not forward_only,

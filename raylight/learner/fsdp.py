@@ -361,7 +361,7 @@ class ValueEngine(RaylightEngine):
         return module
 
 
-class RewardModelEngine(ValueEngine):
+class RewardEngine(ValueEngine):
     """Engine of a reward model. Its head has no bias, as that of `AutoModelForSequenceClassification`, under
     which it is saved."""
 

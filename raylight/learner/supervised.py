@@ -19,7 +19,7 @@ from raylight.experience.shards import BatchOutline, BatchShard
 from raylight.experience.supervised_settings import (
     PairSettings,
     PreferenceSettings,
-    RewardModelSettings,
+    RankingSettings,
     SupervisedSettings,
 )
 from raylight.learner import verl_api as verl
@@ -87,7 +87,7 @@ class SupervisedModel(TrainedModel):
     def _pair_values(self, rows: list[TrainRow], outline: BatchOutline) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what `pair_losses` reads of each answer of the batch: the log ratio of its probability to
         the initial model's and the number of its tokens, or its score and its margin."""
-        if isinstance(self._settings, RewardModelSettings):
+        if isinstance(self._settings, RankingSettings):
             scores = torch.zeros(len(outline.rewards), dtype=torch.float64)
             for row, values in zip(rows, self.engine.infer(rows), strict=True):
                 scores[row.rollout] += (values.double() * row.mask).sum()
@@ -134,7 +134,7 @@ def pair_losses(values: torch.Tensor, facts: torch.Tensor, settings: PairSetting
         facts: the number of tokens of each answer; for a reward model the margin of each chosen answer, and 0
             for the others. Same shape.
     """
-    if isinstance(settings, RewardModelSettings):
+    if isinstance(settings, RankingSettings):
         losses = -logsigmoid(_margin(values) - facts[0::2])
         return losses + settings.center_rewards_coefficient * (values[0::2] + values[1::2]) ** 2
     assert isinstance(settings, PreferenceSettings)

@@ -9,7 +9,7 @@ import torch
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import RewardModelSettings, SupervisedSettings
+from raylight.experience.supervised_settings import RankingSettings, SupervisedSettings
 from raylight.experience.token_records import RowRecord
 from raylight.learner import weights
 from raylight.learner.engines import build_policy, build_reference, build_reward_model
@@ -38,7 +38,7 @@ class TrainedModel:
         module: torch.nn.Module | None = None,
     ) -> None:
         self.engine: RaylightEngine
-        if isinstance(settings, RewardModelSettings):
+        if isinstance(settings, RankingSettings):
             self.engine = build_reward_model(model_path, config, settings, total_steps)
         else:
             self.engine = build_policy(model_path, config, settings, total_steps, module)

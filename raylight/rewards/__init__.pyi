@@ -4,9 +4,9 @@ from raylight.rewards.criteria import Criterion as Criterion
 from raylight.rewards.criteria import rubric as rubric
 from raylight.rewards.group import GroupRollout as GroupRollout
 from raylight.rewards.ranking import ruler as ruler
-from raylight.rewards.scoring_model import RewardModel as RewardModel
 from raylight.rewards.scoring_model import RewardModelConfig as RewardModelConfig
 from raylight.rewards.scoring_model import RewardModelInput as RewardModelInput
+from raylight.rewards.scoring_model import ScoringModel as ScoringModel
 from raylight.rewards.scoring_model import reward_model as reward_model
 from raylight.rewards.terms import RelativeLength as RelativeLength
 from raylight.rewards.terms import RewardSum as RewardSum

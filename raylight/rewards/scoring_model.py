@@ -50,13 +50,13 @@ class RewardModelInput(NamedTuple):
 Scorer: TypeAlias = Callable[[list[RewardModelInput]], Awaitable[list[float | None]]]
 """Function from conversations to their scores, None for one that was dropped."""
 
-_SCORERS: contextvars.ContextVar[Mapping[RewardModel, Scorer] | None] = contextvars.ContextVar(
+_SCORERS: contextvars.ContextVar[Mapping[ScoringModel, Scorer] | None] = contextvars.ContextVar(
     "raylight_scorers", default=None
 )
 """Reward models that the current run serves."""
 
 
-class RewardModel:
+class ScoringModel:
     """Group reward by `rl.rewards.reward_model`; each rollout gets the reward `name`.
 
     A rollout without a call of the model is not scored.
@@ -66,7 +66,7 @@ class RewardModel:
         self.config, self.name = config, name
 
     @property
-    def reward_models(self) -> tuple[RewardModel, ...]:
+    def reward_models(self) -> tuple[ScoringModel, ...]:
         """The reward models that a run serves for this group reward."""
         return (self,)
 
@@ -102,7 +102,7 @@ class RewardModel:
         return await scorers[self](shown) if shown else []
 
 
-def reward_model(model: str, *, name: str = "reward_model", **settings: Any) -> RewardModel:
+def reward_model(model: str, *, name: str = "reward_model", **settings: Any) -> ScoringModel:
     """Return a group reward for `Trainer(group_reward=...)`: a model with a scalar head scores each rollout.
 
     The run serves the model in Ray Serve replicas of its own.
@@ -117,10 +117,10 @@ def reward_model(model: str, *, name: str = "reward_model", **settings: Any) -> 
     """
     if not name:
         raise ConfigError("the name of a reward model is empty; give one, under which its reward is shown")
-    return RewardModel(RewardModelConfig(model=str(model), **settings), name)
+    return ScoringModel(RewardModelConfig(model=str(model), **settings), name)
 
 
-def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
+def find_reward_models(function: GroupReward | None) -> tuple[ScoringModel, ...]:
     """Return the reward models that a group reward names, each once.
 
     Raises:
@@ -129,7 +129,7 @@ def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
     given = getattr(function, "reward_models", ())
     named = tuple(given) if isinstance(given, Iterable) else (given,)
     for one in named:
-        if not isinstance(one, RewardModel):
+        if not isinstance(one, ScoringModel):
             raise ConfigError(
                 f"reward_models of the group reward has {one!r:.80}; give a list of "
                 "rl.rewards.reward_model(...)"
@@ -138,7 +138,7 @@ def find_reward_models(function: GroupReward | None) -> tuple[RewardModel, ...]:
 
 
 @contextmanager
-def scoring_by(scorers: Mapping[RewardModel, Scorer]) -> Iterator[None]:
+def scoring_by(scorers: Mapping[ScoringModel, Scorer]) -> Iterator[None]:
     """Have reward models score by these functions within the block, also in its tasks."""
     token = _SCORERS.set(scorers)
     try:

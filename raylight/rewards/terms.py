@@ -11,7 +11,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward
-from raylight.rewards.scoring_model import RewardModel, find_reward_models
+from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 
 
 class RolloutTerm:
@@ -135,7 +135,7 @@ class RewardSum:
         self._terms, self._weights = dict(terms), {name: weights.get(name, 1.0) for name in terms}
 
     @property
-    def reward_models(self) -> list[RewardModel]:
+    def reward_models(self) -> list[ScoringModel]:
         """The reward models among the terms."""
         return [model for term in self._terms.values() for model in find_reward_models(term)]
 

@@ -11,7 +11,7 @@ from raylight.experience.shards import shard_batch
 from raylight.experience.supervised_batches import Example, LearnedRow, build_supervised_batch
 from raylight.experience.supervised_settings import (
     PreferenceSettings,
-    RewardModelSettings,
+    RankingSettings,
     SupervisedSettings,
 )
 from raylight.quickstart import STARTER_MODEL
@@ -19,7 +19,7 @@ from raylight.quickstart import STARTER_MODEL
 SETTINGS = {
     "sft": SupervisedSettings(lr=1e-4),
     "dpo": PreferenceSettings(lr=1e-4, beta=0.5, loss_type="sigmoid"),
-    "reward": RewardModelSettings(lr=1e-4, center_rewards_coefficient=0.01),
+    "reward": RankingSettings(lr=1e-4, center_rewards_coefficient=0.01),
 }
 
 

@@ -237,7 +237,7 @@ def test_the_loss_of_a_reward_model_is_that_of_trl(tmp_path):
     rows = [LearnedRow(row.tokens[:-1], row.mask[:-1]) for row in [*answers[0::2], *answers[1::2]]]
     inputs = trl_inputs(rows, "completion_mask")
     del inputs["completion_mask"]
-    inputs["input_ids"][inputs["attention_mask"] == 0] = trainer.model.tokenizer.pad_token_id
+    inputs["input_ids"][inputs["attention_mask"] == 0] = trainer.model.config.pad_token_id
     inputs["margin"] = torch.tensor([example.margin for example in scored_pairs()])
     with torch.no_grad():
         expected = float(trainer.compute_loss(trainer.model, inputs))

@@ -176,15 +176,19 @@ class SlotCache(Cache):
 
     def read(self, slot: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return copies of the keys and values of the first `length` tokens of a slot, layer by layer."""
-        layers = self.slot_layers
+        layers = self._attention
         return [(x.keys[slot, :, :length].clone(), x.values[slot, :, :length].clone()) for x in layers]
 
     def write(self, slot: int, states: list[tuple[torch.Tensor, torch.Tensor]], length: int) -> None:
         """Write the first `length` tokens that `read` returned into a slot of the window."""
-        for layer, (keys, values) in zip(self.slot_layers, states, strict=True):
+        for layer, (keys, values) in zip(self._attention, states, strict=True):
             layer.grow()
             layer.keys[slot, :, :length] = keys[:, :length]
             layer.values[slot, :, :length] = values[:, :length]
+
+    @property
+    def _attention(self) -> list[SlotLayer]:
+        return [layer for layer in self.slot_layers if isinstance(layer, SlotLayer)]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy a sequence of `length` tokens to another slot."""

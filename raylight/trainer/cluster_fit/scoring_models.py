@@ -10,7 +10,7 @@ from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward
-from raylight.rewards.scoring_model import RewardModel, find_reward_models
+from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 from raylight.trainer.cluster_fit.hardware import engine_on_gpu, longest_sequence
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings, TeacherSettings
@@ -165,7 +165,7 @@ def plan_reward_models(group_reward: GroupReward | None) -> tuple[RewardModelSet
     return tuple(_plan_reward_model(model, number) for number, model in enumerate(models, 1))
 
 
-def _plan_reward_model(model: RewardModel, number: int) -> RewardModelSettings:
+def _plan_reward_model(model: ScoringModel, number: int) -> RewardModelSettings:
     config = model.config
     path = resolve_model(config.model)
     engine = config.engine()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from raylight._utils.aio import task_group
 from raylight.engines.reward_model.scorer import ScoredConversation
 from raylight.errors import GroupRewardError, RaylightError, RewardModelError, ServingLostError
-from raylight.rewards.scoring_model import RewardModel, RewardModelInput, Scorer
+from raylight.rewards.scoring_model import RewardModelInput, Scorer, ScoringModel
 from raylight.trainer.components import Component
 from raylight.trainer.components.model_service import ModelService
 from raylight.trainer.spec.settings import RewardModelSettings, RolloutSettings
@@ -141,7 +141,7 @@ class RewardModels(Component):
         }
 
     @property
-    def scorers(self) -> Mapping[RewardModel, Scorer]:
+    def scorers(self) -> Mapping[ScoringModel, Scorer]:
         """The function of each reward model that scores conversations."""
         return {model: served.score for model, served in self._served.items()}
 

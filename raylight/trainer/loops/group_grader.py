@@ -13,7 +13,7 @@ from typing import Self
 from raylight._utils.aio import task_group
 from raylight.errors import GroupRewardError, ServingLostError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
-from raylight.rewards.scoring_model import RewardModel, Scorer, scoring_by
+from raylight.rewards.scoring_model import Scorer, ScoringModel, scoring_by
 from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import find_reward_spans, get_rewards_from_span
@@ -47,7 +47,7 @@ class GroupGrader:
         function: GroupReward,
         note: Callable[[str], None],
         timeout_s: float = GRADE_TIMEOUT_S,
-        scorers: Mapping[RewardModel, Scorer] | None = None,
+        scorers: Mapping[ScoringModel, Scorer] | None = None,
     ) -> None:
         self._store, self._function, self._note, self._timeout_s = store, function, note, timeout_s
         self._scorers = scorers or {}

@@ -24,7 +24,7 @@ from raylight.config import (
     StoreConfig,
 )
 from raylight.rewards.group import GroupReward
-from raylight.rewards.scoring_model import RewardModel
+from raylight.rewards.scoring_model import ScoringModel
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
@@ -65,7 +65,7 @@ class ServingSettings:
 class RewardModelSettings:
     """A reward model of the group reward, and the engine that scores by it."""
 
-    model: RewardModel
+    model: ScoringModel
     serving: ServingSettings
 
 

@@ -31,7 +31,7 @@ class Lengths:
 
 
 def rewards_of(
-    function: Any, group: list[GroupRollout], *models: rl.rewards.RewardModel
+    function: Any, group: list[GroupRollout], *models: rl.rewards.ScoringModel
 ) -> tuple[Any, Lengths]:
     scorer = Lengths()
 

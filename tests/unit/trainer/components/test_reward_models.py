@@ -72,7 +72,7 @@ class Handle:
 
 def served(
     folder: Path, handle: Handle, **settings: Any
-) -> tuple[rl.rewards.RewardModel, RewardModels, list[str]]:
+) -> tuple[rl.rewards.ScoringModel, RewardModels, list[str]]:
     model = rl.rewards.reward_model(str(folder), max_tokens=64, **settings)
     notes: list[str] = []
     found = RewardModels(make_settings(reward_models=plan_reward_models(model)), notes.append, True)
