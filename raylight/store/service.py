@@ -125,6 +125,10 @@ and the client would have to wait for them and to send the decisions again."""
 REPEATABLE = frozenset({"capture", "finish_attempt", "add_spans", "update_worker"})
 """Frequent methods that keep nothing in memory, so that they can be undone and executed again."""
 
+DURABLE = frozenset({"record_step"})
+"""Methods that return once all commits are on the disk: a training state must not outlive what it was trained
+on when the power fails."""
+
 Call = tuple[str, tuple[Any, ...]]
 """Name of a method, and its arguments."""
 REMEMBERED_REPLIES = 64
@@ -282,7 +286,9 @@ class StoreService(Mailbox):
                 results = self._execute_all(calls)
                 if client_id:
                     self._answered.add(client_id, number, results)
-            return results
+        if any(method in DURABLE for method, _ in calls):
+            await asyncio.to_thread(self._journal.sync)
+        return results
 
     async def _settle(self, attempt_ids: list[str]) -> None:
         """Wait a short time until the calls of attempts are recorded."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import sqlite3
 import tempfile
 from collections import Counter
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from raylight._utils.disk import disk_error, find_disk_error
+from raylight._utils.disk import disk_error, disk_errors, find_disk_error
 from raylight.errors import DiskError, StoreError
 from raylight.store.tables.schema import SCHEMA, VERSION
 
@@ -281,6 +282,18 @@ class Journal:
     def counter(self, name: str) -> int:
         """Value of a counter; 0 if it was never incremented."""
         return self._counts[name] + self._increments[name]
+
+    def sync(self) -> None:
+        """Flush all commits to the disk. SQLite leaves the newest to the operating system, which keeps them
+        when this process is killed, and loses them with the power.
+
+        Raises:
+            DiskError: the disk is full, read-only or gone.
+        """
+        # SQLite locks the other files, whose second handle would release its locks when it is closed
+        log = self._sibling("-wal")
+        with disk_errors(self.path), contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         """Close the file and release the lock."""

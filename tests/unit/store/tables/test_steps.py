@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import pytest
 from store_helpers import open_box
 
 from raylight.config import StoreConfig
+from raylight.errors import DiskError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.types import StepGroups
@@ -30,3 +34,25 @@ async def test_steps_survive_the_store(tmp_path: Path) -> None:
         await StoreClient(service).record_step("a", 1, StepGroups((5,)))
         assert await StoreClient(service).query_steps("a") == {1: StepGroups((5,))}
         await service.close()
+
+
+async def test_a_step_is_recorded_once_all_commits_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it trains on must not be lost with the power after its training state is saved."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    service = StoreService(tmp_path / "store.db", StoreConfig())
+    store = StoreClient(service)
+    await store.start_rollout("task")
+    assert synced == []
+    await store.record_step("a", 1, StepGroups((0,)))
+    assert synced == [f"{tmp_path}/store.db-wal"]
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DiskError, match=r"store\.db"):
+        await store.record_step("a", 2, StepGroups((1,)))
+    await service.close()
