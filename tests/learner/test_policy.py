@@ -60,10 +60,8 @@ def expected_advantages(batch):
 
 
 def test_the_installed_verl_has_all_names_of_the_api():
-    from raylight.learner import verl_api
+    from raylight.learner import verl_api  # raises ImportError for a missing one
 
-    for name in verl_api.__all__:
-        assert getattr(verl_api, name) is not None
     assert callable(verl_api.get_adv_estimator_fn("grpo"))
 
 
