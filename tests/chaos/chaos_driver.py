@@ -24,7 +24,7 @@ from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build
 from raylight.learner.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
-from raylight.trainer.components.learners import Learners
+from raylight.trainer.components.publication import Publications
 from raylight.trainer.loops import policy_loop
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.types import FinishedRollout
@@ -92,7 +92,7 @@ def watch() -> None:
     """Send the events of the loop, and log the training states that the learners load."""
     around(LearnerGroup, "update", lambda *_: send_event("update"))
     around(LearnerGroup, "save_state", lambda *_: send_event("checkpoint"))
-    around(Learners, "publish", lambda *_: send_event("sync"))
+    around(Publications, "publish", lambda *_: send_event("sync"))
     around(
         LearnerGroup,
         "load_state",
