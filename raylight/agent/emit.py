@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from raylight.agent.attributes import as_attributes, exception_attributes, strict_attributes, to_builtin
 from raylight.errors import EmitError, EmitTypeError, RewardError
 from raylight.semconv import (
+    AGENT_REWARD,
     ANNOTATION,
     EXCEPTION,
     MESSAGE,
@@ -66,7 +67,8 @@ def emit_reward(
     rewards = reward_attributes(named_rewards(reward, primary_key))
     if agent is not None:
         rewards[REWARD_AGENT] = agent
-    return record_span(ANNOTATION, rewards | as_attributes(attributes), propagate=propagate)
+    name = ANNOTATION if agent is None else AGENT_REWARD
+    return record_span(name, rewards | as_attributes(attributes), propagate=propagate)
 
 
 def reward(function: Function) -> Function:

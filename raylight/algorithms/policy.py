@@ -272,7 +272,6 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             unscored_reward=None if self.needs_rewards else 0.0,
             weights=self.reward_weights,
             turn_rewards=self.turn_rewards,
-            by_agent=self.credit == "agent",
         )
 
     def batch_rules(
@@ -295,6 +294,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             off_policy_sampling=self.off_policy_sampling,
             train_auxiliary_calls=self.train_auxiliary_calls,
             trajectory_selection=self.trajectory_selection,
+            by_agent=self.credit == "agent",
             agent_weights=self.agent_weights,
             stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,
         )

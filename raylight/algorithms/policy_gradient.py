@@ -277,6 +277,7 @@ class PPO(PolicyAlgorithm):
 
 
 OPD_REWARD_SETTINGS = (
+    "credit",
     "failure_reward",
     "max_rounds",
     "turn_rewards",

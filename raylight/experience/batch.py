@@ -10,7 +10,6 @@ from typing import Literal
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.advantages import BaselineKind
-from raylight.experience.agent_credit import split_by_agent
 from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.lengths import count_by_length
 from raylight.experience.off_policy import (
@@ -19,7 +18,7 @@ from raylight.experience.off_policy import (
     count_repeated_seeds,
     off_policy_parameters,
 )
-from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards
+from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards, split_by_agent
 from raylight.experience.row_rules import RowRules, is_masked
 from raylight.experience.scored_rollout import (
     ScoredRollout,
@@ -74,6 +73,7 @@ class BatchRules(RowRules):
         long_rows: treatment of longer rows.
         baseline_kind: baseline of the advantage estimator.
         off_policy_sampling: treatment of calls that were not sampled from the policy's own distribution.
+        by_agent: divide rollouts by agent, so that each has its own reward, baseline and advantage.
         agent_weights: factors of the advantages of agents, by name; 1 for others.
         stale: mask of tokens that old weights sampled; None if all have the learners' version.
     """
@@ -85,8 +85,26 @@ class BatchRules(RowRules):
     long_rows: LongRows = "error"
     baseline_kind: BaselineKind = "group"
     off_policy_sampling: OffPolicySampling = "error"
+    by_agent: bool = False
     agent_weights: Mapping[str, float] = field(default_factory=dict)
     stale: StaleMask | None = None
+
+    def is_informative(self, group: list[FinishedRollout]) -> bool:
+        """Return True if the rewards of a group's rollouts, or those of one of its agents, are not all
+        equal."""
+        if not self.by_agent:
+            return self.rewards.is_informative(group)
+        by_agent: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
+        for part in (part for item in group for part in self.split(item)):
+            by_agent[part.group].append(part)
+        return any(map(self.rewards.is_informative, by_agent.values()))
+
+    def split(self, item: FinishedRollout) -> list[FinishedRollout]:
+        """Divide a rollout by its trained agents; one without a reward or a trained call stays whole."""
+        calls = [call for calls in self.split_calls(item) for call in calls]
+        if not self.by_agent or not calls or not self.rewards.scores(item):
+            return [item]
+        return split_by_agent(item, calls)
 
     def oldest_version(self, group: list[FinishedRollout]) -> int | None:
         """Return the oldest version that sampled a token that a group would be trained on; None for no
@@ -190,9 +208,14 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
             and `off_policy_sampling` is "error".
     """
     needs_baseline = rules.baseline_kind == "greedy"
+    lengths = {item.rollout.rollout_id: _count_sampled(item.generations) for item in finished}
+    parts = [rules.split(item) for item in finished]
     counts: Counter[str] = Counter()
-    if rules.rewards.by_agent:
-        finished = [part for item in finished for part in _split(item, rules, counts)]
+    counts["other_agents"] = sum(
+        len(item.generations) - sum(len(part.generations) for part in split)
+        for item, split in zip(finished, parts, strict=True)
+    )
+    finished = [part for split in parts for part in split]
     scorer = _Scorer(rules, rules.rewards.greedy_baselines(finished) if needs_baseline else {}, counts)
     sampled = [item for item in finished if not (needs_baseline and item.rollout.metadata.get(GREEDY))]
     scored = [found for item in sampled if (found := scorer.score(item)) is not None]
@@ -224,10 +247,11 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         unselected_tokens=_count_trained(unselected_rows),
         rows_stale=rows_empty - rows_forced,
         stale_by_length=count_by_length(
-            (item.tokens, _count_trained(item.sampled_rows) - _count_trained(item.rows)) for item in trained
+            (lengths[item.rollout_id], _count_trained(item.sampled_rows) - _count_trained(item.rows))
+            for item in trained
         ),
         trained_by_length=count_by_length(
-            (trained[owner].tokens, row.trained_tokens)
+            (lengths[trained[owner].rollout_id], row.trained_tokens)
             for owner, row in zip(batch.owners, batch.rows, strict=True)
         ),
         ages=describe_ages(rules.stale.version, batch.rows, sampled_rows) if rules.stale else None,
@@ -282,8 +306,9 @@ class _Scorer:
         if is_masked(item):
             sampled = trajectories = replace(sampled, rows=[])
         signal = rules.rewards.signal(item)
-        agent = generations[0].agent if rules.rewards.by_agent else None
+        agent = generations[0].agent if rules.by_agent else None
         return ScoredRollout(
+            rollout_id=item.rollout.rollout_id,
             group=group,
             reward=reward,
             parts=rules.rewards.parts(item),
@@ -298,16 +323,6 @@ class _Scorer:
             agent=agent,
             weight=rules.agent_weights.get(agent or "", 1.0),
         )
-
-
-def _split(item: FinishedRollout, rules: BatchRules, counts: Counter[str]) -> list[FinishedRollout]:
-    """Divide a rollout by its trained agents, and count the calls of the others."""
-    generations, others = rules.split_calls(item)
-    calls = generations + others
-    if not calls:
-        return [item]
-    counts["other_agents"] += len(item.generations) - len(calls)
-    return split_by_agent(item, calls)
 
 
 def _mean_rewards(scored: list[ScoredRollout]) -> dict[str, float]:

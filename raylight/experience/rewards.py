@@ -1,19 +1,18 @@
-"""Rewards of finished rollouts: final and turn rewards, penalties, and the greedy baselines of ReMax."""
+"""Rewards of finished rollouts: final and turn rewards, those of single agents, penalties, and the greedy
+baselines of ReMax."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from raylight.errors import GreedyError, RewardError
-from raylight.experience.agent_credit import split_by_agent
 from raylight.experience.trajectory import CallPosition
-from raylight.semconv import GRADE_SPAN_ID
-from raylight.traces.rewards import get_reward_value
-from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Span
+from raylight.semconv import GRADE_SPAN_ID, REWARD_AGENT
+from raylight.traces.rewards import get_any_rewards, get_reward_value
+from raylight.traces.trained_agents import agents_of_generations
+from raylight.types import GREEDY, GREEDY_BELOW, Attributes, FinishedRollout, Generation, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,68 @@ def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) ->
     return turns
 
 
+def split_by_agent(item: FinishedRollout, calls: Sequence[Generation]) -> list[FinishedRollout]:
+    """Divide a rollout into one part for each agent that called the model, each with its own group.
+
+    A part is then treated as a rollout: its baseline is that of the same agent in the other rollouts of the
+    group, as in https://arxiv.org/abs/2506.24119. An agent that was given a reward
+    (`emit_reward(..., agent=...)`) has its own rewards. The others have the rollout's final reward, and its
+    turn rewards where the last call before them is theirs. Calls of unnamed agents form a part of the
+    rollout's own group.
+
+    Args:
+        item: rollout with spans.
+        calls: its calls to be divided; at least one.
+    """
+    by_agent: dict[str | None, list[Generation]] = {}
+    for call, name in zip(calls, agents_of_generations(calls, item.spans), strict=True):
+        by_agent.setdefault(name, []).append(replace(call, agent=name))
+    by_end = sorted(calls, key=lambda call: call.end_time)
+    earners = {span.span_id: _last_before(span, by_end).key.call_id for span, _ in turn_reward_spans(item)}
+    return [_part_of(item, agent, own, earners) for agent, own in by_agent.items()]
+
+
+def _without(name: str, attributes: Attributes) -> Attributes:
+    return {key: value for key, value in attributes.items() if key != name}
+
+
+def _last_before(span: Span, by_end: Sequence[Generation]) -> Generation:
+    """Return the last call that had ended before a span began, or the first call."""
+    ended = [call for call in by_end if span.start_time is None or call.end_time <= span.start_time]
+    return ended[-1] if ended else by_end[0]
+
+
+def _part_of(
+    item: FinishedRollout, agent: str | None, calls: list[Generation], earners: Mapping[str, str]
+) -> FinishedRollout:
+    """Return an agent's part of a rollout.
+
+    Args:
+        earners: call that earned each turn reward of the rollout, by span id.
+    """
+    if agent is not None:
+        item = replace(item, rollout=item.rollout.model_copy(update={"group_id": f"{item.group}/{agent}"}))
+    own = [
+        span.model_copy(
+            update={"attributes": {k: v for k, v in span.attributes.items() if k != REWARD_AGENT}}
+        )
+        for span in item.spans
+        if agent is not None and span.attributes.get(REWARD_AGENT) == agent and get_any_rewards(span)
+    ]
+    if own:
+        others = [span for span in item.spans if not get_any_rewards(span)]
+        final = {reward.name: reward.value for reward in get_any_rewards(own[-1])}
+        reward = next(iter(final.values()))
+        return FinishedRollout(item.rollout, reward, calls, [*others, *own], final)
+    called = {call.key.call_id for call in calls}
+    kept = [
+        span
+        for span in item.spans
+        if REWARD_AGENT not in span.attributes and earners.get(span.span_id, "") in {"", *called}
+    ]
+    return replace(item, generations=calls, spans=kept)
+
+
 @dataclass(frozen=True)
 class LengthPenalty:
     """Penalty of a rollout that samples too much, https://arxiv.org/abs/2503.14476.
@@ -101,7 +162,6 @@ class RewardRules:
         weights: weights of named rewards that are normalised apart; None: only the final reward counts.
         turn_rewards: also train on rewards emitted before the final one.
         length_penalty: subtracted from the reward; it says nothing about the task.
-        by_agent: rollouts are divided by agent (`agent_credit`) before their rewards are compared.
     """
 
     failure_reward: float | None = None
@@ -109,7 +169,6 @@ class RewardRules:
     weights: Mapping[str, float] | None = None
     turn_rewards: bool = False
     length_penalty: LengthPenalty | None = None
-    by_agent: bool = False
 
     def reward(self, item: FinishedRollout) -> float | None:
         """Return the reward that a rollout is trained with; None leaves it out."""
@@ -125,6 +184,11 @@ class RewardRules:
         if reward is None and item.rollout.status == "succeeded":
             return self.unscored_reward
         return reward
+
+    def scores(self, item: FinishedRollout) -> bool:
+        """Return True if a rollout is trained, whatever its named rewards are."""
+        reward = effective_reward(item, self.failure_reward)
+        return reward is not None or (item.rollout.status == "succeeded" and self.unscored_reward is not None)
 
     def parts(self, item: FinishedRollout) -> tuple[float, ...] | None:
         """Return the named rewards of a rollout; None if only the final reward counts, or to leave it out.
@@ -148,17 +212,13 @@ class RewardRules:
         return tuple(item.rewards[name] for name in self.weights)
 
     def is_informative(self, group: list[FinishedRollout]) -> bool:
-        """Return True if the rewards of a group's rollouts that called the model are not all equal.
-
-        With `by_agent`, the rewards of one agent are compared.
-        """
-        if self.by_agent:
-            group = [part for item in group for part in split_by_agent(item, item.generations)]
-        compared: defaultdict[str, set[Any]] = defaultdict(set)
-        for item in group:
-            if item.generations and (signal := self.signal(item)) is not None:
-                compared[item.group].add(self.parts(item) or self._with_turns(item, signal))
-        return any(len(values) > 1 for values in compared.values())
+        """Return True if the rewards of a group's rollouts that called the model are not all equal."""
+        compared = {
+            self.parts(item) or self._with_turns(item, signal)
+            for item in group
+            if item.generations and (signal := self.signal(item)) is not None
+        }
+        return len(compared) > 1
 
     def greedy_baselines(self, finished: list[FinishedRollout]) -> dict[str, float]:
         """Return the reward of each group's greedy rollout, the baseline of ReMax.

@@ -16,6 +16,7 @@ from raylight.types import Trajectory
 class ScoredRollout:
     """A rollout that may be trained."""
 
+    rollout_id: str
     group: str
     reward: float
     parts: tuple[float, ...] | None

@@ -135,6 +135,8 @@ class SupervisedData:
             for row in itertools.chain(*example.answers):
                 digest.update(row.tokens.tobytes())
                 digest.update(row.mask.tobytes())
+            if example.margin:
+                digest.update(f"{example.margin!r}".encode())
         return {"number": len(self.train), "digest": digest.hexdigest()[:16]}
 
 

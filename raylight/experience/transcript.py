@@ -18,9 +18,10 @@ from raylight.semconv import (
     OPERATION_OUTPUT,
     OUTPUT_MESSAGES,
     PROMPT_SOURCE,
+    REWARD_AGENT,
 )
 from raylight.traces.attributes import agent_of, response_id_of
-from raylight.traces.rewards import get_rewards_from_span
+from raylight.traces.rewards import get_any_rewards
 from raylight.traces.span_tree import SpanTree
 from raylight.traces.trained_agents import AgentFilter
 from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Rollout, Span
@@ -150,8 +151,10 @@ class _Transcript:
             }
             for key in sorted(shown - {OPERATION_NAME}):
                 yield f"    {key.rpartition('operation.')[2]}: {self._value(span.attributes[key])}"
-        elif rewards := get_rewards_from_span(span):
-            yield from (f"    {reward.name}: {reward.value:.4g}" for reward in rewards)
+        elif rewards := get_any_rewards(span):
+            agent = span.attributes.get(REWARD_AGENT)
+            of = f" of {agent}" if agent is not None else ""
+            yield from (f"    {reward.name}{of}: {reward.value:.4g}" for reward in rewards)
             return
         elif span.status.description:
             yield f"    {span.status.description}"

@@ -42,7 +42,9 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
         dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/ranks", 1), rank=0, world_size=1)
         try:
             with disk_errors(output, "Make room, and export again"):
-                _write(states, step, base, learner, output, config["algorithm"].get("name") == "RewardModel")
+                _write(
+                    states, step, base, learner, output, "center_rewards_coefficient" in config["algorithm"]
+                )
         finally:
             dist.destroy_process_group()
 

@@ -367,6 +367,11 @@ class RewardEngine(ValueEngine):
 
     def _build_module(self) -> Any:
         module = super()._build_module()
+        if not isinstance(getattr(module, "score", None), torch.nn.Linear):
+            raise ConfigError(
+                f"{type(module).__name__} has no head of the name `score`, so that it cannot be saved as a "
+                "reward model; choose a model of another architecture, such as Qwen or Llama"
+            )
         module.score.register_parameter("bias", None)
         return module
 

@@ -99,7 +99,8 @@ class CloudSandbox(ExecSandbox):
 
     @abstractmethod
     async def create(self) -> None:
-        """Make the provider's sandbox, over a client if it needs one."""
+        """Make the provider's sandbox and set `_sandbox`, and `_client` if it needs one; `delete` is called
+        only after that."""
 
     @abstractmethod
     async def shell(self, script: str) -> str:

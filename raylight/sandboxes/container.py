@@ -142,6 +142,10 @@ class ToolSandbox(ExecSandbox):
             ) from None
 
 
+OLD_LABELS = 1e9
+"""Starts above this are seconds since 1970, as version 0.3.0 wrote them."""
+
+
 def runner_id(separator: str) -> str:
     """Return the id of this process and its start, in seconds since that of the machine: a clock that is set
     moves all times of the day, `create_time` too."""
@@ -151,13 +155,16 @@ def runner_id(separator: str) -> str:
 def runner_lives(pid: str, start: str) -> bool:
     """Return True if a process of this machine with this `runner_id` is alive."""
     try:
+        if float(start) > OLD_LABELS:
+            return abs(psutil.Process(int(pid)).create_time() - float(start)) < 2
         return abs(_seconds_at_start(int(pid)) - float(start)) < 2
     except (psutil.NoSuchProcess, ValueError):
         return False
 
 
 def _seconds_at_start(pid: int) -> int:
-    return round(psutil.Process(pid).create_time() - psutil.boot_time())
+    boot = psutil.boot_time()  # first: some releases of psutil compute the other from the last one read
+    return round(psutil.Process(pid).create_time() - boot)
 
 
 LABEL = "raylight.runner"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raylight.semconv import INPUT_MESSAGES, OUTPUT_MESSAGES
+from raylight.semconv import AGENT_REWARD, INPUT_MESSAGES, OUTPUT_MESSAGES
 from raylight.store.call_rows import call_versions
 from raylight.store.payloads import decode_payload
 from raylight.store.rows import SPAN, SharedTexts, failure_from_json, step_groups_from_json
@@ -22,9 +22,9 @@ from raylight.types.chat_messages import reasoning_of
 _COLUMNS = (
     "r.position, r.rollout_id, r.status, r.mode, r.group_id, r.start_time, a.attempt_id, a.start_time, "
     "r.end_time, a.failure, (SELECT s.reward FROM spans s WHERE s.attempt_id = a.attempt_id AND s.reward IS "
-    "NOT NULL ORDER BY s.sequence_id DESC LIMIT 1), (SELECT t.tokens FROM sampled t WHERE t.rollout_id = "
-    "r.rollout_id AND t.attempt_id = a.attempt_id), (SELECT COUNT(*) FROM calls c WHERE c.attempt_id = "
-    "a.attempt_id), r.input"
+    f"NOT NULL AND s.name != '{AGENT_REWARD}' ORDER BY s.sequence_id DESC LIMIT 1), "
+    "(SELECT t.tokens FROM sampled t WHERE t.rollout_id = r.rollout_id AND t.attempt_id = a.attempt_id), "
+    "(SELECT COUNT(*) FROM calls c WHERE c.attempt_id = a.attempt_id), r.input"
 )
 _ROLLOUTS = "rollouts r LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.sequence_id = r.n_attempts"
 _FINISHED = ", ".join(f"'{status}'" for status in sorted(FINISHED))

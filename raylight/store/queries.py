@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from raylight.errors import QueryError, UnknownIdError
-from raylight.semconv import GRADE_SPAN_ID
+from raylight.semconv import AGENT_REWARD, GRADE_SPAN_ID
 from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
 from raylight.store.tables.run_clock import SAVED_AT, SECONDS_LIVED
@@ -174,9 +174,9 @@ class Queries:
         rewarded = self._fetch_all(
             f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND span_id = ?", [attempt_id, GRADE_SPAN_ID]
         ) or self._fetch_all(
-            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL ORDER BY sequence_id DESC "
-            "LIMIT 1",
-            [attempt_id],
+            f"SELECT {SPAN} FROM spans WHERE attempt_id = ? AND reward IS NOT NULL AND name != ? "
+            "ORDER BY sequence_id DESC LIMIT 1",
+            [attempt_id, AGENT_REWARD],
         )
         calls = self._fetch_all(
             f"SELECT {CALL} FROM calls WHERE attempt_id = ? AND generation IS NOT NULL ORDER BY start_time, "

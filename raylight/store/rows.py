@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raylight.errors import SpanError, StoreError
+from raylight.semconv import REWARD_AGENT, REWARD_PREFIX
 from raylight.store.payloads import decode_json, decode_payload, encode_payload, json_text
-from raylight.traces.rewards import get_reward_value
+from raylight.traces.rewards import get_any_rewards
 from raylight.types import (
     Attempt,
     AttemptedRollout,
@@ -177,7 +178,8 @@ def span_row(span: Span) -> Row:
     Raises:
         SpanError: the span cannot be stored (see `span_json`).
     """
-    return (*_plain_fields(span), get_reward_value(span), None, span_json(span))
+    rewards = get_any_rewards(span)
+    return (*_plain_fields(span), rewards[0].value if rewards else None, None, span_json(span))
 
 
 def call_span_row(
@@ -213,6 +215,12 @@ def spans_from_rows(rows: Sequence[Row], bases: Sequence[Row] = ()) -> list[Span
 
 
 def _span_from_row(row: Row, body: dict[str, Any]) -> Span:
+    attributes = body.get("attributes", {})
+    if row[REWARD] is None and REWARD_AGENT in attributes:  # it came after the attempt was decided
+        kept = {
+            key: attributes[key] for key in attributes if not key.startswith((REWARD_PREFIX, REWARD_AGENT))
+        }
+        body = body | {"attributes": kept}
     return Span(**dict(zip(SPAN_FIELDS, row, strict=False)), **body)
 
 

@@ -113,6 +113,14 @@ def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
     The list is empty if the span has none, or one of an agent (`emit_reward(..., agent=...)`). Rewards that
     cannot be read are logged and ignored.
     """
+    return [] if REWARD_AGENT in (span.attributes or {}) else get_any_rewards(span)
+
+
+def get_any_rewards(span: SpanLike) -> list[NamedReward]:
+    """Return all rewards of a span, also those of an agent, with the primary one first.
+
+    Rewards that cannot be read are logged and ignored.
+    """
     try:
         return _read_rewards(span)
     except RewardError as error:
@@ -121,7 +129,7 @@ def get_rewards_from_span(span: SpanLike) -> list[NamedReward]:
 
 
 def has_reward(span: SpanLike) -> bool:
-    """Return True if a span has a reward.
+    """Return True if a span has a reward, also one of an agent.
 
     Raises:
         RewardError: the span has the attributes of a reward, and the reward cannot be read.
@@ -131,7 +139,7 @@ def has_reward(span: SpanLike) -> bool:
 
 def _read_rewards(span: SpanLike) -> list[NamedReward]:
     attributes = span.attributes
-    if not attributes or REWARD_AGENT in attributes:
+    if not attributes:
         return []
     keys = [key for key in attributes if key.startswith(_PREFIX)]
     if keys:

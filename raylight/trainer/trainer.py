@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import secrets
 from collections.abc import Sequence
@@ -270,9 +269,12 @@ class Trainer:
         Raises:
             TypeError: the Trainer's algorithm is not a FastAlgorithm.
         """
-        trainer = copy.copy(self)
-        trainer.arguments = self.arguments.model_copy(update={"dev": True})
-        return trainer.fit(agent, train_dataset, val_dataset)
+        arguments = self.arguments
+        self.arguments = arguments.model_copy(update={"dev": True})
+        try:
+            return self.fit(agent, train_dataset, val_dataset)
+        finally:
+            self.arguments = arguments
 
     def evaluate(
         self,

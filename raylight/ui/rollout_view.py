@@ -25,7 +25,7 @@ from raylight.semconv import (
 )
 from raylight.store.overview import group_name, message_text
 from raylight.store.reading import StoreReader
-from raylight.traces.rewards import get_rewards_from_span
+from raylight.traces.rewards import get_any_rewards
 from raylight.types import Attempt, FinishedRollout, Generation, Span
 from raylight.ui.rollout_index import RolloutIndex
 
@@ -276,7 +276,7 @@ def _span(span: Span) -> dict[str, Any]:
 def _kind(span: Span) -> str:
     if DIALECT in span.attributes:
         return "call"
-    if get_rewards_from_span(span):
+    if get_any_rewards(span):
         return "reward"
     if span.status.status_code == "ERROR":
         return "error"

@@ -200,7 +200,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int, agents: 
                 for index in range(len(numbers))
             ]
             groups += added
-            informative += [algorithm.reward_rules.is_informative(group) for group in added]
+            informative += [algorithm.batch_rules(learner).is_informative(group) for group in added]
             taken += len(numbers)
         return [item for group in groups for item in group]
 

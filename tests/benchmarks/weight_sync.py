@@ -6,7 +6,7 @@
     python tests/benchmarks/weight_sync.py --against /tmp/before
 
 Each line is a run of its own, with learners, served replicas, store and coordinator as a training run has
-them, in which `Learners.publish` sends versions and nothing is trained. `full` sends the model,
+them, in which `Publications.publish` sends versions and nothing is trained. `full` sends the model,
 `lora` what the checkout sends for an adapter of rank 8. Seconds exclude the comparison of log-probs after a
 publication: `first` opens connections, `next` is the fastest of the later ones. `blocked` is the shortest
 time from the end of an update until the next one may begin, with the comparison; with `--beside`, the lines

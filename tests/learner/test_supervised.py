@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BambaConfig,
+    GPT2Config,
 )
 
 import raylight as rl
@@ -282,12 +283,14 @@ def test_a_reward_model_learns_to_prefer_a_digit():
     assert found["accuracy"] / found["count"] > 0.9
 
 
-def test_the_scored_token_is_that_of_transformers_if_padding_ends_a_conversation(tmp_path):
+@pytest.mark.parametrize("pads_with", ["the end", "token 0"])
+def test_the_scored_token_is_that_of_transformers_whatever_pads(tmp_path, pads_with):
     """Tokenizers may pad with the token that ends an answer."""
     shutil.copytree(STARTER_MODEL, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
-    tokenizer.pad_token = tokenizer.eos_token
+    first = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.pad_token = tokenizer.eos_token if pads_with == "the end" else first
     tokenizer.save_pretrained(tmp_path / "model")
     data = [{k: [{"role": "assistant", "content": n}] for k, n in (("chosen", "12"), ("rejected", "345"))}]
     algorithm = rl.RewardModel(model=str(tmp_path / "model"), data=data)
@@ -296,7 +299,7 @@ def test_the_scored_token_is_that_of_transformers_if_padding_ends_a_conversation
     model = SupervisedModel(algorithm.model, LearnerConfig(), algorithm.policy_settings(), 1)
     save_model(model.engine, str(tmp_path / "saved"))
     rows = [
-        tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.pad_token_id]
+        tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         for text in ("12", "345")
     ]
     scores = Classifier(str(tmp_path / "saved"), "float32", "cpu", 4096).scores(rows)
@@ -319,6 +322,18 @@ def test_an_architecture_without_reward_models_is_refused(tmp_path):
     BambaConfig(**sizes, vocab_size=16, mamba_n_heads=2, mamba_d_head=8).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="transformers has no reward models of the architecture bamba"):
         build_reward_model(str(tmp_path), LearnerConfig(), SETTINGS["reward"], 1)
+
+
+def test_a_head_of_another_name_and_answers_that_are_cut_off_are_refused(tmp_path):
+    shutil.copytree(STARTER_MODEL, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=300, n_positions=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ConfigError, match="GPT2ForTokenClassification has no head of the name `score`"):
+        build_reward_model(str(tmp_path / "gpt2"), LearnerConfig(), SETTINGS["reward"], 1)
+    with pytest.raises(ConfigError, match="would cut off the answers that a reward model scores"):
+        load_supervised_data(
+            rl.RewardModel(model=STARTER_MODEL, data=[]), STARTER_MODEL, LearnerConfig(long_rows="truncate")
+        )
 
 
 @pytest.mark.slow

@@ -55,7 +55,10 @@ class ConversationScorer:
                 score is not finite.
         """
         async with self._lock:
-            whole = await asyncio.to_thread(lambda: [self._tokens(one) for one in conversations])
+            tokenizer = self._engine.tokenizer
+            whole = await asyncio.to_thread(
+                lambda: [conversation_tokens(tokenizer, x) for x in conversations]
+            )
         limit = self._engine.max_model_len
         assert limit is not None, "an engine of a reward model has a limit"
         chosen = [index for index, ids in enumerate(whole) if truncate or len(ids) <= limit]
@@ -69,20 +72,26 @@ class ConversationScorer:
         found = dict(zip(chosen, scores, strict=True))
         return [ScoredConversation(found.get(index), len(ids)) for index, ids in enumerate(whole)]
 
-    def _tokens(self, conversation: RewardModelInput) -> list[int]:
-        messages = list(map(_for_template, conversation.messages))
-        tokenizer = self._engine.tokenizer
-        try:
-            text = tokenizer.apply_chat_template(messages, tools=conversation.tools, tokenize=False)
-        except Exception as error:  # a template is the model authors' program and may raise anything
-            raise RewardModelError(
-                f"the chat template of the reward model rejects a conversation of {len(messages)} messages: "
-                f"{type(error).__name__}: {error}; change its chat_template, or the messages in a group "
-                "reward of your own"
-            ) from None
-        if not (ids := tokenizer.encode(text, add_special_tokens=False)):
-            raise RewardModelError("the chat template of the reward model shows nothing of a conversation")
-        return ids
+
+def conversation_tokens(tokenizer: Any, conversation: RewardModelInput) -> list[int]:
+    """Return the tokens of a conversation, as the chat template of a reward model shows it.
+
+    Raises:
+        RewardModelError: it has something else than text, or the template rejects it.
+    """
+    messages = list(map(_for_template, conversation.messages))
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=conversation.tools, tokenize=False)
+    except Exception as error:  # a template is the model authors' program and may raise anything
+        raise RewardModelError(
+            f"the chat template of the reward model rejects a conversation of {len(messages)} messages: "
+            f"{type(error).__name__}: {error}; change its chat_template, or the messages in a group "
+            "reward of your own"
+        ) from None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise RewardModelError("the chat template of the reward model shows nothing of a conversation")
+    return ids
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

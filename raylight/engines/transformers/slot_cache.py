@@ -72,6 +72,8 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = (_grow(old, self.window) for old in (self.keys, self.values))
 
     def move(self, source: int, target: int, length: int) -> None:
+        if not self.is_initialized:  # after a pass that failed before this layer
+            return
         self.keys[target, :, :length] = self.keys[source, :, :length]
         self.values[target, :, :length] = self.values[source, :, :length]
 

@@ -270,7 +270,9 @@ class Deployment:
         Ray after the connection was closed."""
         end = time.monotonic() + ABANDON_TIMEOUT_S
         while not self._deploy_lock.acquire(timeout=ABANDON_INTERVAL_S):
-            if time.monotonic() > end or not ray.is_initialized():
+            if not ray.is_initialized():
+                return
+            if time.monotonic() > end:
                 logger.warning("the start of Ray Serve did not end within %g s", ABANDON_TIMEOUT_S)
                 return
             with contextlib.suppress(ValueError, RayError):  # there is no controller yet

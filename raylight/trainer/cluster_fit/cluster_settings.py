@@ -22,6 +22,7 @@ from raylight.trainer.cluster_fit.hardware import (
     count_parameters,
     fit_engine,
     learner_alone,
+    learner_on_cores,
     share_cores,
     workload,
 )
@@ -61,6 +62,8 @@ def fit_supervised(settings: SupervisedRunSettings, facts: ClusterFacts) -> Supe
     training = settings.training
     work = workload(Path(training.model_path), None, None)
     learner = learner_alone(facts.hardware, training.learner, work)
+    parameters = count_parameters(Path(training.model_path)) or 0
+    learner = learner_on_cores(facts.cores, parameters, learner)
     return replace(settings, training=replace(training, learner=learner))
 
 

@@ -173,21 +173,31 @@ def share_cores(
     Learners and engines that take turns use all cores in their turn; if they overlap, they share the cores.
 
     Args:
-        cores: CPUs of all nodes that compute.
+        cores: CPUs of a node, on which all of the processes may be.
         parameters: number of the model's.
         overlaps: engines sample while the learners update.
     """
-    if parameters < THREADED_PARAMETERS:
-        return engine, learner
-    learns = learner.kind == "ranks" and not learner.num_gpus
     samples = engine.kind in ("transformers", "vllm") and not engine.num_gpus
-    ranks, replicas = learner.n * learns, most_workers(engine) * samples
-    both = (ranks + replicas) * overlaps
-    if learns and "num_cpus" not in learner.model_fields_set:
-        learner = _with_defaults(learner, num_threads=max(cores // (both or ranks), 1))
-    if samples and "num_cpus" not in engine.model_fields_set:
-        engine = _with_defaults(engine, num_threads=max(cores // (both or replicas), 1))
+    replicas = most_workers(engine) * samples
+    ranks = learner.n * (learner.kind == "ranks" and not learner.num_gpus)
+    learner = learner_on_cores(cores, parameters, learner, replicas * overlaps)
+    if samples and parameters >= THREADED_PARAMETERS and "num_cpus" not in engine.model_fields_set:
+        engine = _with_defaults(engine, num_threads=max(cores // (replicas + ranks * overlaps), 1))
     return engine, learner
+
+
+def learner_on_cores(cores: int, parameters: int, learner: LearnerConfig, others: int = 0) -> LearnerConfig:
+    """Return the settings of learners with the threads of each rank that computes on CPUs.
+
+    Args:
+        cores, parameters: as for `share_cores`.
+        others: processes that compute at the same time.
+    """
+    if learner.kind != "ranks" or learner.num_gpus or parameters < THREADED_PARAMETERS:
+        return learner
+    if "num_cpus" in learner.model_fields_set:
+        return learner
+    return _with_defaults(learner, num_threads=max(cores // (learner.n + others), 1))
 
 
 def _assign_gpus(
@@ -326,9 +336,11 @@ class ClusterFacts:
 
     @cached_property
     def cores(self) -> int:
-        """CPUs that compute. A local cluster has more in Ray than the machine, so that small ones suffice."""
-        cores = int(self.resources.get("CPU", 0))
-        return min(cores, available_cpus()) if len(ray.nodes()) == 1 else cores
+        """CPUs of the smallest node that has some, on which a process may run. A local cluster has more in
+        Ray than the machine."""
+        nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        cores = int(min(filter(None, nodes), default=0))
+        return min(cores, available_cpus()) if len(nodes) == 1 else cores
 
     @cached_property
     def hardware(self) -> Hardware:

@@ -152,9 +152,7 @@ class SessionGroups(TrainingGroups):
         return len(self._overdue) > self._most_overdue and next(iter(self._overdue)) == group
 
     def _oldest_version(self, rollouts: list[FinishedRollout]) -> int | None:
-        training = self._run.training
-        rules = self._algorithm.batch_rules(training.learner, training.trained_agents)
-        return rules.oldest_version(rollouts)
+        return self._rules().oldest_version(rollouts)
 
     def _drop_reason(self, finished: FinishedGroup) -> str | None:
         if finished.oldest_version is not None:

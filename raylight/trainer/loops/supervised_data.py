@@ -10,6 +10,7 @@ from typing import Any
 
 from raylight.algorithms.supervised import SFT, RewardModel, SupervisedAlgorithm
 from raylight.config import LearnerConfig
+from raylight.engines.reward_model.scorer import conversation_tokens
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.demonstrations import Demonstration, demonstration_rows, render_demonstration
 from raylight.experience.rollout_selection import RolloutSelection
@@ -23,6 +24,7 @@ from raylight.experience.supervised_batches import (
 )
 from raylight.experience.supervised_settings import PairSettings
 from raylight.rewards.group import GroupRollout
+from raylight.rewards.scoring_model import RewardModelInput
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import StoredRollouts
 from raylight.trainer.spec.run_file import read_data
@@ -58,6 +60,11 @@ def load_supervised_data(
     from transformers import AutoTokenizer
 
     _check_read(algorithm)
+    if isinstance(algorithm, RewardModel) and learner.long_rows == "truncate":
+        raise ConfigError(
+            "learner.long_rows='truncate' would cut off the answers that a reward model scores; choose "
+            "'drop', or raise learner.max_row_tokens"
+        )
     reader = _ExampleReader(algorithm, AutoTokenizer.from_pretrained(model_path), learner)
     train = reader.read(algorithm.data, "data")
     held_out = [] if algorithm.val_data is None else reader.read(algorithm.val_data, "val_data")
@@ -150,12 +157,18 @@ class _ExampleReader:
         if self._is_scored:
             text = render_demonstration(self._tokenizer, demonstration, source)
             tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-            padding = getattr(self._tokenizer, "pad_token_id", None) or self._tokenizer.eos_token_id
-            while len(tokens) > 1 and tokens[-1] == padding:  # transformers scores the token before
-                tokens.pop()
-            return (LearnedRow.scored(tokens),)
+            return (self._scored(tokens),)
         rows = demonstration_rows(self._tokenizer, demonstration, source)
         return tuple(map(LearnedRow.from_demonstration, rows))
+
+    def _scored(self, tokens: list[int]) -> LearnedRow:
+        """Return a row with the token whose score transformers returns: the last one that is no padding."""
+        padding = getattr(self._tokenizer, "pad_token_id", None)
+        if padding is None:  # verl then pads with the other, which the saved configuration names
+            padding = self._tokenizer.eos_token_id
+        while len(tokens) > 1 and tokens[-1] == padding:
+            tokens.pop()
+        return LearnedRow.scored(tokens)
 
     def _from_store(self, source: Any, name: str) -> Iterator[Example]:
         """Yield the examples of a run, with the tokens that its engine recorded."""
@@ -230,11 +243,11 @@ class _ExampleReader:
 
     def _recorded_rows(self, finished: FinishedRollout, rules: RowRules) -> tuple[LearnedRow, ...]:
         if self._is_scored:
-            rollout, source = GroupRollout(finished), finished.rollout.rollout_id
+            rollout = GroupRollout(finished)
             if not rollout.messages:
                 return ()
-            conversation = {"messages": rollout.messages, "tools": rollout.tools}
-            return self._encode(Demonstration.parse(conversation, source), source)
+            conversation = RewardModelInput(rollout.messages, rollout.tools)
+            return (self._scored(conversation_tokens(self._tokenizer, conversation)),)
         rows = learned_rows(finished, rules)
         vocabulary = len(self._tokenizer)
         if any(int(row.token_ids.max()) >= vocabulary for row in rows):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from raylight._utils.aio import BroadcastCondition, cancel_all, task_group
+from raylight.experience.batch import BatchRules
 from raylight.tasks.task_set import Draw, TaskSet
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, wait_for_rollouts
@@ -295,7 +296,7 @@ class TrainingGroups:
         rollouts = await self._rollouts.grade(await self._until_decided(group, ids, show))
         finished = FinishedGroup(
             rollouts,
-            group not in self._had_replacement and self._algorithm.reward_rules.is_informative(rollouts),
+            group not in self._had_replacement and self._rules().is_informative(rollouts),
             self._oldest_version(rollouts),
         )
         del self._waiting[group]
@@ -314,9 +315,11 @@ class TrainingGroups:
     def _oldest_version(self, rollouts: list[FinishedRollout]) -> int | None:
         """Return the version of the oldest token of a group that would be trained; None for no token, or if
         groups are not dropped."""
-        algorithm, training = self._algorithm, self._run.training
-        rules = algorithm.batch_rules(training.learner, training.trained_agents)
-        return rules.oldest_version(rollouts) if algorithm.stale == "drop" else None
+        return self._rules().oldest_version(rollouts) if self._algorithm.stale == "drop" else None
+
+    def _rules(self) -> BatchRules:
+        training = self._run.training
+        return self._algorithm.batch_rules(training.learner, training.trained_agents)
 
     # training steps
 

@@ -15,7 +15,7 @@ from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, RewardError
 from raylight.experience.batch import BatchReport, TrainBatch, build_batch
 from raylight.experience.ledger import Ledger
-from raylight.traces.rewards import find_final_reward, has_reward
+from raylight.traces.rewards import find_final_reward, has_reward, is_reward_span
 from raylight.types import Failure, FinishedRollout, RolloutTokens, Span, TokenTotals
 
 
@@ -88,7 +88,8 @@ def test_an_agent_without_a_reward_and_unnamed_calls_have_the_rollouts() -> None
 
 def test_a_reward_of_an_agent_is_not_the_rollouts() -> None:
     span = emitted(1.0, "planner")
-    assert not has_reward(span)
+    assert has_reward(span)  # of the kinds of spans that are not dropped
+    assert not is_reward_span(span)
     assert find_final_reward([emitted(0.25), span]) == 0.25
     batch, _ = build_batch(
         [play(["planner"], 0.5, span), play(["planner"], 0.0, span)],
@@ -105,13 +106,50 @@ def test_rewards_of_turns_belong_to_the_agents_calls() -> None:
     assert [(turn.value, turn.rollout) for turn in batch.turn_rewards] == [(0.25, 0)]
 
 
+def test_turn_rewards_of_the_rollout_go_to_the_agent_that_earned_them() -> None:
+    """Agents without rewards share the final one only."""
+    spans = [emitted(0.25, at=1.5), emitted(0.5, at=2.5), emitted(1.0, at=9.0)]
+    items = [play(["a", "b", "a"], 1.0, *spans), play(["a", "b", "a"], 0.0)]
+    batch, _ = build(items, turn_rewards=True)
+    assert batch.rewards == [1.0, 1.0, 0.0, 0.0]
+    assert [(turn.value, turn.rollout) for turn in batch.turn_rewards] == [(0.25, 0), (0.5, 1)]
+
+
+def test_a_reward_that_cannot_be_read_is_no_reward() -> None:
+    bad = emitted(1.0, "a")
+    bad.attributes["agentlightning.reward.0.value"] = float("nan")
+    plain = emitted(1.0)
+    plain.attributes["agentlightning.reward.0.value"] = float("nan")
+    failure = Failure(kind="reward", error="RewardError: nan")
+    items = [play(["a"], 0.5, emitted(0.75, "a"), bad), play(["a"], 0.0, bad)]
+    batch, report = build([*items, play(["a"], None, plain, emitted(1.0, "a"), failure=failure)])
+    assert (batch.rewards, report.failed) == ([0.75, 0.0], 1)
+
+
+def test_a_rollout_without_a_reward_of_its_own_is_not_trained() -> None:
+    items = [play(["a"], None, emitted(value, "a")) for value in (0.0, 1.0)]
+    batch, report = build(items)
+    assert (batch.rewards, report.unscored) == ([], 2)
+    assert not rl.GRPO(model="m", credit="agent").batch_rules(LearnerConfig()).is_informative(items)
+
+
+def test_tokens_are_counted_by_the_length_of_the_whole_rollout() -> None:
+    items = [play(["a", "b"] * 5, reward) for reward in (0.0, 1.0)]
+    _, report = build(items)
+    assert sum(report.trained_by_length.values()) == report.trained_tokens == 40
+    whole = build_batch(items, rl.GRPO(model="m").batch_rules(LearnerConfig()))[1]
+    assert report.trained_by_length == whole.trained_by_length
+
+
 def test_a_group_is_informative_if_an_agents_rewards_differ() -> None:
-    rules = rl.GRPO(model="m", credit="agent").reward_rules
+    rules = rl.GRPO(model="m", credit="agent").batch_rules(LearnerConfig())
     differing = [play(["a", "b"], 1.0, emitted(value, "a")) for value in (0.0, 1.0)]
     assert rules.is_informative(differing)
     swapped = [play(["a", "b"], 1.0, emitted(0.0, "a"), emitted(1.0, "b")) for _ in range(2)]
     assert not rules.is_informative(swapped)
-    assert not rl.GRPO(model="m").reward_rules.is_informative(differing)
+    assert not rl.GRPO(model="m").batch_rules(LearnerConfig()).is_informative(differing)
+    others = rl.GRPO(model="m", credit="agent").batch_rules(LearnerConfig(), "^b$")
+    assert not others.is_informative(differing)
 
 
 def test_weights_and_named_rewards_of_agents() -> None:
@@ -154,7 +192,7 @@ def test_a_failed_agent_gives_all_parts_the_failure_reward() -> None:
     batch, report = build([failed, play(["a", "b"], 1.0)], failure_reward=-1.0)
     assert batch.rewards == [-1.0, -1.0, 1.0, 1.0]
     batch, report = build([failed, play(["a"], 1.0), play(["a"], 0.0)])
-    assert (batch.rewards, report.failed) == ([1.0, 0.0], 2)
+    assert (batch.rewards, report.failed) == ([1.0, 0.0], 1)
 
 
 @given(

@@ -38,6 +38,8 @@ def test_the_answers_of_a_pair_follow_each_other_in_the_batch():
     pair = Example("p", ((row(2, 1), row(3, 1)), (row(2, 2),)))
     batch = build_supervised_batch([pair, replace(pair, margin=0.5)])
     assert batch.rewards == [0.0, 0.0, 0.5, 0.0]
+    prints = [SupervisedData([replace(pair, margin=margin)]).fingerprint() for margin in (0.0, 0.5)]
+    assert prints[0] != prints[1]
     assert batch.groups == ["0", "0", "1", "1"]
     assert batch.owners == [0, 0, 1, 2, 2, 3]
     assert [len(each.token_ids) for each in batch.rows] == [3, 4, 4, 3, 4, 4]

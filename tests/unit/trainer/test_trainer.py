@@ -511,6 +511,13 @@ def test_dev_runs_a_fast_algorithm_and_the_baseline_if_there_is_none(planned_run
     ]
 
 
+def test_dev_gives_the_algorithm_this_trainer(planned_runs: list[Any]) -> None:
+    trainer = Trainer(algorithm=(fast := Fast()))
+    with pytest.raises(ReachedRay):
+        trainer.dev(plain, [1])
+    assert fast.get_trainer() is trainer
+
+
 async def test_train_does_what_dev_does_too(planned_runs: list[Any]) -> None:
     with pytest.raises(ReachedRay):
         await Trainer(dev=True).train(plain, [1])

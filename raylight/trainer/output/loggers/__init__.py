@@ -9,11 +9,19 @@ A subclass of `Tracker` is called in a thread of its own, so that a slow one del
 raises is reported once and does not end the run.
 """
 
-from raylight.trainer.output.loggers.protocol import Display, MetricLogger, Metrics, SampledRollout
+from raylight.trainer.output.loggers.protocol import (
+    VAL_STEP,
+    Display,
+    MetricLogger,
+    Metrics,
+    SampledRollout,
+    evaluated_step,
+)
 from raylight.trainer.output.loggers.run_files import ConsoleLogger, JsonlLogger, PlotLogger
 from raylight.trainer.output.loggers.tracker import Tracker
 
 __all__ = [
+    "VAL_STEP",
     "ConsoleLogger",
     "Display",
     "JsonlLogger",
@@ -22,4 +30,5 @@ __all__ = [
     "PlotLogger",
     "SampledRollout",
     "Tracker",
+    "evaluated_step",
 ]

@@ -15,9 +15,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import Link, StatusCode
 from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, reward_of, span_of
 
+from raylight.agent.emit import emit_reward
 from raylight.errors import SpanError, UnknownIdError
-from raylight.semconv import reward_attributes
-from raylight.types import Event, OtelResource, Span, SpanContext, TraceStatus
+from raylight.semconv import REWARD_AGENT, reward_attributes
+from raylight.traces.rewards import NamedReward, get_any_rewards
+from raylight.types import AttemptedRollout, Event, OtelResource, Span, SpanContext, TraceStatus
 from raylight.types import Link as SpanLink
 
 
@@ -394,3 +396,25 @@ async def test_a_span_that_comes_before_the_end_is_not_late(box: Box) -> None:
     await box.store.add_span(reward_of(unresponsive, 0.5))
     assert (await box.store.collect([unresponsive.rollout_id]))[0].reward == 0.5
     assert await box.count("spans_late") == 0
+
+
+async def test_rewards_of_agents_are_not_the_rollouts_and_do_not_come_late() -> None:
+    def reward(rollout: AttemptedRollout, value: float, agent: str | None = None) -> Span:
+        core = emit_reward(value, agent=agent, propagate=False)
+        own = Span.from_core_fields(core)
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": rollout.attempt.attempt_id}
+        return own.model_copy(update=ids)
+
+    async with open_box() as box:
+        rollout = await box.store.start_rollout("task")
+        await box.store.add_many_spans([reward(rollout, 0.5), reward(rollout, 1.0, "planner")])
+        await box.store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+        await box.store.add_span(reward(rollout, 9.0, "planner"))
+        (found,) = await box.store.collect([rollout.rollout_id], with_spans=True)
+        assert (found.reward, found.rewards) == (0.5, {"primary": 0.5})
+        assert [get_any_rewards(span)[:1] for span in found.spans] == [
+            [NamedReward(name="primary", value=0.5)],
+            [NamedReward(name="primary", value=1.0)],
+            [],
+        ]
+        assert REWARD_AGENT not in found.spans[-1].attributes

@@ -13,6 +13,7 @@ import pytest
 from training_world import STEPS, FakeRun, World, live, weights_of
 
 from raylight.experience.checkpoints import TrainingStates
+from raylight.store.client import StoreClient
 
 SETTINGS: dict[str, Any] = {"max_staleness": 2, "best": "val/reward"}
 
@@ -78,15 +79,19 @@ def test_an_evaluation_leaves_half_of_the_runners_to_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, most = Counter[str](), Counter[str]()
-    run_agent = FakeRun._run_agent
+    run_agent, finish_attempt = FakeRun._run_agent, StoreClient.finish_attempt
 
-    async def count(self: FakeRun, rollout: Any) -> None:
+    async def begin(self: FakeRun, rollout: Any) -> None:
         running[rollout.mode] += 1
         most[rollout.mode] = max(most[rollout.mode], running[rollout.mode])
         await run_agent(self, rollout)
-        running[rollout.mode] -= 1
 
-    monkeypatch.setattr(FakeRun, "_run_agent", count)
+    async def end(self: StoreClient, rollout: Any, *args: Any, **options: Any) -> Any:
+        running[rollout.mode] -= 1  # the next one may begin as soon as the store knows of the end
+        return await finish_attempt(self, rollout, *args, **options)
+
+    monkeypatch.setattr(FakeRun, "_run_agent", begin)
+    monkeypatch.setattr(StoreClient, "finish_attempt", end)
     world = world_of(tmp_path / "a")
     world.val_tasks, world.slots = 21, 16
     rows = asyncio.run(live(world, **SETTINGS, val_samples=2))
