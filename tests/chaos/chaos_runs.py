@@ -154,7 +154,7 @@ SERIES: dict[str, list[Fault]] = {
         *(Fault(t, "random") for t in ("HAProxy", "replica", "coordinator", "learner", "runner", "store")),
         Fault("driver", "random", error=""),
     ],
-    # those of CI
+    # several parts in a run of CI, and full buffers
     "parts": [
         *_kill("HAProxy", "rollouts"),
         *_kill("replica", "rollouts"),
@@ -214,5 +214,5 @@ RUNS = {
 }
 """All runs: synchronous ones, and, with the prefixes wait-, mask- and drop-, asynchronous ones with this
 `stale` and a `max_staleness` of 2."""
-CI = ("parts", "wait-buffer")
-"""Runs that CI takes."""
+CI = (("parts", "wait-buffer"), ("learner", "wait-disk"), ("runner", "store"))
+"""Pairs of runs of which CI takes one in turn. Each pair takes two to four minutes on two quiet cores."""

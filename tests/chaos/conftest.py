@@ -7,15 +7,18 @@ from chaos_table import format_table
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos", "runs under faults, of tests/chaos; -k NAME selects some")
-    group.addoption("--ci-faults", action="store_true", help=f"take only the runs {', '.join(CI)}")
+    group.addoption(
+        "--ci-faults", metavar="HASH", help="take only a pair of runs, selected by this commit hash"
+    )
     group.addoption("--alone", action="store_true", help="inject each fault in a run of its own")
     group.addoption("--chaos-seed", default="0", help="seed of the moments of faults at random moments")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--ci-faults"):
+    if not (commit := config.getoption("--ci-faults")):
         return
-    kept = [item for item in items if any(item.name == f"test_run[{name}]" for name in CI)]
+    pair = CI[int(commit, 16) % len(CI)]
+    kept = [item for item in items if item.name in {f"test_run[{name}]" for name in pair}]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
