@@ -229,7 +229,9 @@ def test_an_agent_that_lowers_the_limits_of_its_runner_ruins_no_other_rollout(
     errors = {item.rollout.attempt.failure.error for item in done.results[:4]}  # type: ignore[union-attr]
     assert errors == {"MemoryError:"}
     counts = done.summary["counts"]  # type: ignore[attr-defined]
-    assert (counts["runners_lost"], counts["runners_replaced"]) == (0, 4 if for_good else 0)
+    assert counts["runners_lost"] == 0
+    # a soft limit can be lifted again, if the runner has memory for it
+    assert counts["runners_replaced"] in ([4] if for_good else range(5))
 
 
 @pytest.mark.slow

@@ -95,7 +95,10 @@ def check_run(folder: Path) -> None:
 def test_the_model_is_trained_on_sessions(learning: Learning) -> None:
     learning.outside.play_until(learning.reached(3))
     rows = learning.rows()
-    assert [row["weights/version"] for row in rows[:3]] == [1, 2, 3]
+    # a step without signal changes no weights
+    versions = [row["weights/version"] for row in rows if "weights/version" in row]
+    assert versions == list(range(1, len(versions) + 1))
+    assert versions
     for row in rows:
         assert row["ledger/unaccounted"] == 0
         assert (row["train/rollouts"], row["async/staleness_max"]) == (
