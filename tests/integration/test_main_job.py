@@ -125,7 +125,7 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
         try:
             eventually(lambda: "step 1/" in log.read_text(), 90, "the first step")
             run.send_signal(number)
-            assert run.wait(30) == code
+            assert run.wait(120) == code
         finally:
             run.kill()
     assert "Traceback" not in log.read_text()
