@@ -101,10 +101,10 @@ class BatchRules(RowRules):
 
     def split(self, item: FinishedRollout) -> list[FinishedRollout]:
         """Divide a rollout by its trained agents; one without a reward or a trained call stays whole."""
-        calls = [call for calls in self.split_calls(item) for call in calls]
-        if not self.by_agent or not calls or not self.rewards.scores(item):
+        if not self.by_agent or self.rewards.final_reward(item) is None:
             return [item]
-        return split_by_agent(item, calls)
+        calls = [call for calls in self.split_calls(item) for call in calls]
+        return split_by_agent(item, calls) if calls else [item]
 
     def oldest_version(self, group: list[FinishedRollout]) -> int | None:
         """Return the oldest version that sampled a token that a group would be trained on; None for no

@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from raylight.errors import GreedyError, RewardError
 from raylight.experience.trajectory import CallPosition
 from raylight.semconv import GRADE_SPAN_ID, REWARD_AGENT
 from raylight.traces.rewards import get_any_rewards, get_reward_value
 from raylight.traces.trained_agents import agents_of_generations
-from raylight.types import GREEDY, GREEDY_BELOW, Attributes, FinishedRollout, Generation, Span
+from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Generation, Span
+
+Call = TypeVar("Call", CallPosition, Generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,7 @@ def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) ->
     by_end = sorted(calls, key=lambda call: call.end_time)
     turns = []
     for span, value in turn_reward_spans(item):
-        ended = [call for call in by_end if span.start_time is None or call.end_time <= span.start_time]
-        call = ended[-1] if ended else by_end[0]
+        call = _last_before(span, by_end)
         turns.append(TurnReward(value, 0, call.row, call.last_token))
     return turns
 
@@ -92,12 +94,12 @@ def split_by_agent(item: FinishedRollout, calls: Sequence[Generation]) -> list[F
     return [_part_of(item, agent, own, earners) for agent, own in by_agent.items()]
 
 
-def _without(name: str, attributes: Attributes) -> Attributes:
-    return {key: value for key, value in attributes.items() if key != name}
+def _last_before(span: Span, by_end: Sequence[Call]) -> Call:
+    """Return the last call that had ended before a span began, or the first call.
 
-
-def _last_before(span: Span, by_end: Sequence[Generation]) -> Generation:
-    """Return the last call that had ended before a span began, or the first call."""
+    Args:
+        by_end: calls in the order of their ends.
+    """
     ended = [call for call in by_end if span.start_time is None or call.end_time <= span.start_time]
     return ended[-1] if ended else by_end[0]
 
@@ -180,15 +182,14 @@ class RewardRules:
         """Return the reward by which the rollouts of a group are compared; None leaves the rollout out."""
         if (parts := self.parts(item)) is not None and self.weights is not None:
             return math.fsum(w * part for w, part in zip(self.weights.values(), parts, strict=True))
+        return self.final_reward(item)
+
+    def final_reward(self, item: FinishedRollout) -> float | None:
+        """Return the final reward of a rollout, whatever its named rewards are; None leaves it out."""
         reward = effective_reward(item, self.failure_reward)
         if reward is None and item.rollout.status == "succeeded":
             return self.unscored_reward
         return reward
-
-    def scores(self, item: FinishedRollout) -> bool:
-        """Return True if a rollout is trained, whatever its named rewards are."""
-        reward = effective_reward(item, self.failure_reward)
-        return reward is not None or (item.rollout.status == "succeeded" and self.unscored_reward is not None)
 
     def parts(self, item: FinishedRollout) -> tuple[float, ...] | None:
         """Return the named rewards of a rollout; None if only the final reward counts, or to leave it out.
