@@ -70,9 +70,13 @@ def build_model(model_type: str, folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def build_qwen3_5(folder: Path, model_type: str = "qwen3_5") -> str:
+def build_qwen3_5(folder: Path, model_type: str = "qwen3_5", **text: Any) -> str:
     """Save a tiny Qwen 3.5 in the form of its published checkpoints, with a vision part and the layers that
-    predict further tokens; return its folder."""
+    predict further tokens; return its folder.
+
+    Args:
+        text: other settings of the text part.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
@@ -85,8 +89,9 @@ def build_qwen3_5(folder: Path, model_type: str = "qwen3_5") -> str:
     }
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
     experts = SHARED if model_type == "qwen3_5_moe" else {}
+    text = SMALL | linear | experts | text
     config = AutoConfig.for_model(
-        model_type, text_config=SMALL | linear | experts, vision_config=vision, tie_word_embeddings=False
+        model_type, text_config=text, vision_config=vision, tie_word_embeddings=False
     )
     model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

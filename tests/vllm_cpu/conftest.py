@@ -115,7 +115,7 @@ async def small_bench(model_path: str) -> AsyncIterator[Bench]:
 
 
 @contextlib.asynccontextmanager
-async def open_bench(model_path: str, slots: int = 64) -> AsyncIterator[Bench]:
+async def open_bench(model_path: str, slots: int = 64, dtype: str = "float32") -> AsyncIterator[Bench]:
     """Run an engine until the block ends."""
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -129,7 +129,7 @@ async def open_bench(model_path: str, slots: int = 64) -> AsyncIterator[Bench]:
     options = vllm_args(
         model_path,
         {"lora_target_modules": ["q_proj", "v_proj", "down_proj"]},
-        dtype="float32",
+        dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
         max_concurrent=slots,
         max_waiting=100,

@@ -173,6 +173,10 @@ async def test_an_incompatible_adapter_is_rejected(bench: Any, tmp_path: Path) -
         await bench.engine.load_adapter(
             "learner", 31, LoraAdapter(adapter.config | {"use_dora": True}, adapter.weights)
         )
+    renamed = {name.replace("model.layers", "model.other.layers"): w for name, w in adapter.weights.items()}
+    with pytest.raises(WeightSyncError, match=r"vLLM's model lacks: model.other.layers.*\(\d+ in all\)"):
+        await bench.engine.load_adapter("learner", 31, LoraAdapter(adapter.config, renamed))
+    assert len(await bench.engine._client.list_loras()) == 1
     with pytest.raises(WeightSyncError, match="no adapter 'other'"):
         await bench.engine.logprobs([1, 2], "other")
     await ask(bench, 4, "learner")

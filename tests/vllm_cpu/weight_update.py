@@ -1,7 +1,7 @@
-"""Updates a model in vLLM: python weight_update.py MODEL prints differences of log-probs as JSON.
+"""Updates a model in vLLM: python weight_update.py MODEL [float32|bfloat16] prints differences as JSON.
 
-The differences are those to plain transformers: of the loaded weights, of old weights after the learner's
-changed, and of the weights after an update.
+The differences are log-probs' to those of plain transformers: of the loaded weights, of old weights after the
+learner's changed, and of the weights after an update.
 """
 
 import json
@@ -32,10 +32,11 @@ def difference(engine: Any, model: Any, ids: list[int]) -> float:
     return float((torch.tensor(found) - expected).abs().max())
 
 
-def main(path: str) -> None:
-    from transformers import AutoModelForCausalLM
+def main(path: str, dtype: str = "float32") -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
     from vllm import LLM
 
+    from raylight.engines.vllm.args import has_text_part
     from raylight.engines.vllm.update_repairs import load_tied_output, repair_expert_updates
     from raylight.weights.source import WeightSource
 
@@ -43,8 +44,9 @@ def main(path: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = LLM(
         path,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
+        language_model_only=has_text_part(AutoConfig.from_pretrained(path)),
         max_model_len=128,
         max_num_seqs=4,
         enable_prefix_caching=False,
@@ -59,11 +61,11 @@ def main(path: str) -> None:
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.02)
     old = difference(engine, model, ids)
-    runner.reload_weights(weights_iterator=iter(WeightSource(model, torch.float32)))
+    runner.reload_weights(weights_iterator=iter(WeightSource(model, getattr(torch, dtype))))
     print(json.dumps({"loaded": loaded, "old": old, "updated": difference(engine, model, ids)}), flush=True)
     os._exit(0)  # vLLM's threads would delay the end
 
 
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -13,6 +13,9 @@ from pathlib import Path
 from raylight.engines.protocol import LoraAdapter
 
 PREFIX = "raylight-adapters-"
+MODEL, TEXT_PART = "base_model.model.model.", "base_model.model.model.language_model."
+"""Beginning of the layers' names in peft's format, of a text model and of the text part of a published
+checkpoint with a vision part."""
 LOCK = "lock"
 """File in the folder of a process that it keeps locked while it lives."""
 
@@ -31,20 +34,25 @@ class AdapterFiles:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._folder = new.rename(new.with_name(new.name.removeprefix("new-")))  # locked from the beginning
 
-    def write(self, adapter: LoraAdapter) -> Path:
+    def write(self, adapter: LoraAdapter, prefix: str = MODEL) -> Path:
         """Write an adapter to a new folder, in peft's format.
 
         vLLM reads it again after evicting the adapter from memory.
+
+        Args:
+            prefix: beginning of the layers' names in the file, in place of `MODEL`.
         """
         import torch
         from safetensors.torch import save_file
 
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
-        save_file(
-            {name: torch.as_tensor(array).contiguous() for name, array in adapter.weights.items()},
-            folder / "adapter_model.safetensors",
-        )
+        weights = {
+            prefix + name.removeprefix(MODEL) if name.startswith(MODEL) else name: array
+            for name, array in adapter.weights.items()
+        }
+        tensors = {name: torch.as_tensor(array).contiguous() for name, array in weights.items()}
+        save_file(tensors, folder / "adapter_model.safetensors")
         return folder
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.lora.request import LoRARequest
 
 from raylight.engines.protocol import LoraAdapter, UpdateMode
-from raylight.engines.vllm.adapter_files import AdapterFiles
+from raylight.engines.vllm.adapter_files import MODEL, TEXT_PART, AdapterFiles
+from raylight.engines.vllm.args import has_text_part
 from raylight.engines.vllm.capture import Capture
 from raylight.errors import WeightSyncError
 
@@ -58,6 +59,7 @@ class VllmAdapters:
         self._client, self._capture, self._files = client, capture, AdapterFiles()
         self._loaded: dict[int, AdapterVersion] = {}
         self._last_version: dict[str, int] = {}
+        self._prefix = TEXT_PART if has_text_part(client.vllm_config.model_config.hf_config) else MODEL
         self._ids = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
         self._generate, client.generate = client.generate, self._tracked_generate
@@ -76,13 +78,20 @@ class VllmAdapters:
             raise WeightSyncError(
                 f"adapter {name!r}: version {version} is not newer than {last}; versions are never reused"
             )
-        folder = await asyncio.to_thread(self._files.write, adapter)
+        folder = await asyncio.to_thread(self._files.write, adapter, self._prefix)
         request = LoRARequest(f"{name}@{version}", next(self._ids), str(folder))
         try:
             await self._client.add_lora(request)
         except Exception as error:  # vLLM raises a plain Exception for an adapter that does not fit
             shutil.rmtree(folder)
             raise WeightSyncError(f"vLLM rejected adapter {name!r}: {_last_line(error)}") from None
+        if unused := await self._unused_layers(request.lora_int_id):
+            await self._client.remove_lora(request.lora_int_id)
+            shutil.rmtree(folder)
+            raise WeightSyncError(
+                f"adapter {name!r} has layers that vLLM's model lacks: {', '.join(unused[:3])} "
+                f"({len(unused)} in all)"
+            )
         self._last_version[name] = self._capture.adapter_versions[request.lora_int_id] = version
         self._loaded[request.lora_int_id] = AdapterVersion(request, version, folder)
         previous = self.served.get(name)
@@ -111,6 +120,11 @@ class VllmAdapters:
     def close(self) -> None:
         """Delete the files of all versions."""
         self._files.close()
+
+    async def _unused_layers(self, adapter: int) -> list[str]:
+        """Return the layers of a loaded adapter that no worker's model has; vLLM ignores them silently."""
+        found = await self._client.collective_rpc("raylight_unused_adapter_layers", args=(adapter,))
+        return sorted(set.intersection(*map(set, found)))
 
     async def _retire(self, loaded: AdapterVersion, mode: UpdateMode) -> None:
         """Remove a version once its requests have ended: under "keep" later, else before this returns."""

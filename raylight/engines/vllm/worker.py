@@ -65,6 +65,16 @@ class WorkerExtension:
         PromptTemperatures(self.model_runner)
         return True
 
+    def raylight_unused_adapter_layers(self, adapter: int) -> list[str]:
+        """Return the layers of a loaded adapter that fit no layer of the model, which vLLM ignores.
+
+        Args:
+            adapter: vLLM's number of the adapter.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        names = manager.get_adapter(adapter).loras
+        return sorted(name for name in names if name.removesuffix(".base_layer") not in manager.modules)
+
 
 def _end_with(replica: int, replica_pid: int, core_pid: int) -> None:
     """Wait for a replica's end, and kill its engine core and this process.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raylight.engines.protocol import LoraAdapter
-from raylight.engines.vllm.adapter_files import AdapterFiles
+from raylight.engines.vllm.adapter_files import TEXT_PART, AdapterFiles
 
 ADAPTER = LoraAdapter({"r": 4}, {"a.lora_A.weight": np.ones((4, 2), dtype=np.float32)})
 KILLED = """
@@ -40,6 +40,22 @@ def test_each_adapter_has_a_folder_in_pefts_format(tmp_path: Path, monkeypatch: 
     files.close()
     other.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_layers_of_a_text_part_have_the_names_of_the_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from safetensors.numpy import load_file
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ["base_model.model.model.layers.0.q_proj.lora_A.weight", "base_model.model.lm_head.lora_A.weight"]
+    files = AdapterFiles()
+    folder = files.write(LoraAdapter({}, {name: np.ones(1) for name in names}), TEXT_PART)
+    assert sorted(load_file(folder / "adapter_model.safetensors")) == [
+        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.model.language_model.layers.0.q_proj.lora_A.weight",
+    ]
+    files.close()
 
 
 def test_the_next_process_removes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
