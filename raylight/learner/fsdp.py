@@ -20,7 +20,7 @@ from raylight.errors import ConfigError
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
-from raylight.learner.micro_batch import MicroBatch, place
+from raylight.learner.micro_batch import MicroBatch, activation_bytes, host_tokens, place
 from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.learner.rows import Minibatch, TrainRow, mask_all
@@ -28,10 +28,6 @@ from raylight.learner.varlen_attention import VARLEN, row_bounds
 
 logger = logging.getLogger(__name__)
 
-HOST_ACTIVATIONS = 2**30
-"""Bytes of the activations of one pass on a CPU, about. Larger passes are not faster there."""
-SMALL_PASS = 512
-"""Tokens of a pass below which matrix products become slower."""
 LossFunction = Callable[[dict[str, torch.Tensor], MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
 """Function from the outputs of a micro-batch, as its matrices, to its loss and metrics."""
 
@@ -250,7 +246,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         limit = self._learner.max_tokens_per_micro_batch * self.ulysses_sequence_parallel_size
         if self.device.type != "cpu" or dist.get_world_size() > 1:
             return limit
-        return min(limit, max(HOST_ACTIVATIONS // activation_bytes(self.module), SMALL_PASS))
+        return min(limit, host_tokens(activation_bytes(self.module)))
 
     def _micro_batches(
         self, minibatch: Minibatch, entropy: bool = False, entropy_grad: bool = False, squares: bool = False
@@ -374,14 +370,6 @@ class RewardEngine(ValueEngine):
             )
         module.score.register_parameter("bias", None)
         return module
-
-
-def activation_bytes(module: Any) -> int:
-    """Return about the bytes that a token adds to the activations of a training pass in float32: the inputs
-    and outputs of all matrix products within the transformer."""
-    outside = {module.get_input_embeddings(), module.get_output_embeddings()}
-    weights = [getattr(layer, "weight", None) for layer in module.modules() if layer not in outside]
-    return 4 * sum(sum(weight.shape) for weight in weights if weight is not None and weight.dim() == 2) or 1
 
 
 def disable_dropout(module: torch.nn.Module) -> None:

@@ -13,6 +13,28 @@ from torch.nn.utils.rnn import pad_sequence
 from raylight.learner.response_logprobs import TargetTokens
 from raylight.learner.rows import TrainRow
 
+HOST_ACTIVATIONS = 2**30
+"""Bytes of the activations of one pass on a CPU, about. Larger passes are not faster there."""
+SMALL_PASS = 512
+"""Tokens of a pass below which matrix products become slower."""
+
+
+def activation_bytes(module: Any) -> int:
+    """Return about the bytes that a token adds to the activations of a training pass in float32: the inputs
+    and outputs of all matrix products within the transformer."""
+    outside = {module.get_input_embeddings(), module.get_output_embeddings()}
+    weights = [getattr(layer, "weight", None) for layer in module.modules() if layer not in outside]
+    return 4 * sum(sum(weight.shape) for weight in weights if weight is not None and weight.dim() == 2) or 1
+
+
+def host_tokens(token_bytes: int) -> int:
+    """Return the tokens of a pass on a CPU.
+
+    Args:
+        token_bytes: activations of a token, see `activation_bytes`.
+    """
+    return max(HOST_ACTIVATIONS // token_bytes, SMALL_PASS)
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:

@@ -209,11 +209,11 @@ def test_all_mini_batches_have_the_same_old_policy(exact):
 
 def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(exact, monkeypatch):
     whole, parts = make_policy(), make_policy()
-    from raylight.learner import fsdp
+    from raylight.learner import micro_batch
 
     expected = whole.update(make_batch(exact))
-    monkeypatch.setattr(fsdp, "HOST_ACTIVATIONS", 1)
-    monkeypatch.setattr(fsdp, "SMALL_PASS", 12)
+    monkeypatch.setattr(micro_batch, "HOST_ACTIVATIONS", 1)
+    monkeypatch.setattr(micro_batch, "SMALL_PASS", 12)
     compute, passes = parts.engine._compute, []
     monkeypatch.setattr(parts.engine, "_compute", lambda batch: (passes.append(batch), compute(batch))[1])
     found = parts.update(make_batch(exact))

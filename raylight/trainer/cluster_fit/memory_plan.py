@@ -102,7 +102,9 @@ def make_plan(run: PlannedRun, cluster: ClusterShape, *, at_peak: bool = True) -
 
 def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[RoleMemory]:
     return [
-        learner_memory(run.model_path, shape, run.learner, run.settings, run.engine.dtype),
+        learner_memory(
+            run.model_path, shape, run.learner, run.settings, run.engine.dtype, run.engine.max_model_len
+        ),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
         *(() if run.teacher is None else (_teacher(run.teacher, cluster),)),
         *map(reward_model_memory, run.reward_models),

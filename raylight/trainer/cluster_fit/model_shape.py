@@ -14,6 +14,7 @@ from torch import nn
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError
 from raylight.learner.adapter import peft_config
+from raylight.learner.micro_batch import activation_bytes
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ModelShape:
         vocabulary: tokens of the vocabulary.
         hidden: size of a hidden state.
         cache_per_token: key and value elements per token, over all layers that keep every token.
+        token_activations: bytes of the activations of a token, in float32, about.
         context: longest context of the model, in tokens; None if the model states none.
     """
 
@@ -45,6 +47,7 @@ class ModelShape:
     vocabulary: int
     hidden: int
     cache_per_token: int
+    token_activations: int
     context: int | None
 
 
@@ -98,6 +101,7 @@ def read_shape(path: str) -> ModelShape:
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
         cache_per_token=_cache_per_token(text, len(layers)),
+        token_activations=activation_bytes(model),
         context=getattr(text, "max_position_embeddings", None),
     )
 

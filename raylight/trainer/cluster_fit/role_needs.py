@@ -14,6 +14,7 @@ from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings import PolicySettings
+from raylight.learner.micro_batch import host_tokens
 from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
 from raylight.trainer.cluster_fit.cluster_shape import GIB, MIB
 from raylight.trainer.cluster_fit.model_shape import (
@@ -69,7 +70,12 @@ def _with_gaps(items: Iterable[Item], on_gpu: bool) -> Iterator[Item]:
 
 
 def learner_memory(
-    path: str, shape: ModelShape, config: LearnerConfig, settings: PolicySettings, sent: str = "bfloat16"
+    path: str,
+    shape: ModelShape,
+    config: LearnerConfig,
+    settings: PolicySettings,
+    sent: str = "bfloat16",
+    longest: int | None = None,
 ) -> RoleMemory:
     """Return the memory of one learner rank at the peak of an update.
 
@@ -77,6 +83,7 @@ def learner_memory(
 
     Args:
         sent: the engines' data type.
+        longest: tokens of the longest row, if it is known to be below the learners' own limit.
     """
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
@@ -96,7 +103,7 @@ def learner_memory(
     if config.num_gpus and config.lora is None:
         largest = shape.vocabulary * shape.hidden * DTYPES[sent].itemsize
         items.append(Item("transfer buffer", max(TRANSFER_BUFFER, largest), stays=True))
-    items += _with_gaps(_pass(path, shape, config, trained), bool(config.num_gpus))
+    items += _with_gaps(_pass(path, shape, config, trained, longest), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
 
 
@@ -144,7 +151,9 @@ def _shards(name: str, size: int, config: LearnerConfig, offload: bool, computes
         yield Item(f"{name}, offloaded", size, "host")
 
 
-def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> Iterator[Item]:
+def _pass(
+    path: str, shape: ModelShape, config: LearnerConfig, trained: int, longest: int | None
+) -> Iterator[Item]:
     """Yield what a forward and backward pass over one micro-batch adds, in its largest phase.
 
     FSDP2 gathers a layer while the next one is on its way, with a flat copy. Weights outside the layers are
@@ -152,8 +161,11 @@ def _pass(path: str, shape: ModelShape, config: LearnerConfig, trained: int) -> 
     float32 buffer to be reduced, which lasts until that of the next group; gloo copies it again.
     """
     compute, full = DTYPES[config.dtype].itemsize, trained == shape.parameters
-    length = min(config.row_limit, config.max_tokens_per_micro_batch)
-    rows = max(config.max_tokens_per_micro_batch // length, 1)
+    limit = config.max_tokens_per_micro_batch
+    length = min(config.row_limit, longest or limit, limit)
+    if not config.num_gpus and config.n == 1:
+        limit = min(limit, host_tokens(shape.token_activations))
+    rows = max(limit // length, 1)
     activations = measure_activations(path, rows, length, DTYPES[config.dtype], config.gradient_checkpointing)
     device = "cuda" if config.num_gpus else "cpu"
     chunk = min(rows * length * shape.vocabulary, CHUNK_LOGITS[device])
