@@ -26,11 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
 from examples.real_model.pretrained import make_pretrained
+from examples.real_model.train import TRAINING as WORDS
 from examples.starter_models.tokenizer import chat_template
 
-WORDS = ["red", "cat", "sun", "map", "cup", "tree", "bird", "fish", "ring", "door", "milk", "salt", "wind", "rock", "ship", "lamp", "king", "snow", "road", "book"]
-    "red cat sun map cup tree bird fish ring door milk salt wind rock ship lamp king snow road book".split()
-)
 LENGTHS = (3, 5)
 FACTORS = (11, 99)
 MULTIPLY = {
@@ -74,7 +72,7 @@ def ask_to_reverse(task: dict[str, Any]) -> Message:
 async def reverse_words(task: dict[str, Any], llm: rl.LLM) -> float:
     """Reverse words; the reward is the likeness to the right answer, from 0 to 1."""
     reply = await llm.client().chat.completions.create(
-        model=llm.model, messages=[ask_to_reverse(task)], temperature=1.0, max_tokens=24
+        model=llm.model, messages=[ask_to_reverse(task)], temperature=1.0, max_tokens=32
     )
     words = (reply.choices[0].message.content or "").split()
     return difflib.SequenceMatcher(None, words, task["words"][::-1]).ratio()
