@@ -136,7 +136,7 @@ TASKS = {
         lambda source: {"a": source.randint(*FACTORS), "b": source.randint(*FACTORS)},
         show_multiplication,
         multiplier,
-        demonstrations=64,
+        demonstrations=128,
     ),
 }
 
@@ -152,7 +152,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Teach SmolLM2 a task by demonstrations, then by rewards.")
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--model", type=Path, help="folder of another chat model; SmolLM2 if not given")
-    parser.add_argument("--demonstrations", type=int, help="learned once, 32 a step")
+    parser.add_argument("--demonstrations", type=int, help="learned once, 16 a step")
     parser.add_argument("--steps", type=int, default=8, help="of GRPO, each with 32 rollouts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/after_sft"))
@@ -170,8 +170,8 @@ def train(args: argparse.Namespace) -> None:
         algorithm=rl.SFT(
             model=str(model),
             data=[{"messages": task.show(example)} | tools for example in examples],
-            lr=5e-5,
-            batch_size=32,
+            lr=1e-4,
+            batch_size=16,
             n_epochs=1,
         ),
         learner=learner,

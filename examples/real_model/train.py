@@ -3,6 +3,7 @@
     python examples/real_model/train.py
     python examples/real_model/train.py --lora
     python examples/real_model/train.py --max-staleness 1
+    python examples/real_model/train.py --one-process
 
 The model comes in a Python package, see pretrained.py. It knows how to list things, but rarely lists three of
 them and stops. GRPO teaches it to.
@@ -40,7 +41,7 @@ TRAINING = [
     "flowers",
 ]
 VALIDATION = ["animals", "fruits", "gems", "fabrics", "cars", "jobs", "games", "insects"]
-MAX_TOKENS = 32
+MAX_TOKENS, MAX_MODEL_LEN = 32, 256
 LONGEST_LIST = 80
 """Characters within which an answer must end."""
 LEARNING_RATES = {"full": 1e-5, "lora": 5e-4}
@@ -73,8 +74,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tasks-per-step", type=int, default=4, help="each with 8 rollouts")
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16")
+    parser.add_argument(
+        "--one-process", action="store_true", help="MiniGRPO: an adapter, trained in the engine's own model"
+    )
     parser.add_argument("--max-staleness", type=int, default=0, help="1: sample during updates")
-    parser.add_argument("--lr", type=float, help="1e-5, or 5e-4 with --lora")
+    parser.add_argument("--lr", type=float, help="1e-5, or 5e-4 with an adapter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/real_model"))
     return parser.parse_args(arguments)
@@ -89,23 +93,23 @@ def learner(lora: bool) -> dict[str, Any]:
 
 def train(args: argparse.Namespace) -> None:
     model = args.model or make_pretrained("smollm2", Path("outputs/smollm2"))
-    algorithm = rl.GRPO(
+    method, settings = rl.GRPO, {"engine": {"max_model_len": MAX_MODEL_LEN}, "learner": learner(args.lora)}
+    options: dict[str, Any] = {"max_staleness": args.max_staleness}
+    if args.one_process:
+        method, settings = rl.MiniGRPO, {}
+        options = {"max_model_len": MAX_MODEL_LEN, "max_new_tokens": MAX_TOKENS, "lora": {"rank": 16}}
+    algorithm = method(
         model=str(model),
         n_steps=args.steps,
         tasks_per_step=args.tasks_per_step,
         group_size=8,
-        lr=args.lr or LEARNING_RATES["lora" if args.lora else "full"],
-        max_staleness=args.max_staleness,
+        lr=args.lr or LEARNING_RATES["lora" if args.lora or args.one_process else "full"],
         val_every=max(args.steps // 2, 1),
         val_samples=4,
+        **options,
     )
     trainer = rl.Trainer(
-        algorithm=algorithm,
-        n_runners=1,
-        engine={"max_model_len": 256},
-        learner=learner(args.lora),
-        output_dir=args.output_dir,
-        seed=args.seed,
+        algorithm=algorithm, n_runners=1, output_dir=args.output_dir, seed=args.seed, **settings
     )
     trainer.fit(
         list_three,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.real_model import pretrained
+from examples.real_model import after_sft, pretrained
 from examples.real_model.train import learner, parse, score
 from raylight.errors import ModelNotFoundError
 
@@ -65,14 +66,11 @@ def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     assert pretrained.make_pretrained("gemma3", tmp_path) == tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("options", [(), ("--lora", "--max-staleness", "1")], ids=["full", "lora-stale"])
-def test_two_steps_on_real_weights(options: tuple[str, ...], real_model: Path, tmp_path: Path) -> None:
-    places = ["--model", str(real_model), "--output-dir", str(tmp_path)]
-    sizes = ["--steps", "2", "--tasks-per-step", "2"]
+def run_program(name: str, model: Path, output: Path, *options: str) -> None:
+    """Run a program of the example on its own Ray cluster."""
+    places = ["--model", str(model), "--output-dir", str(output)]
     done = subprocess.run(
-        [sys.executable, "examples/real_model/train.py", *places, *sizes, *options],
+        [sys.executable, f"examples/real_model/{name}.py", *places, *options],
         cwd=ROOT,
         env=os.environ | {"RAY_ADDRESS": "local"},
         capture_output=True,
@@ -81,9 +79,68 @@ def test_two_steps_on_real_weights(options: tuple[str, ...], real_model: Path, t
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "train/reward" in row]
+
+
+def trained_steps(run: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "train/reward" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", [(), ("--lora", "--max-staleness", "1")], ids=["full", "lora-stale"])
+def test_two_steps_on_real_weights(options: tuple[str, ...], real_model: Path, tmp_path: Path) -> None:
+    run_program("train", real_model, tmp_path, "--steps", "2", "--tasks-per-step", "2", *options)
+    trained = trained_steps(tmp_path)
     assert len(trained) == 2
     assert all(row["train/failed"] == 0 for row in trained)
     assert 0 < trained[0]["mismatch/logprob_abs_max"] < 1e-3
     assert (tmp_path / "checkpoint" / "adapter").exists() == ("--lora" in options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_steps_improve(real_model: Path, tmp_path: Path) -> None:
+    run_program("train", real_model, tmp_path, "--steps", "20", "--tasks-per-step", "2", "--lora")
+    rewards = [row["train/reward"] for row in trained_steps(tmp_path)]
+    assert len(rewards) == 20
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("task", "calls"), [("reverse", 1), ("calculator", 2)])
+def test_rewards_go_on_where_demonstrations_end(
+    task: str, calls: int, real_model: Path, tmp_path: Path
+) -> None:
+    run_program("after_sft", real_model, tmp_path, task, "--demonstrations", "64", "--steps", "1")
+    (step,) = trained_steps(tmp_path / "grpo")
+    assert step["train/reward"] > 0.05  # 0 without demonstrations
+    assert step["train/failed"] == 0
+    assert 1 <= step["train/calls"] / step["train/rollouts"] <= calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ('{"a": 12, "b": 3}', "36"),
+        ('{"a": "12", "b": 3}', "36"),
+        ("{", "error: JSONDecodeError"),
+        ('{"a": 1}', "error: KeyError"),
+        ("[]", "error: TypeError"),
+        ('{"a": "x", "b": 1}', "error: ValueError"),
+    ],
+)
+def test_a_wrong_call_of_the_calculator_is_answered(arguments: str, result: str) -> None:
+    assert after_sft.multiply(arguments).startswith(result)
+
+
+@pytest.mark.parametrize("name", after_sft.TASKS)
+def test_demonstrations_end_with_the_answer(name: str) -> None:
+    task = after_sft.TASKS[name]
+    example = task.make(random.Random(0))
+    messages = task.show(example)
+    assert [message["role"] for message in messages[-1:]] == ["assistant"]
+    answer = messages[-1]["content"]
+    expected = str(example["a"] * example["b"]) if "a" in example else " ".join(example["words"][::-1])
+    assert answer.endswith(expected) or answer.endswith(f"{expected}.")
