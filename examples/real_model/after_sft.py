@@ -136,7 +136,7 @@ TASKS = {
         lambda source: {"a": source.randint(*FACTORS), "b": source.randint(*FACTORS)},
         show_multiplication,
         multiplier,
-        demonstrations=128,
+        demonstrations=64,
     ),
 }
 

@@ -1,6 +1,7 @@
 """The local learner: the update of the ranks on the module that an engine samples from, and its states."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -221,3 +222,31 @@ async def test_settings_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(ConfigError, match=r"one of 2 of a torch\.distributed group"):
         async with local(adapter_config()):
             pass
+
+
+async def test_closing_waits_for_the_update_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python aborts if it ends during a backward pass of another thread."""
+    async with local(adapter_config()) as (engine, learner):
+        updating, goes_on, waiting = threading.Event(), threading.Event(), threading.Event()
+        update, join = learner._policy.update, engine._worker.thread.join
+
+        def slow(batch: TrainBatch) -> dict[str, float]:
+            updating.set()
+            assert goes_on.wait(60)
+            return update(batch)
+
+        def wait(timeout_s: float | None) -> None:
+            waiting.set()
+            join(timeout_s)
+            assert timeout_s is None
+
+        monkeypatch.setattr(learner._policy, "update", slow)
+        monkeypatch.setattr(engine._worker.thread, "join", wait)
+        running = asyncio.create_task(learner.update(exact_batch()))
+        assert await asyncio.to_thread(updating.wait, 60)
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        assert await asyncio.to_thread(waiting.wait, 60)
+        goes_on.set()
+        await closing
+        assert not engine._worker.thread.is_alive()
+        assert (await running)["learner/update_s"] > 0

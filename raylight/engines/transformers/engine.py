@@ -97,6 +97,8 @@ class TransformersEngine:
     workers = 1
     fast_linear = True
     """Compute linear layers by the faster kernels (`use_fast_linear`), where they are."""
+    closing_s: float | None = 10.0
+    """Seconds for which closing waits for the step in progress; None for no limit."""
 
     def __init__(
         self,
@@ -394,7 +396,7 @@ class TransformersEngine:
             raise RequestError(reason, 503, "overloaded_error")
 
     def close(self) -> None:
-        self._worker.close()
+        self._worker.close(self.closing_s)
         self._receiver.close()
 
 

@@ -17,6 +17,7 @@ class TrainableEngine(TransformersEngine):
     copied."""
 
     fast_linear = False  # its log-probs must be those of the learner's passes to the last bit
+    closing_s = None  # Python aborts if it ends during a backward pass of another thread
 
     @property
     def module(self) -> Any:

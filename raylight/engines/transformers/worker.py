@@ -88,11 +88,15 @@ class EngineWorker:
         self._inbox.put(command)
         return await command.future
 
-    def close(self) -> None:
-        """End the thread; sequences and commands that are left fail."""
+    def close(self, timeout_s: float | None) -> None:
+        """End the thread; sequences and commands that are left fail.
+
+        Args:
+            timeout_s: seconds to wait for the step or action in progress; None for no limit.
+        """
         self.closed = True
         self._inbox.put(None)
-        self.thread.join(timeout=10)
+        self.thread.join(timeout_s)
 
     # for actions, on the engine's thread
 
