@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from pretrained import make_pretrained
+from train import TRAINING as WORDS
 
 import raylight as rl
-from examples.real_model.pretrained import make_pretrained
-from examples.real_model.train import TRAINING as WORDS
-from examples.starter_models.tokenizer import chat_template
+from raylight.quickstart import TOOL_MODEL
 
 LENGTHS = (3, 5)
 FACTORS = (11, 99)
@@ -144,7 +143,7 @@ TASKS = {
 def with_tools(model: Path, folder: Path) -> Path:
     """Copy a model, with a chat template that shows tools; return the new folder."""
     shutil.copytree(model, folder, dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(chat_template())
+    shutil.copy(Path(TOOL_MODEL) / "chat_template.jinja", folder)
     return folder
 
 

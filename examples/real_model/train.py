@@ -17,10 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from pretrained import make_pretrained
 
 import raylight as rl
-from examples.real_model.pretrained import make_pretrained
 
 TRAINING = [
     "colors",

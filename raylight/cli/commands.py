@@ -1,5 +1,5 @@
 """The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `tinker`, `runner`, `ui`,
-`scale`, `trace`, `export`, `export-traces`, `grafana` and `doctor`.
+`scale`, `trace`, `export`, `export-traces`, `grafana`, `examples` and `doctor`.
 
 A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
 is the dotted name of a setting, VALUE is read as YAML.
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from raylight.cli.examples import examples
 from raylight.cli.options import (
     DATA,
     ENGINE,
@@ -317,7 +318,7 @@ def runner(
 
 app.command("ui")(ui_command)
 app.command("export-traces")(export_traces_command)
-for _command in (scale, trace, export, grafana):
+for _command in (scale, trace, export, grafana, examples):
     app.command()(_command)
 
 

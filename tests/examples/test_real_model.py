@@ -11,12 +11,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from example_modules import example_module
 
-from examples.real_model import after_sft, pretrained
-from examples.real_model.train import learner, parse, score
 from raylight.errors import ModelNotFoundError
 
 ROOT = Path(__file__).parents[2]
+pretrained = example_module("real_model", "pretrained")
+train, after_sft = (example_module("real_model", name) for name in ("train", "after_sft"))
 
 
 @pytest.mark.parametrize(
@@ -34,12 +35,12 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_the_reward_is_for_three_parts_and_an_end(text: str, finish_reason: str, reward: float) -> None:
-    assert score(text, finish_reason) == reward
+    assert train.score(text, finish_reason) == reward
 
 
 def test_lora_is_a_switch() -> None:
-    assert "lora" not in learner(parse([]).lora)
-    assert learner(parse(["--lora"]).lora)["lora"] == {"rank": 16}
+    assert "lora" not in train.learner(train.parse([]).lora)
+    assert train.learner(train.parse(["--lora"]).lora)["lora"] == {"rank": 16}
 
 
 def test_an_unreachable_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import raylight as rl
 from raylight import cli
 from raylight.quickstart import STARTER_MODEL
 
-FILES_ONLY = {"ui", "plan", "trace", "export", "export-traces", "grafana"}
+FILES_ONLY = {"ui", "plan", "trace", "export", "export-traces", "grafana", "examples"}
 """Commands that read files and use no cluster."""
 
 

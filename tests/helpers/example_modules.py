@@ -1,0 +1,42 @@
+"""Modules of the examples that people copy, imported as the examples' own programs import them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from raylight.cli.examples import copy_example, example_folders
+
+
+def example_module(example: str, module: str) -> ModuleType:
+    """Import a module from an example's folder. No other module sees it or its siblings under their names."""
+    folder = example_folders()[example]
+    names = {path.stem for path in folder.glob("*.py")}
+    kept = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(module)
+    finally:
+        sys.path.remove(str(folder))
+        for name in names & sys.modules.keys():
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def run_copy(example: str, parent: Path, *arguments: str) -> None:
+    """Copy an example, and run its `train.py` there, outside of the checkout and on its own Ray cluster."""
+    copy = copy_example(example, parent / "mine")
+    done = subprocess.run(
+        [sys.executable, str(copy / "train.py"), *arguments],
+        cwd=parent,
+        env=os.environ | {"RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

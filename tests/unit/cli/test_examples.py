@@ -1,0 +1,69 @@
+"""The list of examples, copies of them, and the wheel that carries them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raylight.cli import app
+from raylight.cli import examples as cli_examples
+from raylight.cli.examples import copy_example, example_folders, needs_checkout
+from raylight.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_list_has_a_line_for_each_example() -> None:
+    lines = CliRunner().invoke(app, ["examples"]).output.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(
+        p.parent.name for p in ROOT.glob("examples/*/README.md")
+    )
+    assert "real_model     A real model, without a hub" in lines
+    assert "math_agent     Math agent (in a checkout only)" in lines
+
+
+def test_a_copy_has_the_files(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["examples", "real_model", str(tmp_path / "mine")])
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "mine" / "README.md") in result.output.replace("\n", "")
+    copied = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert copied == {"README.md", "after_sft.py", "pretrained.py", "train.py"}
+
+
+def test_a_copy_runs_outside_of_the_checkout(tmp_path: Path) -> None:
+    copy = copy_example("real_model", tmp_path / "mine")
+    for program in ("train.py", "after_sft.py"):
+        command = [sys.executable, str(copy / program), "--help"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_copied_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no example 'wordly'; the examples are .*real_model"):
+        copy_example("wordly", tmp_path / "mine")
+    with pytest.raises(ConfigError, match=r"tau2_agent imports other modules of the checkout.*clone"):
+        copy_example("tau2_agent", tmp_path / "mine")
+    with pytest.raises(ConfigError, match="exists; name a new folder: raylight examples real_model FOLDER"):
+        copy_example("real_model", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_installation_without_examples_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_examples, "_PACKAGE", tmp_path / "raylight")
+    with pytest.raises(ConfigError, match=r"no examples in .* install raylight again"):
+        example_folders()
+
+
+def test_a_built_package_has_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = ["egg_info", "--egg-base", str(tmp_path), "build_py", "--build-lib", str(tmp_path / "lib")]
+    command = [sys.executable, "setup.py", "-q", *places]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    monkeypatch.setattr(cli_examples, "_PACKAGE", tmp_path / "lib" / "raylight")
+    built = example_folders()
+    assert list(built) == sorted(path.parent.name for path in ROOT.glob("examples/*/README.md"))
+    assert {path.parents[1] for path in built.values()} == {tmp_path / "lib" / "raylight"}
+    assert not needs_checkout(built["real_model"])
