@@ -240,9 +240,34 @@ class LoraConfig(Config):
     mixture of experts, except experts, shared experts and routers."""
     exclude_modules: str | list[str] | None = None
     """Names of modules that are left out of `target_modules`."""
+    target_parameters: list[str] = Field(default_factory=list)
+    """Ends of the names of packed experts that are adapted too, parameters of shape (experts, rows, columns),
+    such as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Each expert has matrices of its own. peft's
+    setting of this name; it allows no `dropout`, and no engine serves such an adapter."""
     serve: Literal["adapter", "merged"] = "adapter"
     """adapter: the engines serve the model with the adapter, and receive the adapter only. merged: they
-    receive the whole model, into which the adapter is merged, for an engine that cannot serve it."""
+    receive the whole model, into which the adapter is merged, for an engine that cannot serve it; if not set,
+    with `target_parameters`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_parameters(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("target_parameters"):
+            return {"serve": "merged"} | values
+        return values
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        if self.target_parameters and self.dropout:
+            raise ValueError(
+                f"dropout={self.dropout:g} cannot be applied to target_parameters, whose update is added to "
+                "the weights; remove one of them"
+            )
+        if self.target_parameters and self.serve == "adapter":
+            raise ValueError(
+                "serve='adapter': no engine serves an adapter of target_parameters; set serve='merged'"
+            )
+        return self
 
 
 class LearnerConfig(Config):

@@ -56,6 +56,7 @@ def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
         lora_dropout=lora.dropout,
         target_modules=targets,
         exclude_modules=lora.exclude_modules,
+        target_parameters=lora.target_parameters or None,
         bias="none",
         task_type=task,
     )
@@ -63,17 +64,30 @@ def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
 
 def check_adapter(module: Any, lora: LoraConfig) -> None:
     """Check that every adapted layer can be sharded, and merged exactly: a linear layer within the
-    transformer.
+    transformer, or packed experts that are named.
 
     Raises:
-        ConfigError: `target_modules` matches another layer.
+        ConfigError: `target_modules` matches another layer, or one of `target_parameters` no packed experts.
     """
-    from peft.tuners.lora import Linear, LoraLayer
+    from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
 
+    unmatched = set(lora.target_parameters)
     for name, layer in module.named_modules():
+        if isinstance(layer, ParamWrapper) and layer.get_param().dim() == 3:
+            key = f".{name.replace('.base_layer', '')}.{layer.parameter_name}"
+            found = {target for target in lora.target_parameters if key.endswith(f".{target}")}
+            unmatched -= found
+            if found:
+                continue
         if isinstance(layer, LoraLayer) and (type(layer) is not Linear or name.endswith("lm_head")):
             raise ConfigError(
                 f"lora.target_modules={lora.target_modules!r} matches {name}, which cannot be adapted: only "
-                "linear layers can, and not the output layer; name other layers, or add it to "
-                "lora.exclude_modules"
+                "linear layers can, and not the output layer, and by lora.target_parameters the packed "
+                "experts; name other layers, or add it to lora.exclude_modules"
             )
+    if unmatched:
+        packed = {name.split(".", 3)[-1] for name, param in module.named_parameters() if param.dim() == 3}
+        raise ConfigError(
+            f"lora.target_parameters={sorted(unmatched)} match no packed experts of the model; name some of "
+            f"{sorted(name for name in packed if 'lora_' not in name) or 'another model'}"
+        )

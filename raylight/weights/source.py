@@ -22,7 +22,7 @@ Names = Literal["checkpoint", "module"]
 """Naming of tensors: as in the model's files, or as in its module."""
 PEFT_PREFIX = "base_model.model."
 """Prefix of parameter names in a module wrapped by peft."""
-BASE_LAYER = ".base_layer."
+BASE_LAYER = ".base_layer"
 """Part that peft inserts into the weight names of an adapted layer."""
 
 
@@ -66,6 +66,16 @@ class WeightSource:
         self._module, self._dtype, self._names = module, dtype, names
         self._adapter = adapter
         self._base: Any = base_model(module)
+        self._adapted: dict[str, Any] = {}
+        """Layers of peft by the names of what they adapt: a layer, or packed experts."""
+        self._packed_experts: dict[str, str] = {}
+        """Name of a layer of peft that adapts packed experts -> the name of these."""
+        for name, layer in self._base.named_modules():
+            if hasattr(layer, "lora_A"):
+                adapted = name.replace(BASE_LAYER, "")
+                if hasattr(layer, "parameter_name"):
+                    self._packed_experts[name] = adapted = f"{adapted}.{layer.parameter_name}"
+                self._adapted[adapted] = layer
         self._skipped = frozenset() if tied else frozenset(self._base.all_tied_weights_keys)
         self._buffers = {name for name, _ in self._base.named_buffers()}
         self._dtypes = self._base._get_dtype_plan(dtype)
@@ -153,10 +163,14 @@ class WeightSource:
             adapter = {name: files[name.replace(".default.", ".")] for name in adapter}
         return model, adapter
 
-    @staticmethod
-    def _plain(name: str) -> str:
-        """Return the name of a tensor in a model without adapters."""
-        return name.removeprefix(PEFT_PREFIX).replace(BASE_LAYER, ".")
+    def _plain(self, name: str) -> str:
+        """Return the name of a tensor in a model without adapters, or that of a matrix of an adapter: the
+        name of what it is added to, and its own."""
+        name = name.removeprefix(PEFT_PREFIX)
+        layer, matrix, rest = name.partition(".lora_")
+        if matrix and layer in self._packed_experts:
+            layer = self._packed_experts[layer]
+        return layer.replace(BASE_LAYER, "") + matrix + rest
 
     def _export(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the tensors of a group from the module's names and shapes to the exported ones."""
@@ -175,10 +189,8 @@ class WeightSource:
         down, up = adapter_of(layer, adapters)
         if down is None or up is None:
             return self._gather(tensor.to(self._dtype_of(name, tensor)))
-        adapted: Any = self._base.get_submodule(layer)
-        delta = (self._gather(up.float()) @ self._gather(down.float())) * adapted.scaling["default"]
-        merged = self._gather(tensor.float()) + (delta.T if adapted.fan_in_fan_out else delta)
-        return merged.to(self._dtype_of(name, tensor))
+        delta = _delta(self._adapted[layer], self._gather(down.float()), self._gather(up.float()))
+        return (self._gather(tensor.float()) + delta).to(self._dtype_of(name, tensor))
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the full tensor on the compute device; a snapshot is gathered in host memory."""
@@ -199,6 +211,21 @@ class WeightSource:
         if self._dtypes and build_glob_alternation(list(self._dtypes))[0].search(name):
             return torch.float32
         return self._dtype
+
+
+def _delta(layer: Any, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return what the matrices of an adapter add to the weights of a layer, or of packed experts.
+
+    Experts have their own rows of `down`, expert after expert, and columns of `up`, rank after rank.
+    """
+    if not hasattr(layer, "parameter_name"):
+        delta = up @ down * layer.scaling["default"]
+        return delta.T if layer.fan_in_fan_out else delta
+    downs = down.unflatten(0, (layer.num_experts, -1))
+    ups = up.unflatten(1, (-1, layer.num_experts))
+    delta = torch.einsum("ore,eri->eoi", ups, downs) * layer.scaling["default"]
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    return delta.transpose(1, 2) if is_transposed else delta
 
 
 def adapter_of(

@@ -1,6 +1,7 @@
 """One rank that trains and saves mixtures of experts."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         batch = make_batch([logprobs.tolist() for logprobs in plain_logprobs(plain)])
+    torch.manual_seed(0)  # of the adapter
     settings = PolicySettings(lr=1e-3, max_logprob_mismatch=1e-4)
     policy = Policy(model, LearnerConfig(n=ranks, max_tokens_per_micro_batch=64, **config), settings, 2)
     policy.update(batch)
@@ -33,12 +35,14 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     return {"probe": policy.logprobs(PROBE), "changed": names[True], "unchanged": names[False]}
 
 
-def main(rank: int, ranks: int, file: str, folder: Path) -> dict[str, list[float]]:
+def main(
+    rank: int, ranks: int, file: str, folder: Path, lora: dict[str, Any] | None = None
+) -> dict[str, list[float]]:
     """Return the log-probs of each model of a folder after its update."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
     found = {
-        path.name: train_and_save(str(path), folder / "saved" / path.name, ranks)["probe"]
+        path.name: train_and_save(str(path), folder / "saved" / path.name, ranks, lora=lora)["probe"]
         for path in sorted((folder / "models").iterdir())
     }
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from moe_ranks import train_and_save
 from rank_processes import run_ranks
 from ranks import plain_probe
+from safetensors.torch import load_file
 from tiny_models import MOE, build_model
 from transformers import AutoModelForCausalLM
 
@@ -60,6 +61,69 @@ def test_experts_cannot_be_adapted(tmp_path):
     model = build_model("qwen3_moe", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"mlp\.experts, which cannot be adapted"):
         train_and_save(model, tmp_path / "saved", 1, lora={"target_modules": ["gate_proj", "up_proj"]})
+
+
+PACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_an_adapter_of_packed_experts_is_merged_and_saved(model_type, tmp_path):
+    """Its answers are those of peft, and of weights to which each expert's update is added by hand."""
+    from peft import PeftModel
+
+    model = build_model(model_type, tmp_path / "model")
+    lora = {"rank": 3, "alpha": 12, "target_modules": ["q_proj"], "target_parameters": PACKED}
+    result = train_and_save(model, tmp_path / "saved", 1, lora=lora, gradient_checkpointing=True)
+    assert result["changed"] == {"q_proj", "experts"}
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert plain_probe(saved) == pytest.approx(result["probe"], abs=1e-5)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = plain_probe(plain)
+    adapter = load_file(tmp_path / "saved" / "adapter" / "adapter_model.safetensors")
+    assert add_by_hand(plain, adapter, scale=4.0) >= 2 * len(PACKED) + 1
+    assert plain_probe(plain) == pytest.approx(result["probe"], abs=1e-5)
+    assert plain_probe(plain) != pytest.approx(base, abs=1e-3)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(plain, tmp_path / "saved" / "adapter")
+    assert plain_probe(loaded) == pytest.approx(result["probe"], abs=1e-5)
+
+
+def add_by_hand(model: torch.nn.Module, adapter: dict[str, torch.Tensor], scale: float) -> int:
+    """Add an adapter to a model, expert by expert; return the number of parameters that it changes."""
+    found = 0
+    for name, down in adapter.items():
+        path, matrix, _ = name.removeprefix("base_model.model.").partition(".lora_A.")
+        if not matrix:
+            continue
+        up, layer = (
+            adapter[name.replace("lora_A", "lora_B")],
+            model.get_submodule(path.partition(".base_")[0]),
+        )
+        found += 1
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data += scale * up @ down
+            continue
+        experts, rank = layer.num_experts, len(down) // layer.num_experts
+        # peft wraps the first parameter first, which the second then contains as base_layer
+        param = layer.gate_up_proj if path.endswith(".base_layer") else layer.down_proj
+        for e in range(experts):
+            delta = scale * up[:, e::experts] @ down[e * rank : (e + 1) * rank]
+            param.data[e] += delta.T if layer.is_transposed else delta
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["mlp.experts.up_proj"], "match no packed experts of the model; name some of"),
+        (["mlp.experts.down_proj", "self_attn.q_proj.weight"], "q_proj, which cannot be adapted"),
+    ],
+)
+def test_only_packed_experts_can_be_target_parameters(names, message, tmp_path):
+    model = build_model("qwen3_moe", tmp_path / "model")
+    lora = {"target_modules": ["o_proj"], "target_parameters": names}
+    with pytest.raises(ConfigError, match=message):
+        train_and_save(model, tmp_path / "saved", 1, lora=lora)
 
 
 def sample(model, prompts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,3 +190,14 @@ def test_ranks_do_not_change_the_update_of_a_mixture(tmp_path):
             str(tmp_path / "models" / model_type)
         )
     assert shared.keys() == MOE.keys()
+
+
+@pytest.mark.slow
+def test_ranks_do_not_change_the_adapter_of_packed_experts(tmp_path):
+    model = build_model("qwen3_moe", tmp_path / "models" / "qwen3_moe")
+    lora = {"rank": 3, "target_parameters": PACKED}
+    alone = train_and_save(model, tmp_path / "alone", 1, lora=lora)["probe"]
+    shared = run_ranks(moe_ranks.main, 2, str(tmp_path / "meet"), tmp_path, lora)[0]["qwen3_moe"]
+    assert shared == pytest.approx(alone, abs=1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "qwen3_moe", dtype=torch.float32)
+    assert plain_probe(saved) == pytest.approx(alone, abs=1e-5)

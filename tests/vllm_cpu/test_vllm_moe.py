@@ -14,11 +14,26 @@ SCRIPT = Path(__file__).parent / "weight_update.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
-def test_an_updated_mixture_computes_what_transformers_computes(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("qwen3_moe", []),
+        ("qwen2_moe", []),
+        ("mixtral", []),
+        ("olmoe", []),
+        ("qwen3_moe", ["float32", "adapter"]),
+    ],
+)
+def test_an_updated_mixture_computes_what_transformers_computes(
+    model_type: str, options: list[str], tmp_path: Path
+) -> None:
     model = build_model(model_type, tmp_path)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), model], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, str(SCRIPT), model, *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

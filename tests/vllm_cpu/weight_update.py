@@ -1,4 +1,4 @@
-"""Updates a model in vLLM: python weight_update.py MODEL [float32|bfloat16] prints differences as JSON.
+"""Updates a model in vLLM: python weight_update.py MODEL [float32|bfloat16 [adapter]] prints differences.
 
 The differences are log-probs' to those of plain transformers: of the loaded weights, of old weights after the
 learner's changed, and of the weights after an update.
@@ -32,7 +32,8 @@ def difference(engine: Any, model: Any, ids: list[int]) -> float:
     return float((torch.tensor(found) - expected).abs().max())
 
 
-def main(path: str, dtype: str = "float32") -> None:
+def main(path: str, dtype: str = "float32", adapter: str = "") -> None:
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
     from vllm import LLM
 
@@ -55,6 +56,9 @@ def main(path: str, dtype: str = "float32") -> None:
     runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
     load_tied_output(runner.get_model())
     torch.manual_seed(0)
+    if adapter:  # of the packed experts, which the source merges
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=experts))
     ids = torch.randint(0, 250, (40,)).tolist()
     loaded = difference(engine, model, ids)
     with torch.no_grad():

@@ -262,6 +262,7 @@ def lora(value: int, read: ConfigReader) -> Any:
         "alpha": read(f"{MODEL}.lora_alpha"),
         "target_modules": read(f"{MODEL}.target_modules"),
         "exclude_modules": read(f"{MODEL}.exclude_modules") or None,
+        "target_parameters": read(f"{MODEL}.target_parameters") or [],
     }
 
 

@@ -201,11 +201,15 @@ _ACTOR = (
 _MODEL = (
     maps_to("path", "algorithm.model", c.text),
     maps_to(
-        "lora_rank", "learner.lora", c.lora, reads=(".lora_alpha", ".target_modules", ".exclude_modules")
+        "lora_rank",
+        "learner.lora",
+        c.lora,
+        reads=(".lora_alpha", ".target_modules", ".exclude_modules", ".target_parameters"),
     ),
     used_by("lora_alpha", ".lora_rank"),
     used_by("target_modules", ".lora_rank"),
     used_by("exclude_modules", ".lora_rank"),
+    used_by("target_parameters", ".lora_rank"),
     maps_to("enable_gradient_checkpointing", "learner.gradient_checkpointing"),
     maps_to("use_remove_padding", "learner.packed"),
     maps_to("override_config.attn_implementation", "learner.attention", c.attention, own_default=True),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.base_config import renewed
+from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates, locate_state
 from raylight.experience.settings import TABLES
@@ -245,6 +246,10 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
         ConfigError: a setting differs that determines the model or the kind of training.
     """
     old, new = flatten(_todays_form(before)), flatten(now)
+    lora = LoraConfig() if "learner.lora.rank" in old else None
+    added = flatten({"learner": LearnerConfig(lora=lora).model_dump(mode="json")})
+    # a version that did not have a setting yet did what its default does now
+    old = {name: value for name, value in added.items() if new.get(name, "-") == value} | old
     changed = {
         name: f"{old.get(name, '-')!r} -> {new.get(name, '-')!r}"
         for name in sorted(old.keys() | new.keys())

@@ -25,3 +25,13 @@ def test_by_default_experts_shared_experts_and_routers_are_left_out(model_type: 
 def test_experts_cannot_be_adapted(layers: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"which cannot be adapted|do not fit"):
         adapted_layers(build_model("qwen3_moe", tmp_path), LoraConfig(target_modules=layers))
+
+
+def test_target_parameters_are_merged_for_the_engines_and_allow_no_dropout() -> None:
+    names = ["mlp.experts.down_proj"]
+    assert LoraConfig().serve == "adapter"
+    assert LoraConfig(target_parameters=names).serve == "merged"
+    with pytest.raises(ConfigError, match="no engine serves an adapter of target_parameters"):
+        LoraConfig(target_parameters=names, serve="adapter")
+    with pytest.raises(ConfigError, match=r"dropout=0\.1 cannot be applied to target_parameters"):
+        LoraConfig(target_parameters=names, dropout=0.1)

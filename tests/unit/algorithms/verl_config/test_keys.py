@@ -183,6 +183,12 @@ CHANGES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
         {"learner.lora": LoraConfig(rank=8, alpha=16, exclude_modules=["v_proj"])},
         LORA,
     ),
+    (
+        f"{MODEL}.target_parameters",
+        ["mlp.experts.down_proj"],
+        {"learner.lora": LoraConfig(rank=8, alpha=16, target_parameters=["mlp.experts.down_proj"])},
+        LORA,
+    ),
     (f"{MODEL}.enable_gradient_checkpointing", False, {"learner.gradient_checkpointing": False}, {}),
     (f"{MODEL}.use_remove_padding", False, {"learner.packed": False}, {}),
     (f"{MODEL}.override_config.attn_implementation", "sdpa", {"learner.attention": "sdpa"}, {}),

@@ -11,6 +11,7 @@ import pytest
 from recording_display import RecordingDisplay
 from run_settings import make_settings
 
+from raylight.config import LoraConfig
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.checkpoints import TrainingStates
 from raylight.store.tables.journal import Journal
@@ -89,6 +90,15 @@ def test_changed_settings_and_their_effect_on_updates(values: dict, updates: boo
 def test_another_model_algorithm_or_adapter_raises(values: dict):
     with pytest.raises(ConfigError, match="training state belongs to another run"):
         changed_settings(CONFIG, changed(**values))
+
+
+def test_settings_that_an_older_version_did_not_have_are_not_changed_at_their_defaults():
+    lora = LoraConfig(rank=8).model_dump(mode="json")
+    older = {name: value for name, value in lora.items() if name != "target_parameters"}
+    before = changed(learner__lora=older)
+    assert changed_settings(before, changed(learner__lora=lora)) == {}
+    with pytest.raises(ConfigError, match="target_parameters"):
+        changed_settings(before, changed(learner__lora=lora | {"target_parameters": ["experts.up"]}))
 
 
 TAKEN = {"next_group": 30, "open_groups": [28]}
