@@ -315,6 +315,10 @@ class LearnerConfig(Config):
     bfloat16 on a GPU."""
     lora: LoraConfig | None = None
     """Train a LoRA adapter with these settings instead of the whole model."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Coefficient of the loss that balances the load of a mixture's experts (Switch Transformers,
+    https://arxiv.org/abs/2101.03961), as transformers computes it: over all layers together, and over the
+    tokens of all rows. It is added to the loss of a policy or of supervised training; 0 leaves it out."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
     """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
     dropped."""
@@ -368,6 +372,11 @@ class LearnerConfig(Config):
                 f"ulysses={self.ulysses} gives silently wrong results without packed rows, or with an "
                 "attention implementation of your own; set packed=True, and leave out attention"
             )
+        if self.ulysses > 1 and self.router_aux_loss_coef:
+            raise ValueError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef:g} cannot be computed by ranks that share "
+                "a sequence; set ulysses=1, or leave it out"
+            )
         if self.num_gpus > 1 or (self.n > 1 and 0 < self.num_gpus <= 0.5):
             raise ValueError(
                 f"num_gpus={self.num_gpus:g} for each of n={self.n} ranks: a rank computes on one GPU and "
@@ -400,7 +409,10 @@ ROW_SETTINGS = frozenset({"kind", "max_tokens_per_micro_batch", "max_row_tokens"
 SIMULATED_TIMES = frozenset({"step_s", "sync_s"})
 LOCAL_SETTINGS = frozenset({"device", "memory_limit_gb"})
 READ_BY_KIND = {
-    "local": ROW_SETTINGS | LOCAL_SETTINGS | {"num_threads", "dtype", "lora", "gradient_checkpointing"},
+    "local": ROW_SETTINGS
+    | LOCAL_SETTINGS
+    | {"num_threads", "dtype", "lora", "gradient_checkpointing"}
+    | {"router_aux_loss_coef"},
     "simulated": ROW_SETTINGS | SIMULATED_TIMES,
 }
 """Settings that a kind of learner reads; the ranks read all but those of the simulated learner."""

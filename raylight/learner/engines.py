@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,8 @@ def build_policy(
     check_model(model_path)
     if config.lora is not None:
         adapted_layers(model_path, config.lora)  # raises before weights are loaded
+    if config.router_aux_loss_coef:
+        _check_routers(model_path, config)
     _warn_about_unused_offload(config)
     cls = RaylightEngine if module is None else functools.partial(LocalEngine, module)
     return _build(cls, model_path, config, settings, total_steps)
@@ -83,6 +86,11 @@ def build_reward_model(
         ConfigError: transformers has no such models of the architecture.
     """
     hf_config = AutoConfig.from_pretrained(model_path)
+    if config.router_aux_loss_coef:
+        raise ConfigError(
+            f"nothing reads learner.router_aux_loss_coef={config.router_aux_loss_coef:g} in the training of "
+            "a reward model; leave it out"
+        )
     kinds = (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
     if not all(type(hf_config) in kind for kind in kinds):
         raise ConfigError(
@@ -196,6 +204,22 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
         return "flash_attention_2"
     is_causal = hf_config.get_text_config().model_type not in EAGER_MODELS
     return "sdpa" if architecture._supports_sdpa and is_causal else "eager"
+
+
+def _check_routers(model_path: str, config: LearnerConfig) -> None:
+    """Check that transformers has a load-balancing loss of the architecture.
+
+    Raises:
+        ConfigError: it has none: no mixture of experts, or one whose routers are balanced otherwise.
+    """
+    hf_config = AutoConfig.from_pretrained(model_path)
+    architecture = causal_lm_class(hf_config)
+    module = importlib.import_module(architecture.__module__)
+    if not hasattr(module, "load_balancing_loss_func"):
+        raise ConfigError(
+            f"learner.router_aux_loss_coef={config.router_aux_loss_coef:g}: transformers has no "
+            f"load-balancing loss of {architecture.__name__}; leave the setting out"
+        )
 
 
 def _warn_about_unused_offload(config: LearnerConfig) -> None:

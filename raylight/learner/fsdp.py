@@ -229,15 +229,52 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         with self.train_mode():
             self.optimizer_zero_grad()
             batches = self._micro_batches(minibatch, entropy, entropy_grad)
+            balanced = self._count_real_tokens(minibatch.rows) if self._balances else 0
             for i, (indices, batch) in enumerate(batches):
                 with self._gradient_sync_context(is_last_micro_batch=i == len(batches) - 1):
                     with self._autocast():
-                        loss, found = loss_function(self._compute(batch), batch)
+                        outputs = self._compute(batch)
+                        loss, found = loss_function(outputs, batch)
+                        if self._balances:
+                            balance = self._router_balance(outputs["router_logits"], batch, balanced)
+                            loss = loss + self._learner.router_aux_loss_coef * balance
+                            found = found | {"router_aux_loss": verl.Metric("sum", balance)}
                     loss.backward()
                 if indices:
                     verl.append_to_dict(metrics, found)
                 CLOCK.mark()
             return metrics | {"grad_norm": self.optimizer_step()}
+
+    @property
+    def _balances(self) -> bool:
+        """True if the load of experts is part of the loss."""
+        return self._learner.router_aux_loss_coef > 0
+
+    def _count_real_tokens(self, rows: list[TrainRow]) -> int:
+        """Return the tokens of all ranks' rows that are trained. A collective."""
+        tokens = torch.tensor(
+            sum(row.tokens for row in rows if row.mask.any()), device=self.collective_device
+        )
+        dist.all_reduce(tokens, group=self.get_data_parallel_group())
+        return int(tokens)
+
+    def _router_balance(self, logits: torch.Tensor, batch: MicroBatch, tokens: int) -> torch.Tensor:
+        """Return a pass's part of the load-balancing loss of a mini-batch. A collective.
+
+        The loads of the experts are those of the passes of all ranks at the same time.
+
+        Args:
+            logits: of the routers, shape (layers, tokens, experts).
+            tokens: real tokens of the mini-batch, on all ranks.
+        """
+        top_k = self.model_config.hf_config.get_text_config().num_experts_per_tok
+        probs = logits[:, batch.real_tokens()].flatten(0, 1).softmax(-1)
+        chosen = torch.bincount(probs.topk(top_k, -1).indices.flatten(), minlength=logits.shape[-1])
+        counts = torch.cat([chosen, chosen.new_tensor([len(probs)])]).to(self.collective_device)
+        dist.all_reduce(counts, group=self.get_data_parallel_group())
+        loads = (counts[:-1] / counts[-1].clamp(min=1)).to(probs.device)
+        share = probs.sum(0) * loads / (len(logits) * max(tokens, 1))
+        return share.sum() * logits.shape[-1] * batch.dp_size
 
     @functools.cached_property
     def _pass_tokens(self) -> int:
@@ -269,6 +306,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             rollouts=minibatch.rollouts,
             tokens=int(tokens),
             dp_size=self.get_data_parallel_size(),
+            router_logits=self._balances and torch.is_grad_enabled(),
             entropy=entropy,
             entropy_grad=entropy_grad,
             squares=squares,
@@ -297,7 +335,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 name: self._gather_and_unpad_packed(place(values, mine), pad_size)[targets.positions[0]]
                 for name, values in self.module(**inputs, sampled=own, use_cache=False).items()
             }
-        return {name: place(values, batch.mask) for name, values in output.items()}
+        routers = {name: output.pop(name) for name in ("router_logits",) if name in output}
+        return {name: place(values, batch.mask) for name, values in output.items()} | routers
 
     def _model_inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], int]:
         """Return the model's inputs, and the tokens that pad a packed sequence."""
@@ -327,6 +366,7 @@ class ValueEngine(RaylightEngine):
     """Engine of the critic: the policy's architecture with a head of one value per token."""
 
     _output, _auto_class = "values", AutoModelForTokenClassification
+    _balances = False
 
     def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return the matrix `values`: for each response token, the value of the context before it."""

@@ -19,6 +19,7 @@ POLICY_NAMES = {
     "actor/ppo_kl": "learner/ppo_kl",
     "actor/pg_clipfrac": "learner/clip_fraction",
     "kl_loss": "learner/kl",
+    "router_aux_loss": "learner/router_aux_loss",
 }
 CRITIC_NAMES = {
     "grad_norm": "critic/grad_norm",

@@ -60,6 +60,8 @@ class MicroBatch:
     """Compute the gradient of the entropies."""
     squares: bool = False
     """Compute the sums of squared probabilities of the sampled tokens' distributions too."""
+    router_logits: bool = False
+    """Return the logits of the routers of a mixture of experts too."""
 
     def matrix(self, field: str) -> Any:
         """Return a field of the rows as a matrix; None unless all rows have it."""
@@ -121,6 +123,7 @@ class MicroBatch:
             entropy=self.entropy,
             entropy_grad=self.entropy_grad,
             squares=self.squares,
+            router_logits=self.router_logits,
         )
 
     def padded_inputs(self) -> dict[str, torch.Tensor]:
@@ -144,6 +147,13 @@ class MicroBatch:
             "temperature": torch.ones(len(self.rows), device=self.device),  # the head has its own
             "use_remove_padding": True,
         }
+
+    def real_tokens(self) -> torch.Tensor:
+        """Return True for the tokens of rows that are trained, and False for padding and for rows that only
+        keep a rank busy, shape (tokens of the model's input,)."""
+        kept = [torch.full((row.tokens,), bool(row.mask.any())) for row in self.rows]
+        found = torch.cat(kept) if self.packed else pad_sequence(kept, batch_first=True).flatten()
+        return found.to(self.device)
 
     def _sequences(self) -> list[torch.Tensor]:
         return [torch.cat([row.prompt, row.response]) for row in self.rows]

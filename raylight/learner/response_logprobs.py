@@ -30,6 +30,8 @@ class TargetTokens:
     """Compute the gradient of the entropies."""
     squares: bool = False
     """Compute the sums of squared probabilities of the tokens' distributions too."""
+    router_logits: bool = False
+    """Return the logits of the routers too."""
 
 
 class LogprobHead:
@@ -70,14 +72,19 @@ class LogprobHead:
 
     def _forward(self, *args: Any, sampled: TargetTokens | None = None, **inputs: Any) -> Any:
         """Return flat tensors `log_probs`, and `entropy` and `sum_pi_squared` if they are wanted, of the
-        sampled tokens."""
+        sampled tokens, and `router_logits` of all tokens, shape (layers, tokens, experts)."""
         if sampled is None:
             return self._own_forward(*args, **inputs)
         given = {name: value for name, value in inputs.items() if value is not None}
-        hidden = getattr(self._model, self._base_name)(**given)[0]
+        if sampled.router_logits:
+            given["output_router_logits"] = True
+        output = getattr(self._model, self._base_name)(**given)
+        hidden = output[0]
         chosen = sampled.positions.flatten().nonzero()[:, 0].to(hidden.device)
         logprobs, entropies, squares = self._head(hidden.flatten(0, 1)[chosen], sampled)
         found = {"log_probs": logprobs, "entropy": entropies, "sum_pi_squared": squares}
+        if sampled.router_logits:
+            found["router_logits"] = torch.stack(output.router_logits)
         return {name: values for name, values in found.items() if values is not None}
 
     def _chunked(self, hidden: torch.Tensor, sampled: TargetTokens | None = None) -> Any:

@@ -52,6 +52,8 @@ class SupervisedModel(TrainedModel):
         loss, known = self._loss(minibatch.rows, shard.outline)
         found = all_reduce_metrics(self.engine.train(minibatch, loss))
         metrics = {"train/loss": found["loss"], "learner/grad_norm": found["grad_norm"]} | known
+        if "router_aux_loss" in found:
+            metrics["learner/router_aux_loss"] = found["router_aux_loss"]
         metrics |= self._gradients.check(found["grad_norm"])
         metrics["learner/lr"] = float(self.engine.lr_scheduler_step())
         self.version += 1
