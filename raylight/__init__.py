@@ -23,6 +23,7 @@ _EXPORTS = {
         "emit_message",
         "emit_object",
         "emit_reward",
+        "emit_state",
         "get_message_value",
         "get_object_value",
         "reward",
@@ -86,6 +87,7 @@ _PACKAGE_EXPORTS = {
             "GSPO",
             "OPO",
             "OTB",
+            "GiGPO",
             "RLOO",
             "SAPO",
             "ClipCov",
@@ -114,6 +116,7 @@ _PACKAGE_EXPORTS = {
     "rewards": {
         "rewards.criteria": ("Criterion", "rubric"),
         "rewards.group": ("GroupRollout",),
+        "rewards.process_reward": ("RolloutTurn", "each_turn"),
         "rewards.ranking": ("ruler",),
         "rewards.scoring_model": ("RewardModelConfig", "RewardModelInput", "ScoringModel", "reward_model"),
         "rewards.terms": (

@@ -26,6 +26,8 @@ from raylight.semconv import (
     OBJECT_LITERAL,
     OBJECT_TYPE,
     REWARD_AGENT,
+    STATE,
+    STATE_KEY,
     reward_attributes,
 )
 from raylight.traces.context import record_span
@@ -95,6 +97,26 @@ def _rewarded(result: Any) -> Any:
     if result is not None:
         emit_reward(result)
     return result
+
+
+def emit_state(key: Any, propagate: bool = True) -> SpanCoreFields:
+    """Name the state in which the next call of the model is made, for an algorithm that compares turns of
+    equal states (`rl.algorithms.GiGPO`).
+
+    Args:
+        key: a string, or another value that JSON can represent. States with equal keys are equal within the
+            rollouts of a group.
+
+    Raises:
+        EmitError: JSON cannot represent the key.
+    """
+    try:
+        text = key if isinstance(key, str) else json.dumps(to_builtin(key), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EmitError(
+            f"emit_state cannot convert a key of type {type(key).__name__} to JSON: {error}; give a string"
+        ) from error
+    return record_span(STATE, {STATE_KEY: text}, propagate=propagate)
 
 
 def emit_annotation(annotation: dict[str, Any], propagate: bool = True) -> SpanCoreFields:

@@ -93,8 +93,8 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     max_steps_without_signal: int = Field(default=20, ge=1, le=MAX_COUNT)
     """Training stops after this many steps in a row in which no rollout differed from its baseline."""
     turn_rewards: bool = False
-    """Also train on rewards that an agent emits before the final one; each is assigned to the last call
-    before it."""
+    """Also train on rewards that an agent emits before the final one, each assigned to the last call before
+    it, and on those of `rl.rewards.each_turn`."""
     credit: Literal["rollout", "agent"] = "rollout"
     """Calls that share a reward, a baseline and an advantage. rollout: all of a rollout. agent: those of one
     agent (`llm.for_agent`, or spans with `gen_ai.agent.name`), with the reward that it got by
@@ -252,7 +252,8 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     @property
     def needs_spans(self) -> bool:
         """True if the spans of rollouts are needed to train on them, not only their tokens and rewards."""
-        return self.turn_rewards or self.needs_messages or self.credit == "agent"
+        reads_states = self.turn_advantage is not None and self.turn_advantage.turn_groups == "state"
+        return self.turn_rewards or reads_states or self.needs_messages or self.credit == "agent"
 
     @property
     def needs_messages(self) -> bool:
@@ -272,6 +273,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             unscored_reward=None if self.needs_rewards else 0.0,
             weights=self.reward_weights,
             turn_rewards=self.turn_rewards,
+            turn_gamma=None if self.turn_advantage is None else self.turn_advantage.turn_gamma,
         )
 
     def batch_rules(
@@ -297,6 +299,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             by_agent=self.credit == "agent",
             agent_weights=self.agent_weights,
             stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,
+            turn_groups=None if self.turn_advantage is None else self.turn_advantage.turn_groups,
         )
 
 

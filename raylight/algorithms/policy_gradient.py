@@ -162,6 +162,17 @@ class OTB(PolicyAlgorithm):
     group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
 
 
+class GiGPO(PolicyAlgorithm):
+    """Group-in-group policy optimisation, https://arxiv.org/abs/2505.10978.
+
+    A = GRPO's advantage of the rollout, plus `turn_coef` times that of the turn: its discounted return less
+    the mean of the turns of equal states in the rollouts of the group, divided by their deviation.
+    """
+
+    advantage: advantages.GiGPOAdvantage = advantages.GiGPOAdvantage()
+    group_size: int = Field(default=8, ge=2, le=MAX_SAMPLES)
+
+
 class GPG(PolicyAlgorithm):
     """Group policy gradient, https://arxiv.org/abs/2504.02546.
 

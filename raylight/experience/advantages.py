@@ -14,6 +14,7 @@ __all__ = [
     "GAEAdvantage",
     "GDPOAdvantage",
     "GRPOAdvantage",
+    "GiGPOAdvantage",
     "GreedyBaseline",
     "GroupBaseline",
     "OPDAdvantage",
@@ -22,6 +23,8 @@ __all__ = [
 
 BaselineKind = Literal["group", "batch", "greedy", "none"]
 """Baseline of an estimator: the group, the batch, a greedy rollout of the same task, or none known here."""
+TurnGroups = Literal["state", "turn"]
+"""Turns of a group's rollouts that are compared: those of equal states, or with the same number."""
 Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
 """Weight of a reward in a sum."""
 
@@ -62,6 +65,36 @@ class GDPOAdvantage(Advantage):
                 "adv_estimator 'gdpo' normalises named rewards apart; name them in reward_weights, as in "
                 "{'correct': 1.0, 'format': 0.5}"
             )
+        return self
+
+
+class GiGPOAdvantage(Advantage):
+    """Advantages of rollouts and of their turns, https://arxiv.org/abs/2505.10978.
+
+    A rollout's is GRPO's. A turn's is its return, the discounted rewards from this turn on, less the mean of
+    the turns that it is compared with: those of equal states in the rollouts of the group. It is 0 for a turn
+    without another to compare. All sampled tokens of a turn have the weighted sum of the two.
+    """
+
+    name: Literal["gigpo"] = "gigpo"
+    norm_adv_by_std: bool = True
+    """Divide the advantages of rollouts by the deviation in their group, and those of turns by the deviation
+    among the turns that they are compared with."""
+    turn_groups: TurnGroups = "state"
+    """Turns of a group that are compared. state: those of equal states, as named by `rl.emit_state` before
+    the call, or else those whose prompts have the same tokens. turn: those with the same number in their
+    rollouts."""
+    turn_gamma: float = Field(default=0.95, ge=0, le=1)
+    """Discount from one turn to the next."""
+    turn_coef: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    """Weight of the advantages of turns."""
+    rollout_coef: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
+    """Weight of the advantages of rollouts; 0 leaves only those of turns."""
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if not self.turn_coef:
+            raise ValueError("turn_coef=0 leaves only the advantages of rollouts; use rl.GRPO")
         return self
 
 
@@ -166,6 +199,7 @@ ADVANTAGES = VariantTable(
         BatchBaseline,
         GAEAdvantage,
         GDPOAdvantage,
+        GiGPOAdvantage,
         GreedyBaseline,
         GroupBaseline,
         GRPOAdvantage,

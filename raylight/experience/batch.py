@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raylight.errors import EmptyTraceError
-from raylight.experience.advantages import BaselineKind
+from raylight.experience.advantages import BaselineKind, TurnGroups
 from raylight.experience.call_relations import RelationReport, report_relations
 from raylight.experience.lengths import count_by_length
 from raylight.experience.off_policy import (
@@ -29,6 +29,7 @@ from raylight.experience.scored_rollout import (
 from raylight.experience.staleness import StaleMask, TokenAges, describe_ages, oldest_version
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
+from raylight.experience.turns import Turn, build_turns
 from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, Trajectory
 
 
@@ -56,6 +57,8 @@ class TrainBatch:
     """Factor of the advantages of each rollout; None for 1."""
     teacher_logprobs: list[LogprobArray] | None = None
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
+    turns: list[Turn] = field(default_factory=list)
+    """Turns of the rollouts, for an estimator that credits them (GiGPO); else empty."""
 
 
 DEFAULT_REWARDS = RewardRules()
@@ -76,6 +79,7 @@ class BatchRules(RowRules):
         by_agent: divide rollouts by agent, so that each has its own reward, baseline and advantage.
         agent_weights: factors of the advantages of agents, by name; 1 for others.
         stale: mask of tokens that old weights sampled; None if all have the learners' version.
+        turn_groups: turns that an estimator compares; None for one that does not credit turns.
     """
 
     rewards: RewardRules = DEFAULT_REWARDS
@@ -88,6 +92,7 @@ class BatchRules(RowRules):
     by_agent: bool = False
     agent_weights: Mapping[str, float] = field(default_factory=dict)
     stale: StaleMask | None = None
+    turn_groups: TurnGroups | None = None
 
     def is_informative(self, group: list[FinishedRollout]) -> bool:
         """Return True if the rewards of a group's rollouts, or those of one of its agents, are not all
@@ -303,15 +308,21 @@ class _Scorer:
         turns = []
         if rules.rewards.turn_rewards:
             turns = assign_turn_rewards(item, trajectories.chosen_positions)
+        calls = []
+        if rules.turn_groups is not None:
+            calls = build_turns(item, sampled, rules.rewards, reward, rules.turn_groups)
+        signal = rules.rewards.signal(item)
+        signal = reward if signal is None else signal
+        compared = rules.rewards.compared(item, sampled.calls, signal)
         if is_masked(item):
             sampled = trajectories = replace(sampled, rows=[])
-        signal = rules.rewards.signal(item)
         agent = generations[0].agent if rules.by_agent else None
         return ScoredRollout(
             rollout_id=item.rollout.rollout_id,
             group=group,
             reward=reward,
             parts=rules.rewards.parts(item),
+            compared=compared,
             sampled=sampled,
             trajectories=trajectories,
             turns=turns,
@@ -319,7 +330,8 @@ class _Scorer:
             tokens=tokens,
             auxiliary_tokens=_count_sampled(others),
             selected=select_rows(sampled.rows, rules.trajectory_selection),
-            signal=reward if signal is None else signal,
+            signal=signal,
+            calls=calls,
             agent=agent,
             weight=rules.agent_weights.get(agent or "", 1.0),
         )
@@ -347,7 +359,8 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
     empty = 0
     rows: list[Trajectory] = []
     owners: list[int] = []
-    turns: list[TurnReward] = []
+    rewards: list[TurnReward] = []
+    turns: list[Turn] = []
     for owner, item in enumerate(trained):
         batch_row: dict[int | None, int] = {}  # row of the rollout -> row of the batch
         for index, row in zip(item.selected, item.rows, strict=True):
@@ -357,7 +370,8 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
                 batch_row[index] = len(rows)
                 rows.append(limited)
                 owners.append(owner)
-        turns += [TurnReward(turn.value, owner, batch_row.get(turn.row), turn.token) for turn in item.turns]
+        rewards += [replace(turn, rollout=owner, row=batch_row.get(turn.row)) for turn in item.turns]
+        turns += [replace(turn, rollout=owner, row=batch_row.get(turn.row)) for turn in item.calls]
     baselines = [item.baseline for item in trained if item.baseline is not None] if with_baselines else None
     parts = [item.parts for item in trained if item.parts is not None]
     batch = TrainBatch(
@@ -365,10 +379,11 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
         [item.group for item in trained],
         rows,
         owners,
-        turns,
+        rewards,
         baselines,
         parts or None,
         [item.weight for item in trained] if any(item.weight != 1.0 for item in trained) else None,
+        turns=turns,
     )
     return batch, empty
 

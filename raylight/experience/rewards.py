@@ -3,6 +3,7 @@ baselines of ReMax."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 from raylight.errors import GreedyError, RewardError
 from raylight.experience.trajectory import CallPosition
-from raylight.semconv import GRADE_SPAN_ID, REWARD_AGENT
+from raylight.semconv import GRADE_SPAN_ID, GRADE_TURNS, REWARD_AGENT
 from raylight.traces.rewards import get_any_rewards, get_reward_value
 from raylight.traces.trained_agents import agents_of_generations
 from raylight.types import GREEDY, GREEDY_BELOW, FinishedRollout, Generation, Span
@@ -20,7 +21,8 @@ Call = TypeVar("Call", CallPosition, Generation)
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
-    """A reward emitted before the final one, assigned to the last call before it."""
+    """A reward of a call: one emitted before the final one, assigned to the last call before it, or the grade
+    of a turn."""
 
     value: float
     rollout: int
@@ -57,20 +59,39 @@ def turn_reward_spans(item: FinishedRollout) -> list[tuple[Span, float]]:
     return emitted[:-1] if item.rollout.status == "succeeded" else emitted
 
 
-def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) -> list[TurnReward]:
-    """Assign each reward emitted before the final one to the last call that had ended by then.
+def graded_turns(item: FinishedRollout) -> dict[str, float]:
+    """Return the rewards of single calls that a group reward gave (`rl.rewards.each_turn`), by call id."""
+    for span in item.spans:
+        if span.span_id == GRADE_SPAN_ID and GRADE_TURNS in span.attributes:
+            graded: dict[str, float] = json.loads(str(span.attributes[GRADE_TURNS]))
+            return graded
+    return {}
 
-    A reward emitted before the end of any call is assigned to the first call.
+
+def assign_turn_rewards(item: FinishedRollout, calls: Sequence[CallPosition]) -> list[TurnReward]:
+    """Assign each turn reward to its call (`_earned`).
 
     Args:
         calls: positions of the trained calls; at least one.
     """
+    return [TurnReward(value, 0, call.row, call.last_token) for call, value in _earned(item, calls)]
+
+
+def _earned(item: FinishedRollout, calls: Sequence[Call]) -> list[tuple[Call, float]]:
+    """Return the turn rewards of a rollout, each with the call that earned it.
+
+    A reward emitted before the final one belongs to the last call that had ended by then, and one emitted
+    before the end of any call to the first call. The grades of turns name their calls; those of calls that
+    are not given are left out.
+
+    Args:
+        calls: at least one.
+    """
     by_end = sorted(calls, key=lambda call: call.end_time)
-    turns = []
-    for span, value in turn_reward_spans(item):
-        call = _last_before(span, by_end)
-        turns.append(TurnReward(value, 0, call.row, call.last_token))
-    return turns
+    earned = [(_last_before(span, by_end), value) for span, value in turn_reward_spans(item)]
+    by_id = {call.call_id if isinstance(call, CallPosition) else call.key.call_id: call for call in calls}
+    graded = graded_turns(item).items()
+    return earned + [(by_id[call_id], value) for call_id, value in graded if call_id in by_id]
 
 
 def split_by_agent(item: FinishedRollout, calls: Sequence[Generation]) -> list[FinishedRollout]:
@@ -122,7 +143,7 @@ def _part_of(
         if agent is not None and span.attributes.get(REWARD_AGENT) == agent and get_any_rewards(span)
     ]
     if own:
-        others = [span for span in item.spans if not get_any_rewards(span)]
+        others = [span for span in item.spans if span.span_id == GRADE_SPAN_ID or not get_any_rewards(span)]
         final = {reward.name: reward.value for reward in get_any_rewards(own[-1])}
         reward = next(iter(final.values()))
         return FinishedRollout(item.rollout, reward, calls, [*others, *own], final)
@@ -162,7 +183,9 @@ class RewardRules:
         failure_reward: reward of rollouts whose agent failed; None leaves them out.
         unscored_reward: reward of rollouts that succeeded without one; None leaves them out.
         weights: weights of named rewards that are normalised apart; None: only the final reward counts.
-        turn_rewards: also train on rewards emitted before the final one.
+        turn_rewards: also train on rewards of single calls.
+        turn_gamma: discount from one call to the next of an estimator that credits turns, for which rollouts
+            also differ if their rewards come earlier or later; None for other estimators.
         length_penalty: subtracted from the reward; it says nothing about the task.
     """
 
@@ -171,6 +194,7 @@ class RewardRules:
     weights: Mapping[str, float] | None = None
     turn_rewards: bool = False
     length_penalty: LengthPenalty | None = None
+    turn_gamma: float | None = None
 
     def reward(self, item: FinishedRollout) -> float | None:
         """Return the reward that a rollout is trained with; None leaves it out."""
@@ -215,11 +239,44 @@ class RewardRules:
     def is_informative(self, group: list[FinishedRollout]) -> bool:
         """Return True if the rewards of a group's rollouts that called the model are not all equal."""
         compared = {
-            self.parts(item) or self._with_turns(item, signal)
+            self.compared(item, item.generations, signal)
             for item in group
             if item.generations and (signal := self.signal(item)) is not None
         }
         return len(compared) > 1
+
+    def compared(
+        self, item: FinishedRollout, calls: Sequence[Generation], signal: float
+    ) -> tuple[float, ...]:
+        """Return the values of a rollout that differ in a group from which something can be learned.
+
+        Args:
+            calls: its trained calls; at least one.
+            signal: the reward by which it is compared.
+        """
+        if (parts := self.parts(item)) is not None:
+            return parts
+        rewards = self.rewards_of_calls(item, calls, signal)
+        total = math.fsum(value for values in rewards for value in values)
+        if self.turn_gamma is None:
+            return (total,)
+        gamma = self.turn_gamma
+        return total, math.fsum(gamma**n * value for n, values in enumerate(rewards) for value in values)
+
+    def rewards_of_calls(
+        self, item: FinishedRollout, calls: Sequence[Generation], reward: float
+    ) -> list[list[float]]:
+        """Return the rewards of each call: those of its turn, and for the last call the final one.
+
+        Args:
+            calls: at least one, in the order in which they began.
+            reward: the final reward.
+        """
+        earned = {call.key.call_id: list[float]() for call in calls}
+        for call, value in _earned(item, calls) if self.turn_rewards else ():
+            earned[call.key.call_id].append(value)
+        earned[calls[-1].key.call_id].append(reward)
+        return list(earned.values())
 
     def greedy_baselines(self, finished: list[FinishedRollout]) -> dict[str, float]:
         """Return the reward of each group's greedy rollout, the baseline of ReMax.
@@ -234,12 +291,13 @@ class RewardRules:
             if item.rollout.metadata.get(GREEDY):
                 _check_greedy(item)
                 if (reward := self.reward(item)) is not None:
-                    baselines[item.group] = self._with_turns(item, reward)
+                    turns = _turn_values(item) if self.turn_rewards else []
+                    baselines[item.group] = math.fsum([reward, *turns])
         return baselines
 
-    def _with_turns(self, item: FinishedRollout, reward: float) -> float:
-        turns = turn_reward_spans(item) if self.turn_rewards else []
-        return math.fsum([reward, *(value for _, value in turns)])
+
+def _turn_values(item: FinishedRollout) -> list[float]:
+    return [*(value for _, value in turn_reward_spans(item)), *graded_turns(item).values()]
 
 
 def _check_greedy(item: FinishedRollout) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from raylight.experience.advantages import BaselineKind
 from raylight.experience.rewards import TurnReward
 from raylight.experience.trajectory import Trajectories
+from raylight.experience.turns import Turn
 from raylight.types import Trajectory
 
 
@@ -21,6 +22,8 @@ class ScoredRollout:
     reward: float
     parts: tuple[float, ...] | None
     """Named rewards that are normalised apart; None if only the reward counts."""
+    compared: tuple[float, ...]
+    """Values that differ between the rollouts of a group with signal."""
     sampled: Trajectories
     """Trajectories with the tokens that are too old."""
     trajectories: Trajectories
@@ -34,6 +37,8 @@ class ScoredRollout:
     """Indices of the rows that are selected for training."""
     signal: float
     """The reward before a penalty that says nothing about the task."""
+    calls: list[Turn]
+    """Trained calls, for an estimator that credits turns; else empty."""
     agent: str | None = None
     """Agent whose part of a rollout this is; None for a whole rollout."""
     weight: float = 1.0
@@ -58,13 +63,6 @@ class ScoredRollout:
     def total(self) -> float:
         """Sum of all rewards, exact, so that it does not depend on their order."""
         return math.fsum([self.reward, *(turn.value for turn in self.turns)])
-
-    @property
-    def compared(self) -> tuple[float, ...]:
-        """Values that differ between the rollouts of a group with signal."""
-        if self.parts is not None:
-            return self.parts
-        return (math.fsum([self.signal, *(turn.value for turn in self.turns)]),)
 
 
 def drop_without_baseline(

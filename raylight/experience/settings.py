@@ -161,6 +161,11 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         return isinstance(self.advantage, advantages.TokenBaseline)
 
     @property
+    def turn_advantage(self) -> advantages.GiGPOAdvantage | None:
+        """Settings of an estimator that credits turns; None for another."""
+        return self.advantage if isinstance(self.advantage, advantages.GiGPOAdvantage) else None
+
+    @property
     def reward_weights(self) -> dict[str, float] | None:
         """Weights of named rewards that are normalised apart; None if only the final reward counts."""
         return getattr(self.advantage, "reward_weights", None)
@@ -172,10 +177,11 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
     @model_validator(mode="after")
     def _check_required(self) -> Self:
-        if isinstance(self.advantage, advantages.GDPOAdvantage) and self.kl_reward_coef:
+        reads_rollouts = isinstance(self.advantage, advantages.GDPOAdvantage | advantages.GiGPOAdvantage)
+        if reads_rollouts and self.kl_reward_coef:
             raise ValueError(
-                "adv_estimator 'gdpo' reads the rewards of rollouts, not of tokens, so that kl_reward_coef "
-                "has no effect; set kl_coef instead"
+                f"adv_estimator {self.advantage.name!r} reads the rewards of rollouts or turns, not of "
+                "tokens, so that kl_reward_coef has no effect; set kl_coef instead"
             )
         if self.has_teacher and self.kl_reward_coef and not self.reward_coef:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,17 @@ class PlacedReward(NamedTuple):
     value: float
 
 
+class PlacedTurn(NamedTuple):
+    """A turn of a rollout: its sampled tokens, from `start` to before `end` among those of all rows of the
+    rollout. A turn whose tokens were left out has none."""
+
+    rollout: int
+    start: int
+    end: int
+    state: str
+    reward: float
+
+
 @dataclass(frozen=True, eq=False)
 class BatchOutline:
     """The parts of a batch that all ranks have: the rollouts, and the sizes of their rows."""
@@ -42,6 +53,8 @@ class BatchOutline:
     sampled: NDArray[np.int64]
     """Number of sampled tokens of each row."""
     turn_rewards: list[PlacedReward]
+    turns: list[PlacedTurn] = field(default_factory=list)
+    """Turns of the rollouts in order, for an estimator that credits them."""
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -176,7 +189,20 @@ def _outline(batch: TrainBatch) -> BatchOutline:
     )
     ends, starts = outline.sampled_of_rollouts, outline.starts
     outline.turn_rewards.extend(_place(turn, batch.rows, starts, ends) for turn in batch.turn_rewards)
+    outline.turns.extend(_place_turns(batch, starts))
     return outline
+
+
+def _place_turns(batch: TrainBatch, starts: NDArray[np.int64]) -> Iterator[PlacedTurn]:
+    """Yield the turns of a batch with their tokens: those of their row after the turn before."""
+    places: dict[tuple[int | None, int], tuple[int, int]] = {}
+    for row, token in sorted((turn.row, turn.token) for turn in batch.turns if turn.row is not None):
+        begin = places.get((row, -1), (0, int(starts[row])))[1]
+        end = int(starts[row]) + int(np.count_nonzero(batch.rows[row].mask[: token + 1]))
+        places[row, token] = places[row, -1] = begin, end
+    for turn in batch.turns:
+        start, end = places.get((turn.row, turn.token), (0, 0))
+        yield PlacedTurn(turn.rollout, start, end, turn.state, turn.reward)
 
 
 def _place(

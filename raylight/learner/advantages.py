@@ -8,7 +8,8 @@ last token; a turn reward is on the last token of the call before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ import numpy as np
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.advantages import OPDAdvantage
+from raylight.experience.advantages import GiGPOAdvantage, OPDAdvantage
 from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import BatchOutline
+from raylight.experience.shards import BatchOutline, PlacedTurn
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
 
@@ -89,9 +90,53 @@ def estimate_opd(
     return advantages * response_mask
 
 
+def estimate_gigpo(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray[Any, Any],
+    norm_adv_by_std_in_grpo: bool,
+    turns: Sequence[PlacedTurn],
+    gigpo: GiGPOAdvantage,
+) -> torch.Tensor:
+    """Return the weighted sum of GRPO's advantages of rollouts and those of their turns (GiGPO,
+    https://arxiv.org/abs/2505.10978).
+
+    Args:
+        turns: those of each rollout in their order.
+    """
+    of_rollouts, _ = verl.get_adv_estimator_fn("grpo")(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+    )
+    values, groups = torch.zeros(len(turns), 1, dtype=torch.float64), np.empty(len(turns), dtype=object)
+    later = dict.fromkeys(range(len(index)), 0.0)
+    for number, turn in reversed(list(enumerate(turns))):
+        later[turn.rollout] = turn.reward + gigpo.turn_gamma * later[turn.rollout]
+        values[number], groups[number] = later[turn.rollout], (index[turn.rollout], turn.state)
+    # a turn without another of its state has no baseline; the estimator would return its return
+    counts = Counter(groups)
+    compared = torch.tensor([[float(counts[group] > 1)] for group in groups], dtype=torch.float64)
+    of_turns, _ = verl.get_adv_estimator_fn("grpo")(
+        token_level_rewards=values,
+        response_mask=compared,
+        index=groups,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+    )
+    advantages = gigpo.rollout_coef * of_rollouts
+    for turn, value in zip(turns, of_turns[:, 0], strict=True):
+        advantages[turn.rollout, turn.start : turn.end] += gigpo.turn_coef * value
+    return advantages * response_mask
+
+
 DEFAULTS = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std": True}
 """Arguments of an estimator that has no settings for them."""
-OWN_ESTIMATORS: dict[str, Callable[..., Any]] = {"gdpo": estimate_gdpo, "opd": estimate_opd}
+OWN_ESTIMATORS: dict[str, Callable[..., Any]] = {
+    "gdpo": estimate_gdpo,
+    "gigpo": estimate_gigpo,
+    "opd": estimate_opd,
+}
 """Estimators that raylight computes itself."""
 
 
@@ -323,6 +368,13 @@ def _run_estimator(
             "sum_pi_squared": matrices["sum_pi_squared"].double(),
             "rollout_is_weights": matrices.get("weights"),
         }
+    if settings.turn_advantage is not None:
+        if not outline.turns:
+            raise ConfigError(
+                f"adv_estimator {name!r} was given rollouts without turns; use rl.algorithms.GiGPO with "
+                "raylight's own training loop"
+            )
+        arguments |= {"turns": outline.turns, "gigpo": settings.turn_advantage}
     if isinstance(settings.advantage, OPDAdvantage):
         bound = settings.advantage.log_ratio_clip
         arguments["teacher_log_ratios"] = matrices["teacher_log_ratios"].double().clamp(-bound, bound)

@@ -11,7 +11,7 @@ import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -21,10 +21,20 @@ from raylight.traces.messages import Message, OpenAIMessages, TraceToMessages
 from raylight.traces.rewards import named_rewards
 from raylight.types import FinishedRollout, SpanCoreFields
 
-_RECORDED: contextvars.ContextVar[list[SpanCoreFields] | None] = contextvars.ContextVar(
+
+@dataclass
+class GradeRecords:
+    """Records of a call of a group reward, beside the rewards that it returns."""
+
+    spans: list[SpanCoreFields] = field(default_factory=list)
+    turns: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Rewards of turns by call id, of each rollout by id."""
+
+
+_RECORDED: contextvars.ContextVar[GradeRecords | None] = contextvars.ContextVar(
     "raylight_group_reward", default=None
 )
-"""Spans that the current call of a group reward has recorded."""
+"""Records of the current call of a group reward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,21 +143,29 @@ async def run_plain(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextmanager
-def recording() -> Iterator[list[SpanCoreFields]]:
-    """Collect the spans that `record` receives within the block, also from its threads and tasks."""
-    spans: list[SpanCoreFields] = []
-    token = _RECORDED.set(spans)
+def recording() -> Iterator[GradeRecords]:
+    """Collect what `record` and `record_turns` receive within the block, also from its threads and tasks."""
+    records = GradeRecords()
+    token = _RECORDED.set(records)
     try:
-        yield spans
+        yield records
     finally:
         _RECORDED.reset(token)
 
 
 def record(span: SpanCoreFields) -> None:
     """Record a span of the current call of a group reward; without one, drop it."""
-    spans = _RECORDED.get()
-    if spans is not None:
-        spans.append(span)
+    records = _RECORDED.get()
+    if records is not None:
+        records.spans.append(span)
+
+
+def record_turns(rollout_id: str, rewards: Mapping[str, float]) -> None:
+    """Record the rewards of a rollout's turns, by call id, for the current call of a group reward; without
+    one, drop them."""
+    records = _RECORDED.get()
+    if records is not None:
+        records.turns[rollout_id] = dict(rewards)
 
 
 def message_text(message: Message) -> str:

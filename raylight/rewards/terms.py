@@ -11,6 +11,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_FACTOR
 from raylight.errors import ConfigError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward
+from raylight.rewards.process_reward import ProcessReward
 from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 
 
@@ -122,6 +123,11 @@ class RewardSum:
 
     def __init__(self, terms: Mapping[str, GroupReward], weights: Mapping[str, float] | None = None) -> None:
         weights = dict(weights or {})
+        if process := [name for name, term in terms.items() if isinstance(term, ProcessReward)]:
+            raise ConfigError(
+                f"the terms {', '.join(process)} score turns, and a sum is of whole rollouts; give the sum "
+                "to each_turn as final="
+            )
         if not terms or not all(callable(term) for term in terms.values()) or "total" in terms:
             raise ConfigError(
                 f"RewardSum has the terms {dict(terms)!r:.80}; give functions of a group by name, none of "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from raylight.semconv import INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
+from raylight.semconv import CALL_ID, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.attributes import (
     WEAVE_INPUT,
@@ -72,23 +72,30 @@ class TraceToMessages(TraceAdapter[list[OpenAIMessages]]):
     """
 
     def adapt(self, source: Sequence[Span], /) -> list[OpenAIMessages]:
+        return [messages for _, messages in self.adapt_calls(source)]
+
+    def adapt_calls(self, source: Sequence[Span]) -> list[tuple[str | None, OpenAIMessages]]:
+        """Return the conversation of each call with the id of the captured call; None if no span has one."""
         children: dict[str, list[Span]] = defaultdict(list)
         for span in source:
             if span.parent_id:
                 children[span.parent_id].append(span)
         calls: dict[str, CallMessages] = {}
+        ids: dict[str, str] = {}
         for span in source:
             if span.attributes.get(OPERATION) in NON_CALL_OPERATIONS:
                 continue
             call = read_call(span.attributes, children.get(span.span_id, ()))
             key = call_key_of(span.attributes) or span.span_id
+            if isinstance(call_id := span.attributes.get(CALL_ID), str):
+                ids[key] = call_id
             if (call.prompt or call.answers) and (
                 key not in calls or call.completeness > calls[key].completeness
             ):
                 calls[key] = call
         return [
-            OpenAIMessages(messages=call.prompt + call.answers[:1], tools=call.tools)
-            for call in calls.values()
+            (ids.get(key), OpenAIMessages(messages=call.prompt + call.answers[:1], tools=call.tools))
+            for key, call in calls.items()
         ]
 
 

@@ -30,7 +30,7 @@ def run(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_rewards_can_be_computed() -> None:
-    first, ruler, rubric, terms, model, two, own = run("rewards")
+    first, ruler, rubric, terms, process, model, two, own = run("rewards")
     group = [rollout(0, "<answer>1</answer>", 1.0, 4), rollout(1, "2", 0.0, 9)]
 
     def rewards_of(function: Any) -> list[dict[str, float]]:
@@ -46,6 +46,7 @@ def test_the_rewards_can_be_computed() -> None:
         "format": 1.0,
         "short": 0.5,
     }
+    assert process["trainer"].group_reward.name == "turn"
     assert model["trainer"].group_reward.name == "reward_model"
     assert find_reward_models(two["group_reward"]) == (two["preference"],)
 

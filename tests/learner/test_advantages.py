@@ -14,6 +14,7 @@ from raylight.experience.registry import advantage_estimator
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import shard_batch
+from raylight.experience.turns import Turn
 from raylight.learner.advantages import Estimate, KlController, RolloutSequences, estimate
 from raylight.learner.rows import TrainRow, build_rows
 from raylight.types import Trajectory
@@ -116,7 +117,7 @@ def test_the_registry_has_verls_names():
     def verl_names(registered: dict) -> set[str]:  # other tests may have added theirs
         return {name for name, function in registered.items() if function.__module__.startswith("verl.")}
 
-    assert {*ADVANTAGES.names} - {"opd"} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
+    assert {*ADVANTAGES.names} - {"gigpo", "opd"} == verl_names(verl_api.ADV_ESTIMATOR_REGISTRY)
     assert {*LOSSES.names, *LOSSES.unsupported} == verl_names(verl_api.POLICY_LOSS_REGISTRY)
 
 
@@ -221,6 +222,72 @@ def test_turn_rewards_are_on_the_last_token_of_their_call():
         [0.5 + 0.5 * (0.5 * 0.25) + later / 4, 0.0, 0.5 * 0.25 + later / 2 + 0.0, 0.25 + later], abs=1e-6
     )
     assert rows[1].returns.tolist() == pytest.approx([0.75, 1.5, 3.0])
+
+
+def gigpo(rollouts, groups, gamma, turn_coef, rollout_coef, by_std):
+    """Reference: GiGPO by loops. A rollout is a list of turns (state, reward); the result is one per turn."""
+
+    def relative(values):
+        values = np.array(values)
+        if len(values) < 2:
+            return values - values
+        return (values - values.mean()) / (values.std(ddof=1) + 1e-6 if by_std else 1.0)
+
+    totals = [sum(reward for _, reward in turns) for turns in rollouts]
+    returns = {
+        (i, t): sum(gamma ** (k - t) * turns[k][1] for k in range(t, len(turns)))
+        for i, turns in enumerate(rollouts)
+        for t in range(len(turns))
+    }
+    of_turns = {}
+    for group in set(groups):
+        members = [i for i, own in enumerate(groups) if own == group]
+        of_rollouts = dict(zip(members, relative([totals[i] for i in members]), strict=True))
+        for state in {state for i in members for state, _ in rollouts[i]}:
+            places = [(i, t) for i in members for t, turn in enumerate(rollouts[i]) if turn[0] == state]
+            for place, value in zip(places, relative([returns[place] for place in places]), strict=True):
+                of_turns[place] = turn_coef * value + rollout_coef * of_rollouts[place[0]]
+    return [[of_turns[i, t] for t in range(len(turns))] for i, turns in enumerate(rollouts)]
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@pytest.mark.parametrize("coefs", [(1.0, 1.0), (0.3, 0.0), (2.0, 0.5)])
+def test_gigpo_compares_turns_of_equal_states(by_std, coefs):
+    """Each row has two turns, of 1 and 2 tokens in the first row and of 2 and 1 in the second."""
+    generator = np.random.default_rng(0)
+    groups = ["a", "a", "a", "b", "b"]
+    rollouts = [
+        [(f"s{generator.integers(3)}", float(reward)) for reward in generator.normal(size=4)] for _ in groups
+    ]
+    batch = batch_of(
+        [[[1, 2], [2, 1]] for _ in groups], [sum(r for _, r in turns) for turns in rollouts], groups
+    )
+    ends = [(0, 2), (0, 5), (1, 3), (1, 5)]  # row of the rollout, index of the turn's last token
+    batch.turns.extend(
+        Turn(i, 2 * i + row, token, state, reward)
+        for i, turns in enumerate(rollouts)
+        for (row, token), (state, reward) in zip(ends, turns, strict=True)
+    )
+    turn_coef, rollout_coef = coefs
+    config = PolicySettings(
+        adv_estimator="gigpo",
+        turn_gamma=0.9,
+        turn_coef=turn_coef,
+        rollout_coef=rollout_coef,
+        norm_adv_by_std=by_std,
+    )
+    rows = rows_of(batch)
+    estimate_rows(batch, rows, config)
+    expected = gigpo(rollouts, groups, 0.9, turn_coef, rollout_coef, by_std)
+    for i, of_turns in enumerate(expected):
+        found = torch.cat([row.advantages[row.mask == 1] for row in rows if row.rollout == i]).tolist()
+        tokens = [value for value, length in zip(of_turns, (1, 2, 2, 1), strict=True) for _ in range(length)]
+        assert found == pytest.approx(tokens, abs=1e-5, rel=1e-5)
+
+
+def test_gigpo_needs_the_turns_of_rollouts():
+    with pytest.raises(ConfigError, match="was given rollouts without turns"):
+        advantages_of(plain(), "gigpo")
 
 
 def test_the_kl_penalty_is_subtracted_from_token_rewards():

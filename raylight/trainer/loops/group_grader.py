@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -14,7 +15,7 @@ from raylight._utils.aio import task_group
 from raylight.errors import GroupRewardError, ServingLostError
 from raylight.rewards.group import GroupReward, GroupRollout, call_group_reward, recording
 from raylight.rewards.scoring_model import Scorer, ScoringModel, scoring_by
-from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, reward_attributes
+from raylight.semconv import ANNOTATION, GRADE_ERROR, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
 from raylight.store.client import StoreClient
 from raylight.traces.rewards import find_reward_spans, get_rewards_from_span
 from raylight.trainer.components.run_components import RolloutComponents
@@ -111,11 +112,17 @@ class GroupGrader:
         ]
         first = with_spans[0].rollout.attempt
         assert first is not None, "a rollout that succeeded has an attempt"
-        spans = [_span(first, core, secrets.token_hex(8)) for core in recorded]
-        spans += [_grade_span(item, given, error) for item, given in grades if not _is_graded(item)]
-        await self._store.grade(spans)
+        spans = [_span(first, core, secrets.token_hex(8)) for core in recorded.spans]
+        graded = {
+            item.rollout.rollout_id: _grade_span(
+                item, given, error, recorded.turns.get(item.rollout.rollout_id, {}) if given else {}
+            )
+            for item, given in grades
+            if not _is_graded(item)
+        }
+        await self._store.grade([*spans, *graded.values()])
         return [
-            item if _is_graded(item) else _with_grade(item, given, error)
+            item if _is_graded(item) else _with_grade(item, given, error, graded[item.rollout.rollout_id])
             for item, (_, given) in zip(group, grades, strict=True)
         ]
 
@@ -160,9 +167,13 @@ def _without_grade(item: FinishedRollout) -> FinishedRollout:
     return replace(item, reward=next(iter(own.values()), None), rewards=own, graded=False, grade_error=None)
 
 
-def _with_grade(item: FinishedRollout, rewards: dict[str, float], error: str | None) -> FinishedRollout:
+def _with_grade(
+    item: FinishedRollout, rewards: dict[str, float], error: str | None, span: Span
+) -> FinishedRollout:
+    """Return a rollout with its grade, whose span is kept if it has rewards of turns."""
     return replace(
         item,
+        spans=[*item.spans, span] if GRADE_TURNS in span.attributes else item.spans,
         reward=next(iter(rewards.values()), None),
         rewards=rewards,
         graded=True,
@@ -170,9 +181,16 @@ def _with_grade(item: FinishedRollout, rewards: dict[str, float], error: str | N
     )
 
 
-def _grade_span(item: FinishedRollout, rewards: dict[str, float], error: str | None) -> Span:
-    """Return the span of a grade; without rewards it says that the rollout is not scored."""
+def _grade_span(
+    item: FinishedRollout, rewards: dict[str, float], error: str | None, turns: dict[str, float]
+) -> Span:
+    """Return the span of a grade; without rewards it says that the rollout is not scored.
+
+    Args:
+        turns: rewards of turns, by call id.
+    """
     attributes = dict(reward_attributes(rewards)) | ({} if error is None else {GRADE_ERROR: error[:1000]})
+    attributes |= {GRADE_TURNS: json.dumps(turns)} if turns else {}
     assert item.rollout.attempt is not None
     now = time.time()
     core = SpanCoreFields(name=ANNOTATION, attributes=attributes, start_time=now, end_time=now)

@@ -13,6 +13,7 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.verl import VERL
 from raylight.errors import ConfigError
+from raylight.rewards.process_reward import ProcessReward
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.tasks.task_set import ShuffledTasks, TaskSet
 from raylight.trainer.cluster_fit.cluster_settings import fit_trained
@@ -217,6 +218,11 @@ def plan_training(
         raise ConfigError(
             f"the length of {type(tasks).__name__}, the train_dataset, is not known, and so is not that of "
             "training; set n_steps"
+        )
+    if isinstance(settings.group_reward, ProcessReward) and not algorithm.turn_rewards:
+        raise ConfigError(
+            "nothing reads the rewards of turns that group_reward=each_turn(...) gives; set "
+            f"turn_rewards=True of {type(algorithm).__name__}"
         )
     teacher = plan_teacher(algorithm, serving.model_path)
     if teacher is not None:

@@ -29,6 +29,7 @@ from raylight.agent.emit import (
     emit_message,
     emit_object,
     emit_reward,
+    emit_state,
     get_message_value,
     get_object_value,
     reward,
@@ -80,6 +81,20 @@ def test_after_the_attempt_an_emitter_changes_nothing(trace: AttemptTrace) -> No
     trace.close()
     emit_reward(1.0)
     assert (trace.spans, trace.dropped) == ([], 1)
+
+
+def test_a_state_is_named_by_any_json_value(trace: AttemptTrace) -> None:
+    for key in ("room 3", {"y": 1, "x": [2]}, {"x": [2], "y": 1}, 7):
+        emit_state(key)
+    assert [span.attributes["raylight.state.key"] for span in trace.spans] == [
+        "room 3",
+        '{"x": [2], "y": 1}',
+        '{"x": [2], "y": 1}',
+        "7",
+    ]
+    assert find_final_reward(trace.spans) is None
+    with pytest.raises(EmitError, match="cannot convert a key of type object to JSON"):
+        emit_state(object())
 
 
 # rewards

@@ -130,7 +130,7 @@ def test_ruler_ranks_a_group_by_one_request() -> None:
     def script(model: str, text: str) -> str:
         return scores_of(text, lambda answer: 0.9 if answer == "Goethe" else len(answer) / 100)
 
-    with judging(script) as models, recording() as spans:
+    with judging(script) as models, recording() as records:
         assert rewards_of(rl.rewards.ruler(judge_llm(models.url))) == [
             {"ruler": 0.9},
             {"ruler": 0.08},
@@ -142,9 +142,9 @@ def test_ruler_ranks_a_group_by_one_request() -> None:
     (_, prompt), _ = models.requests
     assert prompt.count("Who wrote Faust?") == prompt.count("<shared>") == 1
     assert prompt.count("<attempt number=") == 3
-    assert [span.attributes[OPERATION_NAME] for span in spans] == ["ruler", "rank"]
-    assert json.loads(spans[0].attributes[OPERATION_INPUT])[1]["content"] == prompt
-    assert "scores" in spans[0].attributes[OPERATION_OUTPUT]
+    assert [span.attributes[OPERATION_NAME] for span in records.spans] == ["ruler", "rank"]
+    assert json.loads(records.spans[0].attributes[OPERATION_INPUT])[1]["content"] == prompt
+    assert "scores" in records.spans[0].attributes[OPERATION_OUTPUT]
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,11 @@ def test_an_unreadable_answer_is_asked_for_again(wrong: str) -> None:
 def test_a_judge_that_does_not_answer_fails() -> None:
     with (
         judging(lambda model, text: 400) as models,
-        recording() as spans,
+        recording() as records,
         pytest.raises(JudgeError, match="did not answer: BadRequestError"),
     ):
         rewards_of(rl.rewards.ruler(judge_llm(models.url)))
-    assert spans[0].status.status_code == "ERROR"
+    assert records.spans[0].status.status_code == "ERROR"
     for llm in (rl.LLM(model="judge"), rl.LLM(endpoint="http://x/v1"), "gpt-5"):
         with pytest.raises(ConfigError, match="the judge is"):
             rl.rewards.ruler(llm)  # type: ignore[arg-type]

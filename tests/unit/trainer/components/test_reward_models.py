@@ -223,6 +223,14 @@ def test_a_run_and_an_evaluation_have_the_models_of_their_group_reward(folder: P
     assert fit.settings.resolved()["reward_models"][0]["replicas"] == 3
 
 
+def test_rewards_of_turns_need_an_algorithm_that_reads_them(tmp_path: Path) -> None:
+    function = rl.rewards.each_turn(rl.rewards.matches("a"))
+    algorithm = rl.GRPO(model=STARTER_MODEL, n_steps=1)
+    trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path, group_reward=function)
+    with pytest.raises(ConfigError, match="set turn_rewards=True of GRPO"):
+        trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
+
+
 def on_gpu(folder: Path, **settings: Any) -> RewardModelSettings:
     (found,) = plan_reward_models(rl.rewards.reward_model(str(folder), num_gpus=0.5, **settings))
     return found

@@ -11,8 +11,8 @@ import pytest
 from store_helpers import BROKEN, Box, open_box, reward_of, span_of
 
 from raylight.errors import GroupRewardError, RolloutsFailedError
-from raylight.experience.rewards import turn_reward_spans
-from raylight.rewards.group import GroupRollout, record
+from raylight.experience.rewards import graded_turns, turn_reward_spans
+from raylight.rewards.group import GroupRollout, record, record_turns
 from raylight.semconv import reward_attributes
 from raylight.trainer.loops.batch_metrics import raise_if_hopeless
 from raylight.trainer.loops.group_grader import GroupGrader
@@ -77,6 +77,22 @@ async def test_a_group_is_graded_once_also_after_a_restart(tmp_path: Path) -> No
         # the grade replaces the agent's final reward, which does not become a reward of a turn
         (item,) = await box.store.collect(ids[:1], with_spans=True)
         assert [value for _, value in turn_reward_spans(item)] == [0.25]
+
+
+async def test_rewards_of_turns_are_stored_with_the_grade(tmp_path: Path) -> None:
+    def score_turns(group: list[GroupRollout]) -> list[float | None]:
+        for item in group:
+            record_turns(item.finished.rollout.rollout_id, {"call-1": item.reward or 0.0})
+        return [None, 1.0]
+
+    async with open_box(tmp_path / "store.db") as box:
+        ids = await finish_group(box, "g", [0.5, 0.9])
+        graded = await GroupGrader(box.store, score_turns, print).grade_all(await box.store.collect(ids))
+        stored = await box.store.collect(ids, with_spans=True)
+        for found in (graded, stored):
+            assert list(map(graded_turns, found)) == [{}, {"call-1": 0.9}]
+            assert [item.reward for item in found] == [None, 1.0]
+        assert [value for _, value in turn_reward_spans(stored[1])] == [0.25]
 
 
 async def test_groups_are_graded_apart_and_none_without_a_success() -> None:
