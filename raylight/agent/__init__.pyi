@@ -8,6 +8,7 @@ from raylight.agent.emit import emit_exception as emit_exception
 from raylight.agent.emit import emit_message as emit_message
 from raylight.agent.emit import emit_object as emit_object
 from raylight.agent.emit import emit_reward as emit_reward
+from raylight.agent.emit import emit_state as emit_state
 from raylight.agent.emit import get_message_value as get_message_value
 from raylight.agent.emit import get_object_value as get_object_value
 from raylight.agent.emit import reward as reward

@@ -19,6 +19,7 @@ from raylight.algorithms.policy_gradient import GDPO as GDPO
 from raylight.algorithms.policy_gradient import GMPO as GMPO
 from raylight.algorithms.policy_gradient import GPG as GPG
 from raylight.algorithms.policy_gradient import GSPO as GSPO
+from raylight.algorithms.policy_gradient import GiGPO as GiGPO
 from raylight.algorithms.policy_gradient import KLCov as KLCov
 from raylight.algorithms.policy_gradient import OPD as OPD
 from raylight.algorithms.policy_gradient import OPO as OPO

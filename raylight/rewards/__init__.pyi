@@ -3,6 +3,8 @@
 from raylight.rewards.criteria import Criterion as Criterion
 from raylight.rewards.criteria import rubric as rubric
 from raylight.rewards.group import GroupRollout as GroupRollout
+from raylight.rewards.process_reward import RolloutTurn as RolloutTurn
+from raylight.rewards.process_reward import each_turn as each_turn
 from raylight.rewards.ranking import ruler as ruler
 from raylight.rewards.scoring_model import RewardModelConfig as RewardModelConfig
 from raylight.rewards.scoring_model import RewardModelInput as RewardModelInput
