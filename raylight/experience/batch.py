@@ -29,7 +29,7 @@ from raylight.experience.scored_rollout import (
 from raylight.experience.staleness import StaleMask, TokenAges, describe_ages, oldest_version
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
-from raylight.experience.turns import Turn, build_turns
+from raylight.experience.turns import CreditedTurn, build_turns
 from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, Trajectory
 
 
@@ -57,7 +57,7 @@ class TrainBatch:
     """Factor of the advantages of each rollout; None for 1."""
     teacher_logprobs: list[LogprobArray] | None = None
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[CreditedTurn] = field(default_factory=list)
     """Turns of the rollouts, for an estimator that credits them (GiGPO); else empty."""
 
 
@@ -360,7 +360,7 @@ def _assemble(trained: list[ScoredRollout], limit: RowLimit, with_baselines: boo
     rows: list[Trajectory] = []
     owners: list[int] = []
     rewards: list[TurnReward] = []
-    turns: list[Turn] = []
+    turns: list[CreditedTurn] = []
     for owner, item in enumerate(trained):
         batch_row: dict[int | None, int] = {}  # row of the rollout -> row of the batch
         for index, row in zip(item.selected, item.rows, strict=True):

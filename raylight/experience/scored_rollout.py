@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raylight.experience.advantages import BaselineKind
 from raylight.experience.rewards import TurnReward
 from raylight.experience.trajectory import Trajectories
-from raylight.experience.turns import Turn
+from raylight.experience.turns import CreditedTurn
 from raylight.types import Trajectory
 
 
@@ -37,7 +37,7 @@ class ScoredRollout:
     """Indices of the rows that are selected for training."""
     signal: float
     """The reward before a penalty that says nothing about the task."""
-    calls: list[Turn]
+    calls: list[CreditedTurn]
     """Trained calls, for an estimator that credits turns; else empty."""
     agent: str | None = None
     """Agent whose part of a rollout this is; None for a whole rollout."""

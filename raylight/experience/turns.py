@@ -15,7 +15,7 @@ from raylight.types import FinishedRollout, Generation, Span
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class CreditedTurn:
     """A trained call of a rollout. The turns of a rollout are in the order in which their calls began."""
 
     rollout: int
@@ -33,7 +33,7 @@ class Turn:
 
 def build_turns(
     item: FinishedRollout, trajectories: Trajectories, rules: RewardRules, reward: float, groups: TurnGroups
-) -> list[Turn]:
+) -> list[CreditedTurn]:
     """Return the turns of a rollout.
 
     Args:
@@ -46,7 +46,7 @@ def build_turns(
     else:
         states = _states(item.generations, item.spans)
     return [
-        Turn(0, position.row, position.last_token, states[position.call_id], math.fsum(earned))
+        CreditedTurn(0, position.row, position.last_token, states[position.call_id], math.fsum(earned))
         for position, earned in zip(trajectories.positions, rewards, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from raylight.experience.registry import advantage_estimator
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import shard_batch
-from raylight.experience.turns import Turn
+from raylight.experience.turns import CreditedTurn
 from raylight.learner.advantages import Estimate, KlController, RolloutSequences, estimate
 from raylight.learner.rows import TrainRow, build_rows
 from raylight.types import Trajectory
@@ -264,7 +264,7 @@ def test_gigpo_compares_turns_of_equal_states(by_std, coefs):
     )
     ends = [(0, 2), (0, 5), (1, 3), (1, 5)]  # row of the rollout, index of the turn's last token
     batch.turns.extend(
-        Turn(i, 2 * i + row, token, state, reward)
+        CreditedTurn(i, 2 * i + row, token, state, reward)
         for i, turns in enumerate(rollouts)
         for (row, token), (state, reward) in zip(ends, turns, strict=True)
     )
