@@ -193,7 +193,7 @@ class ReplicaEvictedError(WeightSyncError):
 
 
 class OffPolicySamplingError(RaylightError):
-    """A call of a trained agent was not sampled from the policy's own distribution."""
+    """A call of a trained agent was sampled from a distribution that the learner cannot compute."""
 
 
 class TransferBrokenError(WeightSyncError):

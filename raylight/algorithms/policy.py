@@ -114,9 +114,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Sampling parameters of validation rollouts, such as `{"temperature": 0.0}`, over those of training;
     None: the same. The agent must pass `llm.sampling_parameters` on."""
     off_policy_sampling: OffPolicySampling = "error"
-    """Treatment of training calls whose recorded sampling is not the policy's own distribution: top_p, top_k,
-    min_p, penalties, a bias, or temperature 0. error: the run ends. mask: their tokens are left out of the
-    loss, and counted."""
+    """Treatment of training calls whose recorded sampling is not the policy's own distribution, and which the
+    learner cannot replay: temperature 0, a bias, and top_p, top_k, min_p and penalties of an engine that does
+    not record which tokens could have been sampled. error: the run ends. mask: their tokens are left out of
+    the loss, and counted."""
     override_sampling: bool = False
     """Set the sampling of all calls of training rollouts, whatever the agent requests: the temperature of
     `sampling_parameters` (1 if it has none), without top_p, top_k, min_p, penalties, biases and seeds."""
@@ -296,6 +297,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             off_policy_sampling=self.off_policy_sampling,
             train_auxiliary_calls=self.train_auxiliary_calls,
             trajectory_selection=self.trajectory_selection,
+            replays_sampling=not self.has_teacher,
             by_agent=self.credit == "agent",
             agent_weights=self.agent_weights,
             stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from raylight.types import CallKey, FinishReason, HistoryNote, IntArray
+from raylight.experience.off_policy import is_replayable
+from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, TokenSets
 
 CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
@@ -46,7 +47,8 @@ class Sample:
     The engine appends to it while it samples, so that an aborted choice is complete too.
 
     Invariant: `output_ids`, `logprobs` and `weight_versions` have equal length, one entry per token, in
-        sampling order; so have `policy_logprobs` and `allowed`, if the request has a constraint.
+        sampling order; so have `policy_logprobs` and `allowed`, if the request has a constraint, and
+        `candidates`, if they are kept.
     """
 
     index: int
@@ -63,6 +65,10 @@ class Sample:
     allowed: list[int] = field(default_factory=list)
     """Number of tokens that could have been sampled, if the request has a constraint; 0 where it did not
     change the distribution."""
+    keeps_candidates: bool = False
+    """True if the request truncates or penalises, and its tokens may be trained."""
+    candidates: list[TokenSets] = field(default_factory=list)
+    """Tokens that could have been sampled, a part for each output of the engine."""
     finish_reason: FinishReason = "aborted"
     """"aborted" until the engine sets another reason."""
 
@@ -102,7 +108,12 @@ class CaptureContext:
     def sample(self, index: int, prompt_ids: Sequence[int] | IntArray, sampling: Mapping[str, Any]) -> Sample:
         """Add the sample of a choice. The engine calls this before it samples."""
         sample = self.samples[index] = Sample(index, np.asarray(prompt_ids, np.int32), sampling)
+        sample.keeps_candidates = self.keeps_candidates(sampling)
         return sample
+
+    def keeps_candidates(self, sampling: Mapping[str, Any]) -> bool:
+        """Return True if the tokens that could have been sampled are recorded, for a learner to replay."""
+        return self.scope.trains and is_replayable(sampling)
 
 
 CURRENT: ContextVar[CaptureContext | None] = ContextVar("raylight_capture", default=None)

@@ -16,7 +16,7 @@ from raylight.experience.off_policy import (
     OffPolicyCalls,
     OffPolicySampling,
     count_repeated_seeds,
-    off_policy_parameters,
+    untrainable_parameters,
 )
 from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards, split_by_agent
 from raylight.experience.row_rules import RowRules, is_masked
@@ -119,7 +119,7 @@ class BatchRules(RowRules):
             for item in group
             if not item.rollout.metadata.get(GREEDY) and self.rewards.reward(item) is not None
             for call in self.split_calls(item)[0]
-            if call.finish_reason != "aborted" and not off_policy_parameters(call.sampling)
+            if call.finish_reason != "aborted" and not untrainable_parameters(call, self.replays_sampling)
         )
 
 
@@ -280,7 +280,7 @@ class _Scorer:
 
     def __init__(self, rules: BatchRules, baselines: dict[str, float], counts: Counter[str]) -> None:
         self._rules, self._baselines, self._counts = rules, baselines, counts
-        self.off_policy = OffPolicyCalls(rules.off_policy_sampling)
+        self.off_policy = OffPolicyCalls(rules.off_policy_sampling, rules.replays_sampling)
         self.calls: defaultdict[str, list[list[Generation]]] = defaultdict(list)
         """Trained calls of the scored rollouts, by group."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from raylight.experience.call_relations import find_drift
-from raylight.experience.off_policy import off_policy_parameters
+from raylight.experience.off_policy import untrainable_parameters
 from raylight.experience.row_rules import DEFAULT_RULES, RowRules, is_masked, trained_rows
 from raylight.experience.trajectory import Relation, common_prefix
 from raylight.traces.trained_agents import filter_generations
@@ -134,7 +134,7 @@ def _place_calls(finished: FinishedRollout, rules: RowRules) -> dict[int, _CallP
             reason = "its response was cut off" if len(call.output_ids) else "it sampled nothing"
         elif row not in chosen:
             reason = unselected
-        elif parameters := off_policy_parameters(call.sampling):
+        elif parameters := untrainable_parameters(call, rules.replays_sampling):
             reason = f"it was not sampled from the policy's own distribution: {', '.join(parameters)}"
         else:
             reason = ""

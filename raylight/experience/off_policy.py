@@ -3,6 +3,8 @@
 The rule reads what was recorded with each call. Any temperature above 0 is the policy's own distribution, as
 the learner divides its logits by it too. So is a constraint that only excludes tokens (a schema, required
 tools, allowed or banned words, a minimum length), which has a rule of its own: `docs/learning_correction.md`.
+Truncation and penalties are trained where the engine recorded the tokens that could have been sampled, with
+which the learner replays both.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
     "repetition_penalty": (1,),
 }
 """Sampling parameter -> values that leave the distribution as it is."""
+PENALTIES = frozenset(name for name in NEUTRAL if name.endswith("_penalty"))
 
 
 def off_policy_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,15 +46,35 @@ def off_policy_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
+def is_replayable(sampling: Mapping[str, Any]) -> bool:
+    """Return True if sampling parameters truncate or penalise, and a learner that knows which tokens could
+    have been sampled can compute the distribution again."""
+    changed = off_policy_parameters(sampling).keys()
+    # a repetition penalty scales what a ban has added to a logit
+    is_known = not (PENALTIES & changed and sampling.get("logit_bias"))
+    return bool(changed) and changed <= NEUTRAL.keys() and is_known
+
+
+def untrainable_parameters(call: Generation, replays: bool = True) -> dict[str, Any]:
+    """Return the sampling parameters of a call for which its tokens cannot be trained; empty for none.
+
+    Args:
+        replays: the learner replays truncation and penalties that the engine recorded.
+    """
+    return {} if replays and call.is_replayed else off_policy_parameters(call.sampling)
+
+
 @dataclass
 class OffPolicyCalls:
     """Counts the calls of a batch that were sampled off-policy, or raises an error for the first one.
 
     Args:
         treatment: "error", or "mask" to leave the tokens of such calls out of the loss.
+        replays: the learner replays truncation and penalties.
     """
 
     treatment: OffPolicySampling
+    replays: bool = True
     calls: int = 0
     parameters: Counter[str] = field(default_factory=Counter)
     """Number of such calls for each agent, model and parameter, as `describe` writes them."""
@@ -64,7 +87,7 @@ class OffPolicyCalls:
         """
         masked = set()
         for call in generations:
-            if changed := off_policy_parameters(call.sampling):
+            if changed := untrainable_parameters(call, self.replays):
                 if self.treatment == "error":
                     raise OffPolicySamplingError(_error(call, changed))
                 masked.add(call.key.call_id)
@@ -104,7 +127,8 @@ def _listed(changed: Mapping[str, Any]) -> str:
 def _error(call: Generation, changed: Mapping[str, Any]) -> str:
     return (
         f"{describe(call, changed)} (call {call.key.call_id} of rollout {call.key.rollout_id}): this is not "
-        "the distribution of the policy, so that training on it would be biased. Remove "
+        "the distribution of the policy, and the learner cannot replay it, so that training on it would be "
+        "biased. Remove "
         f"{', '.join(changed)} from the agent's requests of training rollouts"
         f"{' and sample at a temperature above 0' if 'temperature' in changed else ''}; or set "
         "override_sampling=True, with which raylight sets the sampling of training rollouts; or "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raylight.experience.off_policy import off_policy_parameters
+from raylight.experience.off_policy import untrainable_parameters
 from raylight.experience.trajectory import (
     Trajectories,
     TrajectorySelection,
@@ -26,11 +26,14 @@ class RowRules:
             rollout marked. None trains all calls of a rollout that marked no agent.
         train_auxiliary_calls: also train on calls that asked for another model name.
         trajectory_selection: rows of a rollout that are trained.
+        replays_sampling: calls with truncation or penalties are trained where an engine recorded the tokens
+            that could have been sampled. False with a teacher, which scores tokens without either.
     """
 
     trained_agents: str | None = None
     train_auxiliary_calls: bool = False
     trajectory_selection: TrajectorySelection = "all"
+    replays_sampling: bool = True
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RowRules:
@@ -42,6 +45,7 @@ class RowRules:
             agents if isinstance(agents, str) else None,
             algorithm.get("train_auxiliary_calls") is True,
             "longest" if algorithm.get("trajectory_selection") == "longest" else "all",
+            algorithm.get("teacher") is None,
         )
 
     def split_calls(self, finished: FinishedRollout) -> tuple[list[Generation], list[Generation]]:
@@ -65,7 +69,7 @@ class TrainedRows(NamedTuple):
 def trained_rows(finished: FinishedRollout, rules: RowRules) -> TrainedRows:
     """Return the rows of a rollout, as a batch would have them."""
     calls, _ = rules.split_calls(finished)
-    off_policy = {call.key.call_id for call in calls if off_policy_parameters(call.sampling)}
+    off_policy = {call.key.call_id for call in calls if untrainable_parameters(call, rules.replays_sampling)}
     trajectories = build_trajectories(calls, off_policy)
     trained = select_rows(trajectories.rows, rules.trajectory_selection)
     return TrainedRows(trajectories, range(0) if is_masked(finished) else trained)

@@ -14,7 +14,15 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import SupervisedSettings
-from raylight.types import IntArray, LogprobArray, MaskArray, Trajectory, VersionArray
+from raylight.types import (
+    IntArray,
+    LogprobArray,
+    MaskArray,
+    PenalisedRange,
+    TokenSets,
+    Trajectory,
+    VersionArray,
+)
 
 
 class PlacedReward(NamedTuple):
@@ -87,6 +95,10 @@ class PackedRows:
     weight_versions: VersionArray
     teacher_logprobs: LogprobArray | None
     """None for an update without a teacher."""
+    candidates: TokenSets
+    """Tokens that could have been sampled, for each response token; empty if no row has any."""
+    penalised: list[tuple[PenalisedRange, ...]]
+    """Ranges of each row's tokens that were sampled with penalties."""
 
 
 class MinibatchShard(NamedTuple):
@@ -242,4 +254,14 @@ def _pack(indices: list[int], batch: TrainBatch) -> PackedRows:
         logprobs=join("logprobs"),
         weight_versions=join("weight_versions"),
         teacher_logprobs=None if teacher is None else np.concatenate([teacher[index] for index in indices]),
+        candidates=_join_candidates(chosen),
+        penalised=[row.penalised for row in chosen],
     )
+
+
+def _join_candidates(rows: list[Trajectory]) -> TokenSets:
+    """Return the candidates of the response tokens of rows; none if no row has any."""
+    if not any(map(len, (row.candidates for row in rows))):
+        return TokenSets()
+    every = (row.candidates or TokenSets.unrestricted(len(row.token_ids)) for row in rows)
+    return TokenSets.join(sets[row.prompt_length :] for sets, row in zip(every, rows, strict=True))

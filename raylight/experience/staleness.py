@@ -92,6 +92,7 @@ def newest_version(calls: Iterable[Generation]) -> int | None:
 def _versions(calls: Iterable[Generation]) -> Iterator[np.ndarray]:
     """Yield the versions of the tokens of each call that has any, forced tokens left out."""
     for call in calls:
-        versions = call.weight_versions[call.allowed != 1] if len(call.allowed) else call.weight_versions
+        masks_forced = len(call.allowed) and not call.is_replayed
+        versions = call.weight_versions[call.allowed != 1] if masks_forced else call.weight_versions
         if len(versions):
             yield versions

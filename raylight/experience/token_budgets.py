@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from raylight.errors import RowTooLongError
@@ -46,13 +45,7 @@ class RowLimit:
             self.dropped += 1
             return None
         self.truncated += 1
-        return replace(
-            row,
-            token_ids=row.token_ids[:end],
-            mask=row.mask[:end],
-            logprobs=row.logprobs[:end],
-            weight_versions=row.weight_versions[:end],
-        )
+        return row.first_tokens(end)
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:

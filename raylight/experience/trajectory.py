@@ -12,13 +12,13 @@ depends on how a call is classified.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from raylight.types import Generation, IntArray, Trajectory
+from raylight.types import Generation, IntArray, PenalisedRange, Penalties, TokenSets, Trajectory
 
 Relation: TypeAlias = Literal[
     "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
@@ -83,6 +83,8 @@ class TokenCounts:
     """Sum over constrained tokens of the probability that the policy itself gives to the allowed tokens."""
     off_policy: int = 0
     """Tokens of calls that are masked because they were not sampled from the policy's own distribution."""
+    replayed: int = 0
+    """Tokens whose truncation and penalties the learner replays."""
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -91,6 +93,7 @@ class TokenCounts:
             self.constrained + other.constrained,
             self.allowed_mass + other.allowed_mass,
             self.off_policy + other.off_policy,
+            self.replayed + other.replayed,
         )
 
 
@@ -203,6 +206,8 @@ def _count_tokens(call: Generation, masked: Collection[str]) -> TokenCounts:
     sampled = len(call.output_ids)
     if call.key.call_id in masked:
         return TokenCounts(sampled, off_policy=sampled)
+    if call.is_replayed:
+        return TokenCounts(sampled, replayed=sampled)
     if not len(call.allowed):
         return TokenCounts(sampled)
     chosen = call.allowed > 1
@@ -284,16 +289,46 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
     mask = np.zeros(len(tokens), np.int8)
     logprobs = np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), -1, np.int64)
+    replayed: list[Generation] = []
     for call in branch:
         if call.key.call_id in masked:
             continue
         start = len(call.prompt_ids)
         output = slice(start, start + len(call.output_ids))
-        if not len(call.allowed):
+        if call.is_replayed:
+            replayed.append(call)
+        if call.is_replayed or not len(call.allowed):
             mask[output], logprobs[output], versions[output] = 1, call.logprobs, call.weight_versions
             continue
         free = call.allowed != 1
         mask[output] = free
         logprobs[output] = np.where(free, call.policy_logprobs, 0)
         versions[output] = np.where(free, call.weight_versions, -1)
-    return Trajectory(first.key.rollout_id, tokens, mask, logprobs, versions, first.temperature)
+    return Trajectory(
+        first.key.rollout_id,
+        tokens,
+        mask,
+        logprobs,
+        versions,
+        first.temperature,
+        _join_candidates(replayed, len(tokens)),
+        tuple(_penalised_ranges(replayed)),
+    )
+
+
+def _join_candidates(replayed: list[Generation], tokens: int) -> TokenSets:
+    """Return the candidates of a row; none if no call excluded a token."""
+    if not any(len(call.candidates.values) for call in replayed):
+        return TokenSets()
+    parts, end = list[TokenSets](), 0
+    for call in replayed:
+        parts += [TokenSets.unrestricted(len(call.prompt_ids) - end), call.candidates]
+        end = len(call.prompt_ids) + len(call.output_ids)
+    return TokenSets.join([*parts, TokenSets.unrestricted(tokens - end)])
+
+
+def _penalised_ranges(replayed: list[Generation]) -> Iterator[PenalisedRange]:
+    for call in replayed:
+        if call.penalties != Penalties():
+            start = len(call.prompt_ids)
+            yield PenalisedRange(start, start + len(call.output_ids), call.penalties)

@@ -359,6 +359,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             positions=own > 0,
             targets=sampled.targets[chosen],
             temperatures=None if sampled.temperatures is None else sampled.temperatures[chosen],
+            replay=None if sampled.replay is None else sampled.replay.select(chosen.cpu().numpy()),
         )
 
 

@@ -7,11 +7,14 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from raylight.learner.response_logprobs import TargetTokens
 from raylight.learner.rows import TrainRow
+from raylight.learner.sampling_replay import PenalisedCall, SamplingReplay
+from raylight.types import TokenSets
 
 HOST_ACTIVATIONS = 2**30
 """Bytes of the activations of one pass on a CPU, about. Larger passes are not faster there."""
@@ -124,6 +127,26 @@ class MicroBatch:
             entropy_grad=self.entropy_grad,
             squares=self.squares,
             router_logits=self.router_logits,
+            replay=self._replay(),
+        )
+
+    def _replay(self) -> SamplingReplay | None:
+        """Return the penalties and candidates of the sampled tokens; None if they have neither."""
+        if not any(row.penalised or row.candidates for row in self.rows):
+            return None
+        candidates, calls, call_of, position_of = [], list[PenalisedCall](), [], []
+        for row in self.rows:
+            sampled = (row.mask == 1).numpy()
+            positions = len(row.prompt) + np.flatnonzero(sampled)
+            candidates.append((row.candidates or TokenSets.unrestricted(len(sampled))).select(sampled))
+            owners = np.full(len(positions), -1)
+            for found in row.penalised:
+                owners[(found.start <= positions) & (positions < found.stop)] = len(calls)
+                calls.append(PenalisedCall(torch.cat([row.prompt, row.response])[: found.stop], found))
+            call_of.append(owners)
+            position_of.append(positions)
+        return SamplingReplay(
+            TokenSets.join(candidates), calls, np.concatenate(call_of), np.concatenate(position_of)
         )
 
     def padded_inputs(self) -> dict[str, torch.Tensor]:

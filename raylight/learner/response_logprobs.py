@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raylight.errors import ConfigError
+from raylight.learner.sampling_replay import SamplingReplay
 from raylight.learner.token_logprobs import chunk_tokens, squared_probs, token_logprobs
 
 
@@ -32,6 +33,8 @@ class TargetTokens:
     """Compute the sums of squared probabilities of the tokens' distributions too."""
     router_logits: bool = False
     """Return the logits of the routers too."""
+    replay: SamplingReplay | None = None
+    """Penalties and candidates of the tokens; None if they have neither."""
 
 
 class LogprobHead:
@@ -100,10 +103,13 @@ class LogprobHead:
             chunk=chunk,
             entropy=sampled.entropy,
             entropy_grad=sampled.entropy_grad,
+            replay=sampled.replay,
         )
         squares = None
         if sampled.squares:
-            squares = squared_probs(self.logits, hidden, sampled.temperatures, chunk=chunk)
+            squares = squared_probs(
+                self.logits, hidden, sampled.temperatures, chunk=chunk, replay=sampled.replay
+            )
         return logprobs, entropies, squares
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

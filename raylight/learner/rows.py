@@ -11,7 +11,7 @@ import torch
 
 from raylight.experience.shards import MinibatchShard, PackedRows
 from raylight.experience.token_records import RowRecord
-from raylight.types import LogprobArray
+from raylight.types import LogprobArray, PenalisedRange, TokenSets
 
 
 @dataclass(eq=False)
@@ -43,6 +43,10 @@ class TrainRow:
     they are those of the first training pass."""
     ref_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
+    candidates: TokenSets | None = None
+    """Tokens that could have been sampled at each position of the response; None: nothing was excluded."""
+    penalised: tuple[PenalisedRange, ...] = ()
+    """Ranges of the row's tokens that were sampled with penalties."""
     values: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     """Sums over the vocabulary of the old policy's squared probabilities."""
@@ -75,6 +79,8 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
         _split(packed.logprobs, torch.float32, lengths),
         _split(packed.weight_versions, torch.long, lengths),
         [None] * len(lengths) if teacher is None else _split(teacher, torch.float32, lengths),
+        _split_sets(packed.candidates, lengths),
+        packed.penalised,
     )
     return {
         index: TrainRow(
@@ -87,9 +93,19 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
             versions=versions,
             temperature=temperature,
             teacher_logprobs=scores,
+            candidates=sets,
+            penalised=ranges,
         )
-        for index, temperature, start, tokens, mask, logprobs, versions, scores in zip(*fields, strict=True)
+        for index, temperature, start, tokens, mask, logprobs, versions, scores, sets, ranges in zip(
+            *fields, strict=True
+        )
     }
+
+
+def _split_sets(joined: TokenSets, lengths: list[int]) -> list[TokenSets | None]:
+    if not len(joined):
+        return [None] * len(lengths)
+    return [part if len(part.values) else None for part in joined.split(lengths)]
 
 
 def _split(values: Any, dtype: torch.dtype, lengths: Iterable[int]) -> tuple[torch.Tensor, ...]:

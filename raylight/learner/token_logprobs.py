@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from raylight.learner.sampling_replay import SamplingReplay
+
 CHUNK_LOGITS = {"cpu": 2**26, "cuda": 2**27}
 """Logits in memory at a time, by type of device; others count as GPUs. Smaller chunks cost
 time: each reads all output weights."""
@@ -38,6 +40,7 @@ def token_logprobs(
     chunk: int,
     entropy: bool = False,
     entropy_grad: bool = False,
+    replay: SamplingReplay | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of tokens, and with `entropy` the entropies of their distributions, both float32.
 
@@ -52,10 +55,20 @@ def token_logprobs(
         temperatures: sampling temperatures, shape (tokens,); None if all are 1.
         chunk: tokens of a chunk.
         entropy_grad: compute the gradient of the entropies too.
+        replay: penalties and candidates of the targets; None if they have neither.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     logprobs, entropies = _ChunkedLogprobs.apply(
-        head, chunk, entropy, entropy_grad, torch.is_grad_enabled(), targets, temperatures, hidden, *trained
+        head,
+        chunk,
+        entropy,
+        entropy_grad,
+        torch.is_grad_enabled(),
+        targets,
+        temperatures,
+        replay,
+        hidden,
+        *trained,
     )
     return logprobs, entropies if entropy else None
 
@@ -76,6 +89,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         training: bool,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
+        replay: SamplingReplay | None,
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -87,7 +101,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             with torch.set_grad_enabled(training and part.stop >= len(targets)):
                 logits = head(inputs)
             for rows, block in _blocks(logits.detach(), part):
-                found = _scale(block, temperatures, rows).log_softmax(-1)
+                found = _sampled_logits(block, temperatures, replay, rows).log_softmax(-1)
                 logprobs[rows] = found.gather(-1, targets[rows, None])[:, 0]
                 if entropies is not None:
                     entropies[rows] = _entropies(found.exp(), found)
@@ -95,6 +109,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if entropies is not None and not entropy_grad:
                 ctx.mark_non_differentiable(entropies)
             ctx.head, ctx.chunk, ctx.entropy_grad, ctx.parameters = head, chunk, entropy_grad, parameters
+            ctx.replay = replay
             device = hidden.device.type
             ctx.autocast = (
                 {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
@@ -118,12 +133,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_logits = logits.detach()
             for rows, block in _blocks(grad_logits, part):
                 found = _grad_logits(
-                    _scale(block, temperatures, rows),
+                    _sampled_logits(block, temperatures, ctx.replay, rows),
                     targets[rows],
                     grad[rows],
                     grad_entropy[rows] if ctx.entropy_grad and grad_entropy is not None else None,
                 )
-                block.copy_(found if temperatures is None else found.div_(temperatures[rows, None]))
+                if temperatures is not None:
+                    found.div_(temperatures[rows, None])
+                if ctx.replay is not None:
+                    ctx.replay.scale_grad(found, block.float(), rows)
+                block.copy_(found)
             grad_hidden[part], *grads = torch.autograd.grad(
                 logits, [inputs, *ctx.parameters], grad_logits, allow_unused=True
             )
@@ -133,7 +152,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None if total is None else total.to(parameter.dtype)
             for total, parameter in zip(totals, ctx.parameters, strict=True)
         ]
-        return None, None, None, None, None, None, None, grad_hidden, *summed
+        return *[None] * 8, grad_hidden, *summed
 
 
 @torch.no_grad()
@@ -143,13 +162,14 @@ def squared_probs(
     temperatures: torch.Tensor | None,
     *,
     chunk: int,
+    replay: SamplingReplay | None = None,
 ) -> torch.Tensor:
     """Return the sum over the vocabulary of the squared probabilities of each token, float32, without a
     gradient; see `token_logprobs` for the arguments."""
     sums = hidden.new_empty(len(hidden), dtype=torch.float32)
     for part in _slices(len(hidden), chunk):
         for rows, block in _blocks(head(hidden[part]), part):
-            sums[rows] = _scale(block, temperatures, rows).softmax(-1).square_().sum(-1)
+            sums[rows] = _sampled_logits(block, temperatures, replay, rows).softmax(-1).square_().sum(-1)
     return sums
 
 
@@ -164,8 +184,16 @@ def _blocks(logits: torch.Tensor, part: slice) -> Iterator[tuple[slice, torch.Te
         yield slice(part.start + block.start, part.start + min(block.stop, len(logits))), logits[block]
 
 
-def _scale(logits: torch.Tensor, temperatures: torch.Tensor | None, rows: slice) -> torch.Tensor:
-    return logits.float() if temperatures is None else logits.float() / temperatures[rows, None]
+def _sampled_logits(
+    logits: torch.Tensor, temperatures: torch.Tensor | None, replay: SamplingReplay | None, rows: slice
+) -> torch.Tensor:
+    """Return the logits of the distributions that the targets were sampled from, in float32."""
+    logits = logits.float()
+    if replay is not None:
+        logits = replay.penalise(logits, rows)
+    if temperatures is not None:
+        logits = logits / temperatures[rows, None]
+    return logits if replay is None else replay.exclude(logits, rows)
 
 
 def _entropies(probs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from raylight.errors import StoreError
 from raylight.semconv import INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
 from raylight.store.payloads import damaged, decode_payload, pack
 from raylight.store.rows import Row, call_span_row
-from raylight.types import CallKey, FinishReason, Generation, HistoryNote, IntArray, Span
+from raylight.types import CallKey, FinishReason, Generation, HistoryNote, IntArray, Span, TokenSets
 
 CALL = "call_id, rollout_id, attempt_id, base, shared, generation"
 """Columns of a recorded call. `base` is the id of a call of the same attempt, or NULL; `shared` is the number
@@ -43,7 +44,7 @@ def generation_bytes(call: Generation, shared: int = 0) -> bytes:
     Raises:
         TypeError: its sampling parameters cannot be stored.
     """
-    versions = call.weight_versions
+    versions, candidates = call.weight_versions, call.candidates
     is_constant = len(versions) > 0 and bool((versions == versions[0]).all())
     return pack(
         [
@@ -60,8 +61,20 @@ def generation_bytes(call: Generation, shared: int = 0) -> bytes:
             list(call.history) if call.history else None,
             call.policy_logprobs.tobytes(),
             call.allowed.tobytes(),
+            *([_compress(candidates.sizes), _compress(candidates.values)] if len(candidates) else ()),
         ]
     )
+
+
+def _compress(values: IntArray) -> bytes:
+    """Encode int32 values that are mostly ids in ascending order."""
+    differences = np.diff(values, prepend=np.int32(0))
+    return zlib.compress(np.ascontiguousarray(differences.view(np.uint8).reshape(-1, 4).T).tobytes(), 1)
+
+
+def _decompress(data: bytes) -> IntArray:
+    planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes.T).view(np.int32).ravel().cumsum(dtype=np.int32)
 
 
 def sampled_tokens(generation: bytes) -> tuple[int, FinishReason]:
@@ -92,7 +105,7 @@ def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:
         calls = {(row[2], row[0]): _StoredCall(row) for row in rows}
         _join_prompts(calls)
         return {call_id: call.generation() for call_id, call in calls.items()}
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, TypeError, IndexError, zlib.error) as error:
         raise damaged(error) from None
 
 
@@ -115,7 +128,8 @@ class _StoredCall:
 
     def generation(self) -> Generation:
         model, _, _, logprobs, versions, reason, start, end, sampling, agent = self.fields[:10]
-        history, policy_logprobs, allowed = self.fields[10:]
+        history, policy_logprobs, allowed = self.fields[10:13]
+        candidates = map(_decompress, self.fields[13:])  # none in calls of earlier releases
         if isinstance(versions, int):
             weight_versions = np.full(len(self.output), versions, np.int64)
         else:
@@ -135,6 +149,7 @@ class _StoredCall:
             history=HistoryNote(*history) if history else None,
             policy_logprobs=np.frombuffer(policy_logprobs, np.float32),
             allowed=np.frombuffer(allowed, np.int32),
+            candidates=TokenSets(*candidates),
         )
 
 

@@ -72,6 +72,9 @@ if TYPE_CHECKING:
         IntArray,
         LogprobArray,
         MaskArray,
+        PenalisedRange,
+        Penalties,
+        TokenSets,
         Trajectory,
         VersionArray,
     )

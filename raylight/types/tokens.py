@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from raylight.types.history import HistoryNote
 from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
+from raylight.types.token_sets import TokenSets
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this limit mean greedy sampling, as in vLLM; dividing logits by them would overflow."""
@@ -90,6 +91,22 @@ class Generation:
     """Number of tokens that could have been sampled at each position, those of a log-prob above
     NEVER_SAMPLED_BELOW; 0 at a position where constraint and truncation changed nothing. At a position with 1
     the model had no choice. Empty if the request has no constraint."""
+    candidates: TokenSets = field(default_factory=TokenSets)
+    """Tokens that could have been sampled at each position, after truncation and constraint, with which a
+    learner computes `logprobs` again. Empty unless the request truncates or penalises."""
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if a learner can compute the distribution that was sampled from, penalties and truncation
+        included."""
+        return len(self.candidates) > 0
+
+    @property
+    def penalties(self) -> Penalties:
+        """Penalties of the request."""
+        defaults = Penalties()
+        values = [self.sampling.get(f"{name}_penalty", value) for name, value in defaults._asdict().items()]
+        return Penalties(*map(float, values))
 
     @property
     def temperature(self) -> float:
@@ -127,9 +144,35 @@ class Generation:
                 f"{len(self.allowed)} counts of allowed tokens must be none, or as many as the "
                 f"{len(self.output_ids)} tokens"
             )
+        if len(self.candidates) not in (0, len(self.output_ids)):
+            raise ValueError(
+                f"generation {self.key.call_id}: {len(self.candidates)} sets of candidates must be none, or "
+                f"as many as the {len(self.output_ids)} tokens"
+            )
 
     def __eq__(self, other: object) -> bool:
         return _equal_fields(self, other)
+
+
+class Penalties(NamedTuple):
+    """Penalties of a response's tokens. By default they change nothing.
+
+    The logit z of a token that is in the prompt or the response so far becomes z / repetition if it is
+    positive, else z * repetition. Then a token that occurs n > 0 times in the response so far loses
+    presence + n * frequency.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+class PenalisedRange(NamedTuple):
+    """Range of a row's tokens that one call sampled with penalties. The tokens before it are its prompt."""
+
+    start: int
+    stop: int
+    penalties: Penalties
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,10 +192,15 @@ class Trajectory:
     token_ids: IntArray
     mask: MaskArray
     logprobs: LogprobArray
-    """Log-probs of the policy that sampled, without the request's constraint."""
+    """Log-probs of the policy that sampled, without the request's constraint; for tokens with candidates or
+    penalties those of the distribution that was sampled from."""
     weight_versions: VersionArray
     temperature: float = 1.0
     """Sampling temperature of all its trained tokens."""
+    candidates: TokenSets = field(default_factory=TokenSets)
+    """Tokens that could have been sampled at each position; empty if nothing was excluded anywhere."""
+    penalised: tuple[PenalisedRange, ...] = ()
+    """The tokens that were sampled with penalties, in order."""
 
     @property
     def prompt_length(self) -> int:
@@ -163,6 +211,11 @@ class Trajectory:
     def trained_tokens(self) -> int:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.mask))
+
+    def first_tokens(self, end: int) -> Trajectory:
+        """Return the row's first tokens."""
+        names = ("token_ids", "mask", "logprobs", "weight_versions", "candidates")
+        return replace(self, **{name: getattr(self, name)[:end] for name in names})
 
     def __post_init__(self) -> None:
         _set_array(self, "token_ids", np.int32)

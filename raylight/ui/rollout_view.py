@@ -132,7 +132,15 @@ async def show_raw(store: StoreReader, rollout_id: str) -> dict[str, Any]:
         UnknownIdError: the store does not have it.
     """
     finished = await read_rollout(store, rollout_id)
-    arrays = ("prompt_ids", "output_ids", "logprobs", "weight_versions", "policy_logprobs", "allowed")
+    arrays = (
+        "prompt_ids",
+        "output_ids",
+        "logprobs",
+        "weight_versions",
+        "policy_logprobs",
+        "allowed",
+        "candidates",
+    )
     calls = [
         {
             name: plain(getattr(call, name))

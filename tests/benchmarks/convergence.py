@@ -2,14 +2,18 @@
 
     python tests/benchmarks/convergence.py [--algorithms GRPO,PPO] [--seeds 3] [--steps 10] [--plot PNG]
     python tests/benchmarks/convergence.py --algorithms GRPO --agents 8 --credit agent
+    python tests/benchmarks/convergence.py --algorithms GRPO --sampling '{"top_p": 0.9}' [--truncation ignore]
 
 Each run trains the starter model on the quickstart's additions with 128 rollouts a step, in one process
 without Ray, HTTP or an engine: plain transformers sample the answers. Groups, dynamic sampling, batches,
 advantages, losses and the optimizer are raylight's own. With `--agents`, a rollout answers several tasks,
-each by an agent with its own reward; the rollout's reward is their mean.
+each by an agent with its own reward; the rollout's reward is their mean. With `--sampling`, the answers are
+truncated or penalised as the transformers engine does it; the learner replays that, or leaves such calls out
+(`mask`), or takes them for samples of the policy's own distribution (`ignore`).
 """
 
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
@@ -17,6 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from harness import join_ranks, make_parser, mean_and_deviation
@@ -25,13 +30,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from raylight import algorithms
 from raylight.agent.emit import emit_reward
 from raylight.config import LearnerConfig
+from raylight.engines.candidates import find_candidates
+from raylight.engines.transformers.sampling import SamplingParams, adjust_logits, distribution
 from raylight.experience.batch import build_batch
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.tasks.task_set import TaskSampler
 from raylight.trainer.loops.training_groups import choose_groups
-from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout, Span
+from raylight.types import GREEDY, CallKey, FinishedRollout, Generation, Rollout, Span, TokenSets
 
 ALGORITHMS = sorted(
     name
@@ -70,7 +77,9 @@ class Run:
 class Sampler:
     """Rolls out tasks with a copy of the policy's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, sampling: dict[str, Any], truncation: str) -> None:
+        self._params, self._truncation = SamplingParams(ANSWER_TOKENS, **sampling), truncation
+        self._sampling = sampling if truncation != "ignore" else {}
         self._tokenizer = AutoTokenizer.from_pretrained(STARTER_MODEL)
         self._model = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
         self._version = 0
@@ -86,7 +95,7 @@ class Sampler:
         chats = [[{"role": "user", "content": question(task)}] for task in tasks]
         prompts = self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
         finished = []
-        for i, (ids, logprobs) in enumerate(self._answers(prompts, samples, greedy)):
+        for i, (ids, logprobs, candidates) in enumerate(self._answers(prompts, samples, greedy)):
             index, prompt = i // samples, prompts[i // samples]
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             key = CallKey(f"{name}-{i}-{greedy}", "attempt", "call")
@@ -100,7 +109,8 @@ class Sampler:
                 "stop",
                 0.0,
                 1.0,
-                {"temperature": float(not greedy)},
+                {"temperature": float(not greedy)} | self._sampling,
+                candidates=candidates,
             )
             rollout = Rollout(
                 input=tasks[index],
@@ -136,25 +146,36 @@ class Sampler:
     @torch.no_grad()
     def _answers(
         self, prompts: list[list[int]], samples: int, greedy: bool
-    ) -> list[tuple[list[int], list[float]]]:
-        """Return tokens and log-probs of `samples` answers to each of the prompts, which have one length."""
+    ) -> list[tuple[list[int], list[float], TokenSets]]:
+        """Return tokens, log-probs and candidates of `samples` answers to each of the prompts, which have one
+        length."""
         end, inputs, cache = self._model.config.eos_token_id, torch.tensor(prompts), DynamicCache()
-        tokens, logprobs = [], []
+        tokens, logprobs, candidates = [], [], []
+        rows, params = len(prompts) * samples, [self._params] * len(prompts) * samples
         for _ in range(ANSWER_TOKENS):
             logits = self._model(inputs, past_key_values=cache, logits_to_keep=1).logits
             if not tokens:  # the answers to a prompt share its pass
                 cache.batch_repeat_interleave(samples)
                 logits = logits.repeat_interleave(samples, 0)
-            log_p = logits[:, -1].log_softmax(-1)
+            written = torch.cat(tokens, 1).tolist() if tokens else [[]] * rows
+            histories = [(np.array(prompts[i // samples]), ids) for i, ids in enumerate(written)]
+            log_p = distribution(adjust_logits(logits[:, -1], params, histories, []), params)
+            candidates.append(find_candidates(log_p).split([1] * rows))
             inputs = log_p.argmax(-1, keepdim=True) if greedy else torch.multinomial(log_p.exp(), 1)
             tokens.append(inputs)
             logprobs.append(log_p.gather(1, inputs))
         answers = []
-        for ids, ids_logprobs in zip(
-            torch.cat(tokens, 1).tolist(), torch.cat(logprobs, 1).tolist(), strict=True
+        for ids, ids_logprobs, sets in zip(
+            torch.cat(tokens, 1).tolist(),
+            torch.cat(logprobs, 1).tolist(),
+            zip(*candidates, strict=True),
+            strict=True,
         ):
             length = ids.index(end) + 1 if end in ids else len(ids)
-            answers.append((ids[:length], ids_logprobs[:length]))
+            replayed = TokenSets.join(
+                sets[:length] if self._sampling and self._truncation == "replay" else ()
+            )
+            answers.append((ids[:length], ids_logprobs[:length], replayed))
         return answers
 
 
@@ -166,11 +187,20 @@ def build_algorithm(name: str, lr: float, mini_batches: int, **more: Any) -> alg
     return kind(model=STARTER_MODEL, **common | SETTINGS.get(name, {}) | more)
 
 
-def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int, agents: int = 1) -> Run:
+def train(
+    algorithm: algorithms.PolicyAlgorithm,
+    steps: int,
+    seed: int,
+    agents: int = 1,
+    sampling: dict[str, Any] | None = None,
+    truncation: str = "replay",
+) -> Run:
     """Train for `steps` steps, and validate before and after.
 
     Args:
         agents: agents of a training rollout, each with a task of its own.
+        sampling: truncation and penalties of all answers.
+        truncation: their treatment: "replay", "mask" or "ignore".
     """
     from raylight.learner.policy import Policy
 
@@ -179,7 +209,7 @@ def train(algorithm: algorithms.PolicyAlgorithm, steps: int, seed: int, agents: 
     settings = PolicySettings(**{name: getattr(algorithm, name) for name in PolicySettings.model_fields})
     if not settings.max_logprob_mismatch:
         settings = settings.model_copy(update={"max_logprob_mismatch": 1e-3})
-    sampler, policy = Sampler(), Policy(STARTER_MODEL, learner, settings, steps)
+    sampler, policy = Sampler(sampling or {}, truncation), Policy(STARTER_MODEL, learner, settings, steps)
     tasks, val = additions(seed)
     rounds = algorithm.max_rounds
     order, size, taken = TaskSampler(tasks, seed), algorithm.tasks_per_step // agents, 0
@@ -268,6 +298,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--agents", type=int, default=1, help="agents of a rollout")
     parser.add_argument("--credit", default="rollout", choices=["rollout", "agent"])
+    parser.add_argument("--sampling", type=json.loads, default={}, help="truncation and penalties, as JSON")
+    parser.add_argument("--truncation", default="replay", choices=["replay", "mask", "ignore"])
+    parser.add_argument("--settings", type=json.loads, default={}, help="of the algorithms, as JSON")
     parser.add_argument("--plot", help="PNG file for the reward curves")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -276,9 +309,15 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         results: dict[str, list[Run]] = {}
         for name in args.algorithms.split(","):
-            algorithm = build_algorithm(name, args.lr, args.mini_batches, credit=args.credit)
+            more = {"credit": args.credit} | args.settings
+            if args.truncation != "replay":
+                more |= {"off_policy_sampling": "mask", "max_logprob_mismatch": 50.0}
+            algorithm = build_algorithm(name, args.lr, args.mini_batches, **more)
             with contextlib.redirect_stdout(sys.stderr):  # verl prints
-                runs = [train(algorithm, args.steps, seed, args.agents) for seed in range(args.seeds)]
+                runs = [
+                    train(algorithm, args.steps, seed, args.agents, args.sampling, args.truncation)
+                    for seed in range(args.seeds)
+                ]
             results[name] = runs
             columns = [
                 mean_and_deviation([getattr(run, figure) for run in runs])

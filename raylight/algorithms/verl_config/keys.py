@@ -17,8 +17,8 @@ CHUNKS = "log-probs and entropies are always computed in chunks"
 ROWS = "calls that extend the same tokens become one row, and statistics are over rollouts"
 ROW_LIMIT = "a row has at most data.max_prompt_length + max_response_length tokens"
 TRUNCATED = (
-    "training uses the policy's own distribution; for agents that truncate it, set "
-    "algorithm.off_policy_sampling or algorithm.override_sampling"
+    "verl trains as if it had not truncated; an agent whose own requests have top_p or top_k is trained on "
+    "the distribution that it samples from"
 )
 DATASETS = "datasets are arguments of Trainer.fit"
 

@@ -14,7 +14,7 @@ from raylight.engines.capture_context import Sample
 from raylight.engines.transformers.adapters import LoadedAdapter
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.text import TextStream
-from raylight.types import IntArray
+from raylight.types import IntArray, TokenSets
 
 
 @dataclass(eq=False)
@@ -62,7 +62,12 @@ class Sequence:
         return len(self.sample.weight_versions)
 
     def append(
-        self, token: int, logprob: float, version: int, allowed: tuple[int, float] | None = None
+        self,
+        token: int,
+        logprob: float,
+        version: int,
+        allowed: tuple[int, float] | None = None,
+        candidates: TokenSets | None = None,
     ) -> None:
         """Add a sampled token, unless the sequence is cancelled.
 
@@ -71,6 +76,7 @@ class Sequence:
         Args:
             allowed: number of tokens that could have been sampled, and the token's log-probability under the
                 policy alone; None if the request has no constraint.
+            candidates: tokens that could have been sampled; None if they are not kept.
         """
         with self._lock:
             if not self.cancelled:
@@ -79,6 +85,8 @@ class Sequence:
                 if allowed is not None:
                     self.sample.allowed.append(allowed[0])
                     self.sample.policy_logprobs.append(allowed[1])
+                if candidates is not None:
+                    self.sample.candidates.append(candidates)
                 self.sample.weight_versions.append(version)
 
     def cancel(self) -> None:

@@ -18,12 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from raylight.engines.candidates import find_candidates
 from raylight.engines.grammar import mask_logits
 from raylight.engines.transformers.decoder import Decoder
 from raylight.engines.transformers.sampling import adjust_logits, distribution, draw
 from raylight.engines.transformers.sequence import Sequence, notify
 from raylight.http.errors import RequestError, UnknownModelError
-from raylight.types import FinishReason
+from raylight.types import FinishReason, TokenSets
 
 CLOSED = "the engine is shutting down"
 PREFILL_TOKENS = 8192
@@ -231,6 +232,11 @@ class EngineWorker:
             return
         params, generators = [s.params for s in sequences], [s.generator for s in sequences]
         sampled = draw(step.logprobs, params, generators, self._generator, step.policy_logits)
+        keeping = [row for row, s in enumerate(sequences) if s.sample.keeps_candidates]
+        candidates: dict[int, TokenSets] = {}
+        if keeping:
+            found = find_candidates(step.logprobs[keeping])
+            candidates = dict(zip(keeping, found.split([1] * len(keeping)), strict=True))
         ended: list[Sequence] = []
         for row, (sequence, token, logprob) in enumerate(
             zip(sequences, sampled.tokens, sampled.logprobs, strict=True)
@@ -241,7 +247,7 @@ class EngineWorker:
             if sequence.params.top_logprobs:
                 sequence.top_logprobs.append(sampled.top_logprobs[row][: sequence.params.top_logprobs])
             try:
-                if self._add_token(sequence, token, logprob, sampled.allowed.get(row)):
+                if self._add_token(sequence, token, logprob, sampled.allowed.get(row), candidates.get(row)):
                     ended.append(sequence)
             except BaseException as error:  # of any kind, a panic of the tokenizer too
                 self._fail(sequence, sequence_error(error))
@@ -250,13 +256,18 @@ class EngineWorker:
         self._end(ended, also=[s for s in sequences if s.streams and not s.ended])
 
     def _add_token(
-        self, sequence: Sequence, token: int, logprob: float, allowed: tuple[int, float] | None
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: float,
+        allowed: tuple[int, float] | None,
+        candidates: TokenSets | None,
     ) -> bool:
         """Add a sampled token to its sequence; returns True if that completes or cancels it."""
         if sequence.grammar_matcher is not None:
             sequence.grammar_matcher.accept_token(token)
         version = sequence.adapter.version if sequence.adapter else self.version
-        sequence.append(token, logprob, version, allowed)
+        sequence.append(token, logprob, version, allowed, candidates)
         return sequence.cancelled or self._is_complete(sequence)
 
     def _is_complete(self, sequence: Sequence) -> bool:

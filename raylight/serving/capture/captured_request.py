@@ -34,7 +34,7 @@ from raylight.serving.dialects.answers import Answer, AnswerReader, Choice
 from raylight.serving.dialects.registry import DIALECTS
 from raylight.serving.dialects.translate import ANSWER_ID
 from raylight.store.payloads import json_text
-from raylight.types import AUXILIARY, Attributes, CallKey, Generation, Span
+from raylight.types import AUXILIARY, Attributes, CallKey, Generation, Span, TokenSets
 from raylight.types.spans import TraceStatus
 
 logger = logging.getLogger(__name__)
@@ -348,6 +348,7 @@ def _generation(
         sampling=dict(sample.sampling) | notes,
         agent=context.scope.agent,
         history=context.history,
+        candidates=TokenSets.join(sample.candidates),
         **lists,
     )
 

@@ -63,6 +63,7 @@ def describe(
         ),
         "off_policy/repeated_seeds": float(content.repeated_seeds),
         "off_policy/calls": float(content.off_policy_calls),
+        "off_policy/replayed_tokens": float(content.tokens.replayed),
         "off_policy/tokens": float(content.tokens.off_policy),
         "off_policy/fraction": content.tokens.off_policy / max(content.tokens.sampled, 1),
         "time/rollout_s": seconds,
