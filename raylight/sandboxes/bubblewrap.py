@@ -9,12 +9,18 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from raylight.errors import ConfigError, SandboxError
-from raylight.sandboxes import relay_inside
 from raylight.sandboxes.exec_sandbox import ExecSandbox
-from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.process import check_size, make_folder
-from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
+from raylight.sandboxes.relay import (
+    INSIDE_PORT,
+    RELAY_FOLDER,
+    RELAYING,
+    UnixRelay,
+    address_of,
+    start_relay,
+    with_address,
+)
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -31,7 +37,7 @@ SYSTEM_FILES = (
     "/etc/ssl",
 )
 """Paths of the machine that programs inside may read."""
-WORKSPACE, RELAY_FOLDER = "/workspace", "/run/raylight"
+WORKSPACE = "/workspace"
 MOUNTED = ("/etc", "/run", "/dev", "/proc")
 """Folders that bubblewrap makes for each program."""
 FIRST_USER = 200_000
@@ -62,7 +68,6 @@ class BubblewrapSandbox(ExecSandbox):
         if image is not None:
             raise ConfigError(f'the sandbox "bubblewrap" has no images; leave {image!r} out')
         self._readable = list(readable)
-        self._folder: SandboxFolder | None = None
         self._relay: UnixRelay | None = None
         self._user = FIRST_USER + secrets.randbelow(2**16)
 
@@ -114,10 +119,7 @@ class BubblewrapSandbox(ExecSandbox):
         if self._relay is None:
             folder = f"{self._folder_path()}/relay"
             await asyncio.to_thread(os.mkdir, folder)
-            await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{folder}/relay.py")
-            relay = UnixRelay(f"{folder}/relay.sock", url)
-            await relay.start()
-            self._relay = relay
+            self._relay = await start_relay(folder, url)
         return with_address(url, "127.0.0.1", INSIDE_PORT)
 
     async def stop(self) -> None:
@@ -136,11 +138,6 @@ class BubblewrapSandbox(ExecSandbox):
                 for name in folders:
                     os.chown(os.path.join(parent, name), self._user, self._user)
             os.chmod(folder, 0o711)
-
-    def _folder_path(self) -> str:
-        if self._folder is None:
-            raise SandboxError("the sandbox is not started; call start() first")
-        return self._folder.path
 
     def _restore_system(self, root: str) -> None:
         """Remove what programs, which own the root folder, put where the system's folders are mounted.
@@ -207,8 +204,7 @@ class BubblewrapSandbox(ExecSandbox):
     def _inner(self, command: Sequence[str]) -> list[str]:
         """Return the command behind its limits and the relay."""
         settings = self.limits.shell_commands()
-        program, socket = f"{RELAY_FOLDER}/relay.py", f"{RELAY_FOLDER}/relay.sock"
-        relay = [] if self._relay is None else ["python3", "-I", program, socket, str(INSIDE_PORT)]
+        relay = [] if self._relay is None else RELAYING
         if not settings:
             return [*relay, *command]
         return [*relay, "sh", "-c", f'{" && ".join(settings)} && exec "$@"', "sh", *command]

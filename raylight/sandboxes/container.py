@@ -21,12 +21,18 @@ from typing import ClassVar
 import psutil
 
 from raylight.errors import SandboxError, SandboxUnavailableError
-from raylight.sandboxes import relay_inside
 from raylight.sandboxes.exec_sandbox import ExecSandbox
-from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.process import inherited_environment, make_folder
-from raylight.sandboxes.relay import INSIDE_PORT, UnixRelay, address_of, with_address
+from raylight.sandboxes.relay import (
+    INSIDE_PORT,
+    RELAY_FOLDER,
+    RELAYING,
+    UnixRelay,
+    address_of,
+    start_relay,
+    with_address,
+)
 from raylight.sandboxes.remote_program import run_remote_program
 from raylight.sandboxes.sandbox import ExecResult, SandboxLimits
 
@@ -54,7 +60,6 @@ class ToolSandbox(ExecSandbox):
         super().__init__(image, limits)
         self.require_image("python:3.12")
         self._name = name
-        self._folder: SandboxFolder | None = None
 
     @abstractmethod
     async def remove_orphans(self) -> None:
@@ -115,11 +120,6 @@ class ToolSandbox(ExecSandbox):
         finally:
             await asyncio.to_thread(folder.remove)
 
-    def _folder_path(self) -> str:
-        if self._folder is None:
-            raise SandboxError("the sandbox is not started; call start() first")
-        return self._folder.path
-
     def _start_error(self, ended: ExecResult) -> SandboxError:
         message = f"no answer within {self.START_S:g} s" if ended.timed_out else ended.stderr.strip()[-400:]
         if any(part in message.lower() for part in self.MISSING_IMAGE):
@@ -169,7 +169,6 @@ def _seconds_at_start(pid: int) -> int:
 
 LABEL = "raylight.runner"
 """Label of a container: the machine and process that made it, so that one without its runner is removed."""
-RELAY_FOLDER = "/run/raylight"
 IDLE = "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"
 """First program of a container. It reaps the processes that others leave behind."""
 START_S, BUILD_S = 120.0, 3600.0
@@ -239,14 +238,8 @@ class ContainerSandbox(ToolSandbox):
             return with_address(url, SLIRP_HOST, port) if host in ("127.0.0.1", "localhost") else url
         address_of(url)
         if self._relay is None:
-            folder = self._folder_path()
-            relay = UnixRelay(f"{folder}/relay.sock", url)
-            await relay.start()
-            self._relay = relay
-            await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{folder}/relay.py")
-            program, path = f"{RELAY_FOLDER}/relay.py", f"{RELAY_FOLDER}/relay.sock"
-            relaying = ["python3", "-I", program, path, str(INSIDE_PORT), "true"]
-            ended = await self.exec(relaying, cwd="/", timeout_s=START_S)
+            self._relay = await start_relay(self._folder_path(), url)
+            ended = await self.exec([*RELAYING, "true"], cwd="/", timeout_s=START_S)
             if ended.status != 0:
                 raise SandboxError(
                     f"the image {self.image} cannot reach the model without a network, because it has no "

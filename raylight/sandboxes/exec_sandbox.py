@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from raylight.errors import ConfigError, SandboxError
+from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.sandbox import MAX_STDOUT, ExecResult, SandboxLimits
 
 CHUNK = MAX_STDOUT // 2
@@ -39,6 +40,8 @@ class ExecSandbox(ABC):
         self.image = image
         self.limits = limits
         self._workspace: str | None = None
+        self._folder: SandboxFolder | None = None
+        """Folder of this machine that belongs to the sandbox."""
 
     @property
     def workspace(self) -> str:
@@ -116,6 +119,11 @@ class ExecSandbox(ABC):
 
     async def _script(self, script: str, *arguments: str, stdin: bytes = b"") -> ExecResult:
         return await self.exec(["sh", "-c", script, "sh", *arguments], cwd="/", stdin=stdin)
+
+    def _folder_path(self) -> str:
+        if self._folder is None:
+            raise SandboxError("the sandbox is not started; call start() first")
+        return self._folder.path
 
     def _failure(self, action: str, ended: ExecResult) -> SandboxError:
         return SandboxError(

@@ -6,15 +6,21 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import shutil
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from raylight._utils.machine import SOCKET_PATH_LENGTH
 from raylight._utils.no_proxy import is_loopback
 from raylight.errors import SandboxError
+from raylight.sandboxes import relay_inside
 
 INSIDE_PORT = 41763
 """Port of the relay on the loopback of a sandbox, which is its own."""
+RELAY_FOLDER = "/run/raylight"
+"""Folder of a sandbox with the socket of the relay, and its program for the inside."""
+RELAYING = ["python3", "-I", f"{RELAY_FOLDER}/relay.py", f"{RELAY_FOLDER}/relay.sock", str(INSIDE_PORT)]
+"""Command that opens the port inside, and becomes the command that follows."""
 BUFFER = 65536
 
 
@@ -85,6 +91,14 @@ class UnixRelay:
             far_reader, far_writer = await asyncio.open_connection(*self._address)
             with contextlib.closing(far_writer):
                 await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+
+
+async def start_relay(folder: str, url: str) -> UnixRelay:
+    """Start the relay of a sandbox, which sees this folder as `RELAY_FOLDER`."""
+    await asyncio.to_thread(shutil.copy, relay_inside.__file__, f"{folder}/relay.py")
+    relay = UnixRelay(f"{folder}/relay.sock", url)
+    await relay.start()
+    return relay
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

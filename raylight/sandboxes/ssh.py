@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from raylight.errors import SandboxError, SandboxUnavailableError
 from raylight.sandboxes.exec_sandbox import ExecSandbox
-from raylight.sandboxes.folders import SandboxFolder
 from raylight.sandboxes.local_program import run_program
 from raylight.sandboxes.process import inherited_environment, make_folder
 from raylight.sandboxes.relay import address_of, with_address
@@ -46,7 +45,6 @@ class SshSandbox(ExecSandbox):
         self._host = self.require_image("user@host")
         self.refuse_limits("processes", "network")
         self._arguments = list(arguments)
-        self._folder: SandboxFolder | None = None
         self._forwarded: dict[tuple[str, int], int] = {}
 
     @property
@@ -145,15 +143,13 @@ class SshSandbox(ExecSandbox):
         return f". {path} && rm {path}"
 
     def _command(self, arguments: Sequence[str], remote: str | None) -> list[str]:
-        if self._folder is None:
-            raise SandboxError("the sandbox is not started; call start() first")
         fixed = [
             "-o",
             "BatchMode=yes",
             "-o",
             f"ConnectTimeout={CONNECT_S}",
             "-S",
-            f"{self._folder.path}/connection",
+            f"{self._folder_path()}/connection",
         ]
         return ["ssh", *fixed, *self._arguments, *arguments, self._host, *([remote] if remote else [])]
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from sandbox_helpers import starting
 
 from raylight.errors import ConfigError, RewardError, SandboxError
 from raylight.harbor.attempt import HarborAttempt
@@ -25,17 +26,8 @@ DOCKERFILE = "FROM x\nWORKDIR /app\nCOPY given.txt ./\n"
 @pytest.fixture
 async def make_sandbox() -> AsyncIterator[Callable]:
     """Start sandboxes, and stop them at the end."""
-    started: list[Sandbox] = []
-
-    async def make() -> Sandbox:
-        sandbox = ProcessSandbox(None, SandboxLimits())
-        started.append(sandbox)
-        await sandbox.start()
-        return sandbox
-
-    yield make
-    for sandbox in started:
-        await sandbox.stop()
+    async with starting(lambda: ProcessSandbox(None, SandboxLimits())) as start:
+        yield start
 
 
 def make(folder: Path, toml: str = "", *, tests: str = TESTS, dockerfile: str = DOCKERFILE) -> HarborTask:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import psutil
 import pytest
 from opentelemetry.util.re import parse_env_headers
+from sandbox_helpers import alive
 from unit_helpers import DEADLINE_S, make_context, make_rollout, until, within
 
 from raylight.agent.emit import emit_message
@@ -317,12 +317,6 @@ async def test_a_program_need_not_read_its_input() -> None:
 
 
 # the end
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 async def started(pids: Path, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raylight.errors import ConfigError
-from raylight.harbor.rewards import mean_rewards
+from raylight.harbor.attempt import mean_rewards
 from raylight.harbor.tasks import HarborTasks
 from raylight.harnesses.command import CommandAgent
 from raylight.runner.outcome import Outcome

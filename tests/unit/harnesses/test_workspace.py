@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from sandbox_helpers import alive
 from unit_helpers import make_context, make_rollout, until, within
 
 from raylight.agent.resources import LLM
@@ -264,12 +263,6 @@ async def test_status_seconds_and_outputs_are_recorded_without_keys() -> None:
 
 
 # bad input
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 async def test_a_gigabyte_of_output_is_not_kept() -> None:

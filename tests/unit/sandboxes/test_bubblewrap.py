@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sandbox_helpers import served_model, starting
 from unit_helpers import until, within
 
 from raylight.errors import ConfigError, SandboxError
@@ -35,17 +36,12 @@ pytestmark = pytest.mark.skipif(not can_run(), reason="needs bubblewrap and user
 @pytest.fixture
 async def make_sandbox() -> AsyncIterator[Callable]:
     """Start sandboxes, and stop them at the end."""
-    started: list[BubblewrapSandbox] = []
 
-    async def make(readable: tuple[str, ...] = (), **limits: object) -> BubblewrapSandbox:
-        sandbox = BubblewrapSandbox(None, SandboxLimits(**limits), readable=readable)  # type: ignore[arg-type]
-        started.append(sandbox)
-        await sandbox.start()
-        return sandbox
+    def make(readable: tuple[str, ...] = (), **limits: object) -> BubblewrapSandbox:
+        return BubblewrapSandbox(None, SandboxLimits(**limits), readable=readable)  # type: ignore[arg-type]
 
-    yield make
-    for sandbox in started:
-        await sandbox.stop()
+    async with starting(make) as start:
+        yield start
 
 
 async def run(sandbox: BubblewrapSandbox, script: str, **more: object) -> str:
@@ -126,29 +122,17 @@ async def test_limits_hold(make_sandbox: Callable) -> None:
 
 
 async def test_without_a_network_only_the_model_is_reached(make_sandbox: Callable) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nmodel")
-        await writer.drain()
-        writer.close()
-
-    model, other = [await asyncio.start_server(answer, "127.0.0.1", 0) for _ in range(2)]
-    ports = [server.sockets[0].getsockname()[1] for server in (model, other)]
     sandbox = await make_sandbox(network=False)
-    url = await sandbox.forward(f"http://127.0.0.1:{ports[0]}/v1/models")
     fetch = (
         "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=9).read().decode())"
     )
-    try:
-        async with within(30):
-            for _ in range(2):
-                ended = await sandbox.exec(["python3", "-c", fetch, url])
-                assert (ended.stdout, ended.status) == ("model\n", 0), ended.stderr
-            elsewhere = f"http://127.0.0.1:{ports[1]}/"
-            assert "refused" in (await sandbox.exec(["python3", "-c", fetch, elsewhere])).stderr
-    finally:
-        model.close()
-        other.close()
+    async with served_model() as model, served_model() as other, within(30):
+        url = await sandbox.forward(f"http://127.0.0.1:{model}/v1/models")
+        for _ in range(2):
+            ended = await sandbox.exec(["python3", "-c", fetch, url])
+            assert (ended.stdout, ended.status) == ("model\n", 0), ended.stderr
+        elsewhere = f"http://127.0.0.1:{other}/"
+        assert "refused" in (await sandbox.exec(["python3", "-c", fetch, elsewhere])).stderr
     with pytest.raises(SandboxError, match="http://"):
         await (await make_sandbox(network=False)).forward("https://host/v1")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from cloud_fakes import FAKES, REJECTIONS, FakeCloud, compared_callables
+from sandbox_helpers import alive
 from unit_helpers import until, within
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
@@ -24,14 +24,6 @@ from raylight.sandboxes.sandbox import SandboxLimits
 
 BACKENDS = sorted(FAKES)
 GOOGLE = "http://8.8.8.8:8000/v1"
-
-
-def runs(pid: str) -> bool:
-    """Return True if a process runs; one that has ended may wait for its parent."""
-    try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(params=BACKENDS)
@@ -82,10 +74,10 @@ async def test_a_program_ends_at_its_limit(
         program = ["sh", "-c", "echo $$; exec sleep 4321"]
         ended = await sandbox.exec(program, timeout_s=0.5)
         assert (ended.status, ended.timed_out) == (-15, True)
-        assert not runs(ended.stdout)
+        assert not alive(int(ended.stdout))
         await sandbox.exec(["sh", "-c", "sleep 4322 & echo $! > server"])
         server = (await sandbox.read("server")).decode()
-        assert runs(server), "a server that an agent started is there for its tests"
+        assert alive(int(server)), "a server that an agent started is there for its tests"
         os.kill(int(server), signal.SIGKILL)
         await sandbox.stop()
 
@@ -102,7 +94,7 @@ async def test_a_cancelled_program_ends(backend: str, cloud: FakeCloud) -> None:
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
-        assert not runs((await sandbox.read("started")).decode())
+        assert not alive(int(await sandbox.read("started")))
         await sandbox.stop()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sandbox_helpers import alive, starting
 from unit_helpers import until, within
 
 from raylight.errors import ConfigError, SandboxError
@@ -29,17 +30,12 @@ def size_of(path: str) -> int | None:
 @pytest.fixture
 async def make_sandbox() -> AsyncIterator[Callable]:
     """Start sandboxes, and stop them at the end."""
-    started: list[Sandbox] = []
 
-    async def make(**limits: int) -> Sandbox:
-        sandbox = ProcessSandbox(None, SandboxLimits(**limits))
-        started.append(sandbox)
-        await sandbox.start()
-        return sandbox
+    def make(**limits: int) -> Sandbox:
+        return ProcessSandbox(None, SandboxLimits(**limits))
 
-    yield make
-    for sandbox in started:
-        await sandbox.stop()
+    async with starting(make) as start:
+        yield start
 
 
 async def test_a_program_works_in_the_workspace(make_sandbox: Callable) -> None:
@@ -84,7 +80,7 @@ async def test_a_daemon_ends_with_the_program_that_started_it(make_sandbox: Call
     script = f"{start.format('./daemon')}\nwhile [ ! -s pid ]; do :; done; exit 3"
     assert (await sandbox.exec(["/bin/sh", "-c", script])).status == 3
     pid = int(await sandbox.read("pid"))
-    await until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    await until(lambda: not alive(pid))
 
 
 async def test_a_cancelled_program_is_ended(make_sandbox: Callable) -> None:

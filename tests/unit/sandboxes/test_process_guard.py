@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sandbox_helpers import alive
 from unit_helpers import until
 
 from raylight.sandboxes import marked_processes
@@ -30,12 +31,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def guards(mark: str) -> list[int]:

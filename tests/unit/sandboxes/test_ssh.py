@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sandbox_helpers import served_model
 from unit_helpers import within
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
@@ -126,23 +127,13 @@ async def test_limits_hold(make_sandbox: Callable) -> None:
 
 
 async def test_the_model_is_reached_through_the_connection(make_sandbox: Callable) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nmodel")
-        await writer.drain()
-        writer.close()
-
-    model = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = model.sockets[0].getsockname()[1]
     sandbox = await make_sandbox()
-    url = await sandbox.forward(f"http://127.0.0.1:{port}/v1")
-    assert url == await sandbox.forward(f"http://127.0.0.1:{port}/v1") != f"http://127.0.0.1:{port}/v1"
     fetch = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=20).read().decode())"
-    try:
-        async with within(60):
-            assert (await sandbox.exec(["python3", "-c", fetch, url])).stdout == "model\n"
-    finally:
-        model.close()
+    async with served_model() as port, within(60):
+        own = f"http://127.0.0.1:{port}/v1"
+        url = await sandbox.forward(own)
+        assert url == await sandbox.forward(own) != own
+        assert (await sandbox.exec(["python3", "-c", fetch, url])).stdout == "model\n"
 
 
 async def test_a_lost_connection_is_transient(make_sandbox: Callable) -> None:
