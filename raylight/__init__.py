@@ -52,7 +52,7 @@ _EXPORTS = {
     "runner.local_runner": ("LitAgentRunner",),
     "store.client": ("StoreClient",),
     "store.service": ("StoreService",),
-    "tasks.dev_loader": ("DevTaskLoader",),
+    "tasks.datasets": ("DevTaskLoader",),
     "traces.messages": ("TraceToMessages",),
     "traces.rewards": ("find_final_reward", "find_reward_spans", "get_reward_value"),
     "traces.tracer": ("DummyTracer", "OtelTracer"),

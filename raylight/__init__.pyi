@@ -60,7 +60,7 @@ from raylight.log import setup_module_logging as setup_module_logging
 from raylight.runner.local_runner import LitAgentRunner as LitAgentRunner
 from raylight.store.client import StoreClient as StoreClient
 from raylight.store.service import StoreService as StoreService
-from raylight.tasks.dev_loader import DevTaskLoader as DevTaskLoader
+from raylight.tasks.datasets import DevTaskLoader as DevTaskLoader
 from raylight.traces.messages import TraceToMessages as TraceToMessages
 from raylight.traces.rewards import find_final_reward as find_final_reward
 from raylight.traces.rewards import find_reward_spans as find_reward_spans

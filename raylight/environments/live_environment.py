@@ -12,7 +12,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextvars import Context, copy_context
+from concurrent.futures import Future
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from raylight.agent.attributes import exception_message
@@ -121,6 +122,7 @@ CLOSE_S = 10.0
 """Time for the `close` of an environment."""
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]
+PendingCall = tuple[Future[Outcome], Callable[[], Any]]
 
 
 class LiveEnvironment:
@@ -294,8 +296,8 @@ class InstanceThread:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """Calls that wait, and None for the end. Each has a caller that waits for it."""
+        self._calls: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
+        """Calls that wait, and None for the end."""
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -308,10 +310,9 @@ class InstanceThread:
                 target=_work, args=(self._calls,), name="environment", daemon=True
             )
             self._thread.start()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Outcome] = loop.create_future()
-        self._calls.put(functools.partial(_call, copy_context(), function, loop, done))
-        value, error = await done
+        done: Future[Outcome] = Future()
+        self._calls.put((done, functools.partial(copy_context().run, function)))
+        value, error = await asyncio.wrap_future(done)
         if isinstance(error, SystemExit | KeyboardInterrupt):  # would end the event loop
             raise RuntimeError(f"{error!r} was raised in an environment") from error
         if error is not None:
@@ -323,28 +324,11 @@ class InstanceThread:
         self._calls.put(None)
 
 
-def _work(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(calls: queue.SimpleQueue[PendingCall | None]) -> None:
     while (call := calls.get()) is not None:
-        call()
-
-
-def _call(
-    context: Context,
-    function: Callable[[], Any],
-    loop: asyncio.AbstractEventLoop,
-    done: asyncio.Future[Outcome],
-) -> None:
-    if done.cancelled():
-        return
-    outcome: Outcome
-    try:
-        outcome = context.run(function), None
-    except BaseException as error:  # delivered to the caller
-        outcome = None, error
-
-    def deliver() -> None:
-        if not done.done():
-            done.set_result(outcome)
-
-    with contextlib.suppress(RuntimeError):  # the loop was closed, so that no caller waits
-        loop.call_soon_threadsafe(deliver)
+        done, function = call
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result((function(), None))
+            except BaseException as error:  # a result, because a future cannot carry a StopIteration
+                done.set_result((None, error))

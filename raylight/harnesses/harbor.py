@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from raylight.errors import ConfigError
-from raylight.harbor.attempt import HarborAttempt, RunSteps
-from raylight.harbor.rewards import mean_rewards
+from raylight.harbor.attempt import HarborAttempt, RunSteps, mean_rewards
 from raylight.harbor.task_folder import PRIMARY, HarborTask, TaskEnvironment, read_task
 from raylight.harbor.tasks import RUN_STEPS_KEY, TASK_KEY
 from raylight.harnesses.task import HarnessTask

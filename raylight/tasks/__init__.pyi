@@ -2,7 +2,7 @@
 
 from raylight.harbor.tasks import HarborTasks as HarborTasks
 from raylight.tasks.curriculum import Curriculum as Curriculum
-from raylight.tasks.dev_loader import DevTaskLoader as DevTaskLoader
+from raylight.tasks.datasets import DevTaskLoader as DevTaskLoader
 from raylight.tasks.mixture import Mixture as Mixture
 from raylight.tasks.stages import Stages as Stages
 from raylight.tasks.stream import Stream as Stream

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from raylight.agent.resources import NamedResources
 from raylight.errors import DatasetError
 from raylight.tasks.stream import Stream
 from raylight.tasks.task_set import ShuffledTasks, TaskSet
@@ -79,3 +80,23 @@ def is_instance_of(value: Any, module: str, name: str) -> bool:
     """Return True for an instance of a class of a module, without importing it."""
     cls = getattr(sys.modules.get(module), name, None)
     return cls is not None and isinstance(value, cls)
+
+
+class DevTaskLoader(list[Any]):
+    """Tasks for `Trainer.dev` or `fit`, with resources for the agent; a name of agent-lightning.
+
+    The Trainer's own `initial_resources` go first.
+
+    Args:
+        tasks: at least one.
+        resources: resources by name.
+
+    Raises:
+        ValueError: there is no task.
+    """
+
+    def __init__(self, tasks: Iterable[Any], resources: NamedResources) -> None:
+        super().__init__(tasks)
+        if not self:
+            raise ValueError("tasks is empty; give DevTaskLoader at least one task")
+        self.resources = dict(resources)

@@ -9,7 +9,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.task_set import Draw, SetSampler, TaskSet
+from raylight.tasks.task_set import Draw, NamedSamplers, SetSampler, TaskSet, join_names, named_parts
 
 
 class Mixture(TaskSet):
@@ -57,11 +57,7 @@ class Mixture(TaskSet):
         return MixtureSampler(samplers, self.weights)
 
     def parts(self) -> list[tuple[str | None, Any]]:
-        return [
-            (_join(name, inner), task)
-            for name, source in self.sources.items()
-            for inner, task in source.parts()
-        ]
+        return named_parts(self.sources)
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -70,7 +66,7 @@ class Mixture(TaskSet):
         }
 
 
-class MixtureSampler(SetSampler):
+class MixtureSampler(NamedSamplers):
     """Draws from the source, of those below their shares, that would first be a whole draw below its share.
 
     This keeps each within one draw of its share (R. Tijdeman, The chairman assignment problem, 1980). The
@@ -78,7 +74,7 @@ class MixtureSampler(SetSampler):
     """
 
     def __init__(self, samplers: Mapping[str, SetSampler], weights: Mapping[str, float]) -> None:
-        self._samplers = dict(samplers)
+        super().__init__(samplers)
         total = math.fsum(weights.values())
         self._shares = {name: weights[name] / total for name in samplers}
         self._counts = dict.fromkeys(samplers, 0)
@@ -89,7 +85,7 @@ class MixtureSampler(SetSampler):
     def draw(self, number: int) -> Draw:
         name, inner = self._pick(number)
         found = self._samplers[name].draw(inner)
-        return Draw(found.task, _join(name, found.source), found.place)
+        return Draw(found.task, join_names(name, found.source), found.place)
 
     def recall(self, number: int, place: dict[str, Any]) -> None:
         name, inner = self._pick(number)
@@ -106,17 +102,6 @@ class MixtureSampler(SetSampler):
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state.get(name, {}))
 
-    def close(self) -> None:
-        for sampler in self._samplers.values():
-            sampler.close()
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            f"{name}/{metric}": value
-            for name, sampler in self._samplers.items()
-            for metric, value in sampler.metrics().items()
-        }
-
     def _pick(self, number: int) -> tuple[str, int]:
         while len(self._picks) <= number:
             drawn = len(self._picks) + 1
@@ -125,7 +110,3 @@ class MixtureSampler(SetSampler):
             self._picks.append((name, self._counts[name]))
             self._counts[name] += 1
         return self._picks[number]
-
-
-def _join(name: str, inner: str | None) -> str:
-    return name if inner is None else f"{name}/{inner}"

@@ -10,7 +10,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
-from raylight.tasks.task_set import Draw, SetSampler, TaskSet
+from raylight.tasks.task_set import Draw, NamedSamplers, SetSampler, TaskSet, join_names, named_parts
 
 
 class Stages(TaskSet):
@@ -49,11 +49,7 @@ class Stages(TaskSet):
         return StageSampler(samplers, self._advance_at, self._window)
 
     def parts(self) -> list[tuple[str | None, Any]]:
-        return [
-            (name if inner is None else f"{name}/{inner}", task)
-            for name, stage in self._stages.items()
-            for inner, task in stage.parts()
-        ]
+        return named_parts(self._stages)
 
     def fingerprint(self) -> dict[str, Any]:
         return {
@@ -63,13 +59,14 @@ class Stages(TaskSet):
         }
 
 
-class StageSampler(SetSampler):
+class StageSampler(NamedSamplers):
     """State machine of stages."""
 
     learns = True
 
     def __init__(self, samplers: Mapping[str, SetSampler], advance_at: float, window: int) -> None:
-        self._names, self._samplers = list(samplers), dict(samplers)
+        super().__init__(samplers)
+        self._names = list(samplers)
         self._advance_at = advance_at
         self._stage = 0
         """Index of the current stage."""
@@ -87,8 +84,8 @@ class StageSampler(SetSampler):
             self._counts[name] += 1
         name, inner = self._open[number]
         found = self._samplers[name].draw(inner)
-        source = name if found.source is None else f"{name}/{found.source}"
-        return Draw(found.task, source, {"stage": name, "number": inner, "inner": found.place})
+        place = {"stage": name, "number": inner, "inner": found.place}
+        return Draw(found.task, join_names(name, found.source), place)
 
     def recall(self, number: int, place: dict[str, Any]) -> None:
         name, inner = place["stage"], int(place["number"])
@@ -131,14 +128,5 @@ class StageSampler(SetSampler):
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state["inner"][name])
 
-    def close(self) -> None:
-        for sampler in self._samplers.values():
-            sampler.close()
-
     def metrics(self) -> dict[str, float]:
-        inner = {
-            f"{name}/{metric}": value
-            for name, sampler in self._samplers.items()
-            for metric, value in sampler.metrics().items()
-        }
-        return {"stage": float(self._stage), **inner}
+        return {"stage": float(self._stage), **super().metrics()}

@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,3 +140,31 @@ def shuffled_indices(n: int, seed: str) -> list[int]:
     order = list(range(n))
     random.Random(seed).shuffle(order)
     return order
+
+
+class NamedSamplers(SetSampler):
+    """Base of a sampler that draws from several named ones."""
+
+    def __init__(self, samplers: Mapping[str, SetSampler]) -> None:
+        self._samplers = dict(samplers)
+
+    def close(self) -> None:
+        for sampler in self._samplers.values():
+            sampler.close()
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            f"{name}/{metric}": value
+            for name, sampler in self._samplers.items()
+            for metric, value in sampler.metrics().items()
+        }
+
+
+def named_parts(sets: Mapping[str, TaskSet]) -> list[tuple[str | None, Any]]:
+    """Return all tasks of named sets, each with its source."""
+    return [(join_names(name, inner), task) for name, one in sets.items() for inner, task in one.parts()]
+
+
+def join_names(name: str, inner: str | None) -> str:
+    """Return the name of a source within a named set."""
+    return name if inner is None else f"{name}/{inner}"

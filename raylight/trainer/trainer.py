@@ -26,7 +26,7 @@ from raylight.config import (
 from raylight.errors import ConfigError
 from raylight.runner.actor import RunnerPayload
 from raylight.store.client import StoreClient
-from raylight.tasks.dev_loader import DevTaskLoader
+from raylight.tasks.datasets import DevTaskLoader
 from raylight.traces.adapters import TraceAdapter
 from raylight.traces.tracer import OtelTracer, Tracer
 from raylight.traces.triplets import TracerTraceToTriplet

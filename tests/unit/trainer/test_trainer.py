@@ -20,7 +20,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig, StoreConf
 from raylight.errors import ConfigError, DatasetError, HookError
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
-from raylight.tasks.dev_loader import DevTaskLoader
+from raylight.tasks.datasets import DevTaskLoader
 from raylight.traces.messages import TraceToMessages
 from raylight.traces.tracer import DummyTracer, OtelTracer
 from raylight.traces.triplets import TracerTraceToTriplet
