@@ -69,7 +69,7 @@ class BrokenPackage:
         for one in _requirements("raylight"):
             if canonicalize_name(one.name) == self.name:
                 return f"pip install --force-reinstall '{one.name}{one.specifier}'"
-        if torch := self.name in BUILT_FOR_TORCH and _version("torch"):
+        if torch := self.name in BUILT_FOR_TORCH and installed("torch"):
             release = Version(torch).public
             install = f"the release for torch {release}: pip install --upgrade {self.name} torch=={release}"
         else:
@@ -95,7 +95,7 @@ def find_broken(error: BaseException) -> BrokenPackage | None:
     for cause in reversed(list(_chain(error))):
         if name := _importing(cause):
             reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-            return BrokenPackage(name, _version(name) or "", reason)
+            return BrokenPackage(name, installed(name) or "", reason)
     return None
 
 
@@ -107,7 +107,7 @@ def check_packages() -> None:
     Raises:
         BrokenPackageError: one cannot be imported.
     """
-    torch = _version("torch")
+    torch = installed("torch")
     others = [
         name
         for name in BUILT_FOR_TORCH
@@ -120,7 +120,7 @@ def check_packages() -> None:
 
 def import_packages(names: Iterable[str] = tuple(IMPORTED)) -> list[BrokenPackage]:
     """Import the installed ones of these packages in a process; return those that cannot be imported."""
-    versions = {name: version for name in names if (version := _version(name))}
+    versions = {name: version for name in names if (version := installed(name))}
     if not versions:
         return []
     command = [sys.executable, "-c", IMPORT_ALL, *(IMPORTED[name] for name in versions)]
@@ -160,7 +160,8 @@ def _importing(error: BaseException) -> str | None:
     return next((canonicalize_name(name) for name in names if name != "raylight"), None)
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Return the installed version of a package; None without one."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None

@@ -6,7 +6,6 @@ The `gather_*` functions return plain records, and `find_problems` judges them. 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import platform
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from packaging.requirements import Requirement
 
 from raylight import __version__
+from raylight._utils.broken_packages import installed
 from raylight._utils.machine import available_cpus, total_memory
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.serving.deploy.haproxy_launcher import connection_limit
@@ -124,13 +124,6 @@ def gather_packages(required: list[str]) -> Packages:
     """Return the installed versions of the requirements that apply to this platform without extras."""
     wanted = [r for r in map(Requirement, required) if r.marker is None or r.marker.evaluate({"extra": ""})]
     return {str(r).partition(";")[0].strip(): installed(r.name) for r in wanted}
-
-
-def installed(name: str) -> str | None:
-    """Return the installed version of a package; None without one."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
 
 
 def installed_vllm() -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from raylight import __version__
-from raylight._utils.broken_packages import import_packages
+from raylight._utils.broken_packages import import_packages, installed
 from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, RunnerConfig
 from raylight.doctor.facts import (
@@ -27,7 +27,6 @@ from raylight.doctor.facts import (
     gather_machine,
     gather_packages,
     hint,
-    installed,
     installed_vllm,
     load_xgrammar,
     size,

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -288,10 +288,10 @@ OTHER_HOST = (
 )
 
 
-def is_own_host(headers: Iterable[tuple[bytes, bytes]], names: Collection[str] = ()) -> bool:
-    """Return True if a request is addressed to this machine by a name of loopback, or one of `names`."""
+def is_own_host(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return True if a request is addressed to this machine by a name of loopback."""
     hosts = [_name(value.decode("latin-1")) for field, value in headers if field == b"host"]
-    return bool(hosts) and all(host in LOOPBACK or host in names for host in hosts)
+    return bool(hosts) and all(host in LOOPBACK for host in hosts)
 
 
 def _name(host: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from raylight.semconv import AGENT_REWARD, INPUT_MESSAGES, OUTPUT_MESSAGES
 from raylight.store.call_rows import call_versions
 from raylight.store.payloads import decode_payload
-from raylight.store.rows import SPAN, SharedTexts, failure_from_json, step_groups_from_json
+from raylight.store.rows import LATEST, SPAN, SharedTexts, failure_from_json, step_groups_from_json
 from raylight.store.tables.journal import Journal
 from raylight.types import FINISHED, Failure, StepGroups
 from raylight.types.chat_messages import reasoning_of
@@ -26,7 +26,6 @@ _COLUMNS = (
     "(SELECT t.tokens FROM sampled t WHERE t.rollout_id = r.rollout_id AND t.attempt_id = a.attempt_id), "
     "(SELECT COUNT(*) FROM calls c WHERE c.attempt_id = a.attempt_id), r.input"
 )
-_ROLLOUTS = "rollouts r LEFT JOIN attempts a ON a.rollout_id = r.rollout_id AND a.sequence_id = r.n_attempts"
 _FINISHED = ", ".join(f"'{status}'" for status in sorted(FINISHED))
 
 
@@ -110,7 +109,7 @@ class RolloutOverview:
     def lines_after(self, position: int, limit: int) -> list[RolloutLine]:
         """Return the first rollouts after a position."""
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM {_ROLLOUTS} WHERE r.position > ? ORDER BY r.position LIMIT ?",
+            f"SELECT {_COLUMNS} FROM {LATEST} WHERE r.position > ? ORDER BY r.position LIMIT ?",
             (position, limit),
         )
         return list(map(_line, rows))
@@ -118,7 +117,7 @@ class RolloutOverview:
     def lines_at(self, positions: Sequence[int]) -> list[RolloutLine]:
         """Return the rollouts at some positions."""
         rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM {_ROLLOUTS} WHERE r.position IN (SELECT value FROM json_each(?))",
+            f"SELECT {_COLUMNS} FROM {LATEST} WHERE r.position IN (SELECT value FROM json_each(?))",
             (json.dumps(list(positions)),),
         )
         return list(map(_line, rows))

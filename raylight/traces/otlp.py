@@ -395,7 +395,6 @@ def traces_route(
     scope: Scope | None = None,
     max_bytes: int = MAX_BYTES,
     max_spans: int = MAX_SPANS,
-    path: str = "/v1/traces",
 ) -> Route:
     """Return the route that receives spans.
 
@@ -408,7 +407,6 @@ def traces_route(
         scope: returns the attempt of the request's URL.
         max_bytes: limit of a body, in bytes.
         max_spans: limit of the spans in a body.
-        path: path of the route.
     """
 
     decoding = asyncio.Semaphore(MAX_DECODES)
@@ -445,7 +443,7 @@ def traces_route(
             return _answer(answer, kind, 503, {"Retry-After": str(RETRY_AFTER_S)})
         return _answer(_outcome(reasons, total), kind)
 
-    return Route(path, traces, methods=["POST"])
+    return Route("/v1/traces", traces, methods=["POST"])
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode
@@ -69,12 +69,10 @@ class AccessGuard:
 
     Args:
         key: the key; None for none.
-        hosts: names of the host, in addition to those of loopback.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None = None, hosts: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
         self._app, self._key = app, key
-        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -95,7 +93,7 @@ class AccessGuard:
         """Return the answer to a visitor who is not admitted yet; None for one who is."""
         headers = Headers(scope=scope)
         if self._key is None:
-            if is_own_host(scope["headers"], self._hosts):
+            if is_own_host(scope["headers"]):
                 return None
             return _refusal(
                 "this address is not one of the server's; open the one that `raylight ui` has printed"
@@ -413,13 +411,12 @@ async def _unknown(request: Request) -> Response:
     raise HTTPException(404, f"the API has no {request.url.path}")
 
 
-def build_app(paths: Iterable[Path], key: str | None = None, hosts: Iterable[str] = ()) -> Starlette:
+def build_app(paths: Iterable[Path], key: str | None = None) -> Starlette:
     """Return the application.
 
     Args:
         paths: run directories, and folders of them.
         key: key that visitors must have; None for none.
-        hosts: names under which it may be addressed without a key.
 
     Raises:
         ConfigError: a path does not exist.
@@ -455,7 +452,7 @@ def build_app(paths: Iterable[Path], key: str | None = None, hosts: Iterable[str
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(AccessGuard, key=key, hosts=frozenset(hosts))],
+        middleware=[Middleware(AccessGuard, key=key)],
         exception_handlers={RaylightError: _refuse, HTTPException: _refuse, Exception: _refuse},
     )
 

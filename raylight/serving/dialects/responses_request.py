@@ -493,15 +493,10 @@ class OneToolChoice(RequestModel):
     name: str
 
 
-class AllowedTool(RequestModel):
-    type: Literal["function", "custom"]
-    name: str
-
-
 class AllowedToolsChoice(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[AllowedTool]
+    tools: list[OneToolChoice]
 
 
 class TextFormat(RequestModel):
