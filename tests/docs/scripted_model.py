@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
+from scripted_models import completion, serve_chat
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 
 def reply(body: dict[str, Any]) -> dict[str, Any]:
@@ -95,25 +91,7 @@ def scripted_model() -> Iterator[str]:
     async def chat(request: Request) -> JSONResponse:
         body = await request.json()
         message = reply(body)
-        reason = "tool_calls" if "tool_calls" in message else "stop"
-        return JSONResponse(
-            {
-                "id": f"chatcmpl-{next(numbers)}",
-                "object": "chat.completion",
-                "created": 1_700_000_000,
-                "model": body["model"],
-                "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-                "usage": {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8},
-            }
-        )
+        return JSONResponse(completion(body["model"], message, id=f"chatcmpl-{next(numbers)}"))
 
-    app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        finally:
-            server.should_exit = True
-            thread.join(20)
+    with serve_chat(chat) as url:
+        yield url

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import re
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
+from scripted_models import completion, serve_chat
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 ROOT = Path(__file__).parents[2]
 SERVER = ROOT / "examples" / "math_agent" / "calculator_server.py"
@@ -84,58 +80,21 @@ class ScriptedModel:
         self.script = script
         self.requests: list[dict[str, Any]] = []
         self.ids: list[str] = []
-        self._server = uvicorn.Server(
-            uvicorn.Config(self._app(), port=0, log_level="warning", lifespan="off")
-        )
-        self._listening = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptedModel:
-        self._thread.start()
-        assert self._listening.wait(START_S), "the scripted model did not start to listen"
+        self.url = self._stack.enter_context(serve_chat(self._answer))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(START_S)
-
-    @property
-    def url(self) -> str:
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        return f"http://127.0.0.1:{port}/v1"
-
-    def _app(self) -> Starlette:
-        return Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
-
-    def _serve(self) -> None:
-        asyncio.run(self._run())
-
-    async def _run(self) -> None:
-        self._server.config.load()
-        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
-        await self._server.startup()
-        self._listening.set()
-        await self._server.main_loop()
-        await self._server.shutdown()
+        self._stack.close()
 
     async def _answer(self, request: Request) -> JSONResponse:
         body = await request.json()
         self.requests.append(body)
-        message = {"role": "assistant", **self.script(body["messages"], body.get("tools") or [])}
+        message = self.script(body["messages"], body.get("tools") or [])
         self.ids.append(f"chatcmpl-{uuid.uuid4().hex}")
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
-        }
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {
-            "id": self.ids[-1],
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": body["model"],
-        }
-        return JSONResponse(answer | {"choices": [choice], "usage": usage})
+        return JSONResponse(completion(body["model"], message, id=self.ids[-1]))
 
 
 def first_step(task: dict[str, str]) -> str:

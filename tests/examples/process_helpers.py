@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
+from scripted_models import completion, listening
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -99,11 +98,7 @@ class ScriptedModel:
         body = await request.json()
         self.requests.append(body)
         message = self.answer(body["messages"])
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        answer = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": MODEL}
-        return JSONResponse(answer | {"choices": [choice], "usage": usage})
+        return JSONResponse(completion(MODEL, message))
 
 
 def look_up(results: dict[str, Any], path: str) -> Any:
@@ -116,21 +111,5 @@ def look_up(results: dict[str, Any], path: str) -> Any:
 @contextlib.contextmanager
 def serving(*routes: Route) -> Iterator[str]:
     """Serve routes on a free port in a thread. Yield the base URL for OpenAI's clients."""
-    app = Starlette(routes=routes)
-    listening = threading.Event()
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            listening.set()
-
-    server = Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        assert listening.wait(20)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with listening(Starlette(routes=routes)) as url:
+        yield f"{url}/v1"

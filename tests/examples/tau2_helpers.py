@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import uvicorn
+from scripted_models import completion, listening
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -77,41 +76,20 @@ class ScriptedServer:
         self._scripts = scripts
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
-        routes = [
-            Route("/v1/chat/completions", self._answer, methods=["POST"]),
-            Route("/v1/models", self._models),
-        ]
-        self._server = uvicorn.Server(
-            uvicorn.Config(Starlette(routes=routes), port=0, log_level="warning", lifespan="off")
-        )
-        self._listening = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptedServer:
-        self._thread.start()
-        assert self._listening.wait(START_S), "the scripted server did not start to listen"
+        answers = Route("/v1/chat/completions", self._answer, methods=["POST"])
+        app = Starlette(routes=[answers, Route("/v1/models", self._models)])
+        self.url = f"{self._stack.enter_context(listening(app))}/v1"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(START_S)
-        assert not self._thread.is_alive()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/v1"
+        self._stack.close()
 
     def requests_to(self, model: str) -> list[dict[str, Any]]:
         """Return the requests to one model."""
         return [body for body in self.requests if body["model"] == model]
-
-    async def _run(self) -> None:
-        self._server.config.load()
-        self._server.lifespan = self._server.config.lifespan_class(self._server.config)
-        await self._server.startup()
-        self._listening.set()
-        await self._server.main_loop()
-        await self._server.shutdown()
 
     async def _models(self, request: Request) -> JSONResponse:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in self._scripts]
@@ -125,21 +103,9 @@ class ScriptedServer:
             for call in message.get("tool_calls") or ():
                 assert isinstance(json.loads(call["function"]["arguments"]), dict)
         try:
-            message = {"role": "assistant", **self._scripts[body["model"]](body["messages"])}
+            message = self._scripts[body["model"]](body["messages"])
         except BadRequest as error:
             return JSONResponse(
                 {"error": {"message": str(error), "type": "invalid_request_error", "code": None}}, 400
             )
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
-        }
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {
-            "id": f"chatcmpl-{len(self.requests)}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": body["model"],
-        }
-        return JSONResponse(answer | {"choices": [choice], "usage": usage})
+        return JSONResponse(completion(body["model"], message, id=f"chatcmpl-{len(self.requests)}"))

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness_helpers import REPAIR
+from scripted_repairer import RepairServer
 
 from raylight.sandboxes.folders import PREFIX
 
@@ -23,6 +25,13 @@ def nothing_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
         assert [path.name for path in folder.glob(f"{PREFIX}*")] == []
         assert processes_in(folder) == []
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RepairServer]:
+    server = RepairServer(REPAIR)
+    yield server
+    server.close()
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness_helpers import REPAIR, TASK, agent_of, installation, needs
+from harness_helpers import TASK, agent_of, installation, needs
 from podman_image import podman_image
 from scripted_repairer import RepairServer
 
@@ -19,13 +18,6 @@ __all__ = ["podman_image"]
 pytestmark = pytest.mark.slow
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ssl", "/etc/passwd")
 """Paths of this machine that a container without programs of its own reads."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RepairServer]:
-    server = RepairServer(REPAIR)
-    yield server
-    server.close()
 
 
 def path_of(folder: str) -> dict[str, str]:

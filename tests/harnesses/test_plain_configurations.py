@@ -7,10 +7,9 @@ from variables that each rollout has.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 
 import pytest
-from harness_helpers import REPAIR, TASK, TESTS, needs
+from harness_helpers import TASK, TESTS, needs
 from scripted_repairer import TIMEOUT_S, RepairServer
 
 import raylight as rl
@@ -24,13 +23,6 @@ CODEX = (
 )
 CLAUDE = 'IS_SANDBOX=1 exec claude -p --dangerously-skip-permissions "$1"'  # IS_SANDBOX: it may run as root
 COMMANDS = {"codex": CODEX, "claude-code": CLAUDE}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RepairServer]:
-    server = RepairServer(REPAIR)
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize("preset", COMMANDS)

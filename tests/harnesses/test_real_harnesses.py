@@ -6,11 +6,9 @@ and `pip install mini-swe-agent mcp`. One that is missing is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from engine_server import MODEL
-from harness_helpers import REPAIR, TASK, TESTS, agent_of, needs
+from harness_helpers import TASK, TESTS, agent_of, needs
 from scripted_repairer import RepairServer
 
 from raylight.harnesses.presets import PRESETS
@@ -20,13 +18,6 @@ from raylight.traces.rewards import find_final_reward
 pytestmark = pytest.mark.slow
 DIALECTS = {"codex": "responses", "claude-code": "messages"}
 """Dialects of presets that do not call chat completions."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RepairServer]:
-    server = RepairServer(REPAIR)
-    yield server
-    server.close()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

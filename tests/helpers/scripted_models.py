@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,9 +14,40 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 Script = Callable[[str, str], "str | int | tuple[str, str]"]
 """Function of model name and last message. Returns a text, a text and finish reason, or an HTTP status."""
+
+
+@contextlib.contextmanager
+def listening(app: ASGIApp) -> Iterator[str]:
+    """Serve an application on a free port, in a thread; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def completion(
+    model: str, message: dict[str, Any], reason: str | None = None, id: str = "chatcmpl-1"
+) -> dict[str, Any]:
+    """Return an answer of chat completions.
+
+    Args:
+        reason: finish reason. None: as the message has tool calls or none.
+    """
+    reason = reason or ("tool_calls" if message.get("tool_calls") else "stop")
+    choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    answer = {"id": id, "object": "chat.completion", "created": 1_700_000_000, "model": model}
+    return answer | {"choices": [choice], "usage": usage}
 
 
 @dataclass
@@ -35,16 +67,7 @@ class ScriptedModels:
         if isinstance(reply, int):
             return JSONResponse({"error": {"message": "by script"}}, status_code=reply)
         content, reason = reply if isinstance(reply, tuple) else (reply, "stop")
-        choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": reason}
-        return JSONResponse(
-            {
-                "id": "chatcmpl-1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": name,
-                "choices": [choice],
-            }
-        )
+        return JSONResponse(completion(name, {"content": content}, reason))
 
 
 @contextlib.contextmanager
@@ -58,24 +81,8 @@ def serve_script(script: Script) -> Iterator[ScriptedModels]:
 @contextlib.contextmanager
 def serve_chat(chat: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
     """Serve a function as chat completions until the block ends; the value is the base URL."""
-    app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    started = threading.Event()
-    begin = server.startup
-
-    async def startup(sockets: Any = None) -> None:
-        await begin(sockets)
-        started.set()
-
-    server.startup = startup  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    assert started.wait(20)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join(20)
+    with listening(Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])) as url:
+        yield f"{url}/v1"
 
 
 def add_a_missing_word(model: str, text: str) -> str:

@@ -15,6 +15,13 @@ def kill_leftover_proxies(no_processes_left: None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def connected(shared_cluster: Cluster) -> Iterator[None]:
+    """Connect this process to the shared cluster."""
+    with shared_cluster.connected():
+        yield
+
+
+@pytest.fixture(scope="module")
 def connected_on_one_thread(shared_cluster: Cluster) -> Iterator[None]:
     """Connect this process as a driver that trains on a single thread, beside the engine."""
     import torch

@@ -2,18 +2,14 @@
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
+from scripted_models import serve_chat
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -51,14 +47,8 @@ async def checker(request: Request) -> JSONResponse:
 
 @pytest.fixture(scope="module")
 def fixed_model() -> Iterator[str]:
-    app = Starlette(routes=[Route("/v1/chat/completions", checker, methods=["POST"])])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        server.should_exit = True
-        thread.join(20)
+    with serve_chat(checker) as url:
+        yield url
 
 
 @rl.rollout(trained_agents="^solver$")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from ray_cluster import Cluster
 from scripted_models import serve_script
 
 import raylight as rl
@@ -21,10 +19,7 @@ TRAIN, VAL = TASKS[:6], TASKS[6:]
 SEED = rl.PromptTemplate(template="What is {a} and {b}?")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
-        yield
+pytestmark = pytest.mark.usefixtures("connected")
 
 
 def apo(url: str, **settings: Any) -> rl.APO:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -18,10 +16,7 @@ from raylight.quickstart.agent import adder
 STEPS, GROUPS, SAMPLES, STALENESS = 6, 4, 4, 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
-        yield
+pytestmark = pytest.mark.usefixtures("connected")
 
 
 @rl.rollout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from random_rows import plain_logprobs, random_rows
-from ray_cluster import Cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import raylight as rl
@@ -32,13 +30,7 @@ from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span, 
 
 TRAIN, _ = additions(0)
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
 
 
 def dying_teacher(folder: Path, max_model_len: int) -> ServingSettings:

@@ -6,13 +6,11 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 from ray.util.state import list_actors
-from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -22,13 +20,7 @@ from raylight.trainer.output.run_records import read_rollouts
 
 STEPS, EVERY = 8, 4
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
 
 
 @rl.rollout

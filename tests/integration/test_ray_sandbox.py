@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
-from ray_cluster import Cluster, eventually
+from ray_cluster import eventually
 
 from raylight.errors import ConfigError, SandboxError, SandboxUnavailableError
 from raylight.sandboxes.folders import abandoned_folders, remove_abandoned
@@ -21,10 +21,7 @@ from raylight.sandboxes.sandbox import SandboxLimits
 DEADLINE_S = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
-        yield
+pytestmark = pytest.mark.usefixtures("connected")
 
 
 @pytest.fixture

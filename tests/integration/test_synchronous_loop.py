@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_cluster import Cluster
 
 import raylight as rl
 from raylight.experience.batch import build_batch
@@ -23,10 +21,7 @@ from raylight.trainer.output.report import Report
 STEPS, GROUPS, SAMPLES = 10, 4, 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def connected(shared_cluster: Cluster) -> Iterator[None]:
-    with shared_cluster.connected():
-        yield
+pytestmark = pytest.mark.usefixtures("connected")
 
 
 @rl.rollout

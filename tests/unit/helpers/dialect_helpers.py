@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +12,6 @@ import anthropic
 import httpx
 import httpx2
 import openai
-import uvicorn
 from asgi_helpers import response_body, start, stream_start
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -178,17 +174,3 @@ def openai_client(app: ASGIApp) -> openai.AsyncOpenAI:
 def translated(*says: Say) -> tuple[FakeChat, ASGIApp]:
     fake = FakeChat(*says)
     return fake, TranslationMiddleware(fake)
-
-
-@contextmanager
-def listening(app: ASGIApp) -> Iterator[str]:
-    """Serve an application on a free port; yields its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)

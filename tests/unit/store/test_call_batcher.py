@@ -4,7 +4,6 @@ had answered."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,6 @@ from raylight.store.payloads import encode_payload
 from raylight.store.rows import new_id, request_row, span_row
 from raylight.store.service import StoreService
 from raylight.types import EnqueueRolloutRequest
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 class Resending(StoreClient):

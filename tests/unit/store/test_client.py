@@ -8,23 +8,15 @@ import logging
 import pickle
 import threading
 import weakref
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, Box, begun, ids_of, open_box, span_of
+from store_helpers import BROKEN, Box, begun, ids_of, span_of
 
 from raylight.errors import InvalidTransitionError, RaylightError, StoreError, UnknownIdError
 from raylight.store.call_batcher import MAX_BATCH, Channel
 from raylight.store.client import UNSET, StoreClient
 from raylight.types import EnqueueRolloutRequest, RolloutConfig, RolloutMode
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
-
 
 MODES: list[RolloutMode] = ["train", "val", "test"]
 

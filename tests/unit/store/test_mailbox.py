@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
-import pytest
-from store_helpers import Box, open_box
+from store_helpers import Box
 from unit_helpers import within
 
 from raylight.store import service as module
 from raylight.store.service import Mailbox
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 async def test_a_request_waits_for_the_drivers_reply(box: Box) -> None:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, LEASE_S, Box, ids_of, open_box, span_of
+from store_helpers import BROKEN, LEASE_S, Box, ids_of, span_of
 
 from raylight.errors import ConfigError, QueryError, UnknownIdError
 from raylight.store.queries import Queries
 from raylight.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
-
 
 # rollouts
 

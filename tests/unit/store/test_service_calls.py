@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, call_of, ids_of, open_box, reward_of, span_of
+from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, call_of, ids_of, reward_of, span_of
 from unit_helpers import make_generation, within
 
 from raylight.errors import StoreError, UnknownIdError
@@ -20,12 +19,6 @@ from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.store.tables.transitions import HOLD
 from raylight.types import REPEATED, CallKey, Generation, HistoryNote, Rollout
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 def sampled(key: CallKey, i: int = 0) -> Generation:

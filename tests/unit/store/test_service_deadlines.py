@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from store_helpers import BROKEN, LEASE_S, LOST, Box, Clock, call_of, ids_of, open_box, span_of
 
 from raylight.types import RolloutConfig
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
-
 
 # leases
 

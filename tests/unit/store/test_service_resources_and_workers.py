@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, ids_of, open_box, span_of
+from store_helpers import BROKEN, LEASE_S, LOST, Box, begun, ids_of, span_of
 from unit_helpers import within
 
 import raylight as rl
 from raylight.errors import StoreError, UnknownIdError, WorkerGoneError
 from raylight.types import Worker
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
-
 
 # resources
 

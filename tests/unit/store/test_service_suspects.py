@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ from unit_helpers import within
 from raylight.errors import WorkerGoneError
 from raylight.store.tables.transitions import InfrastructureLosses, decide
 from raylight.types import Rollout, RolloutConfig
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 async def suspects(box: Box, n: int, **config: Any) -> list[str]:

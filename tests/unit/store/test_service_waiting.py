@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from store_helpers import BROKEN, Box, begun, open_box
+from store_helpers import BROKEN, Box, begun
 from unit_helpers import within
 
 from raylight.errors import UnknownIdError
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 async def decide(box: Box) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gzip
 import json
 import logging
-import socket
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from google.protobuf import json_format
 from google.rpc.status_pb2 import Status
 from hypothesis import given, settings
@@ -33,6 +32,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import Link, SpanContext, StatusCode, TraceFlags
 from opentelemetry.trace import Status as SdkStatus
+from scripted_models import listening
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from unit_helpers import make_rollout, until
@@ -656,29 +656,15 @@ def test_a_broken_protobuf_is_answered(changes: list[tuple[int, int]], cut: int,
 # ---- the real exporter, over a real socket
 
 
-class Server:
-    """uvicorn in a thread, on a free port."""
-
-    def __init__(self, app: Starlette) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
-        )
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._socket.close()
+def serving(sink: Any, **settings: Any) -> contextlib.AbstractContextManager[str]:
+    """Serve the route on a free port; the value is the server's URL."""
+    return listening(Starlette(routes=[traces_route(sink, **settings)]))
 
 
 @pytest.fixture
-def server(store: Store) -> Iterator[Server]:
-    running = Server(Starlette(routes=[traces_route(store.add, max_bytes=1_000_000)]))
-    yield running
-    running.stop()
+def server(store: Store) -> Iterator[str]:
+    with serving(store.add, max_bytes=1_000_000) as url:
+        yield url
 
 
 def emit(provider: TracerProvider, count: int = 1) -> None:
@@ -693,14 +679,14 @@ def emit(provider: TracerProvider, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("compression", [Compression.NoCompression, Compression.Gzip, Compression.Deflate])
-def test_the_real_exporter(server: Server, store: Store, compression: Compression) -> None:
+def test_the_real_exporter(server: str, store: Store, compression: Compression) -> None:
     kept = InMemorySpanExporter()
     provider = TracerProvider(
         resource=Resource.create({ROLLOUT_ID: "r", ATTEMPT_ID: "a"}), shutdown_on_exit=False
     )
     provider.add_span_processor(SimpleSpanProcessor(kept))
     provider.add_span_processor(
-        BatchSpanProcessor(OTLPSpanExporter(f"{server.url}/v1/traces", compression=compression))
+        BatchSpanProcessor(OTLPSpanExporter(f"{server}/v1/traces", compression=compression))
     )
     emit(provider, count=10)
     provider.shutdown()
@@ -725,37 +711,36 @@ def test_the_real_exporter_tries_again_while_the_store_is_down(
         finally:
             store.error = None
 
-    server = Server(Starlette(routes=[traces_route(back_the_second_time)]))
     provider = TracerProvider(
         resource=Resource.create({ROLLOUT_ID: "r", ATTEMPT_ID: "a"}), shutdown_on_exit=False
     )
     kept = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     emit(provider)
-    exporter = OTLPSpanExporter(f"{server.url}/v1/traces", timeout=10)
-    assert exporter.export(kept.get_finished_spans()) is SpanExportResult.SUCCESS
-    exporter.shutdown()
-    server.stop()
+    with serving(back_the_second_time) as server:
+        exporter = OTLPSpanExporter(f"{server}/v1/traces", timeout=10)
+        assert exporter.export(kept.get_finished_spans()) is SpanExportResult.SUCCESS
+        exporter.shutdown()
     assert (store.calls, len(store.spans)) == (2, 2)
 
 
 def test_the_real_exporter_is_told_that_it_sends_too_much(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     kept = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     provider.get_tracer("x").start_span("large", attributes={"a": "x" * 1_100_000}).end()
-    exporter = OTLPSpanExporter(f"{server.url}/v1/traces", timeout=5)
+    exporter = OTLPSpanExporter(f"{server}/v1/traces", timeout=5)
     with caplog.at_level(logging.ERROR):
         assert exporter.export(kept.get_finished_spans()) is SpanExportResult.FAILURE
     exporter.shutdown()
     assert "413" in caplog.text
 
 
-def test_the_tracers_export_reaches_the_endpoint(server: Server, store: Store, no_provider: None) -> None:
+def test_the_tracers_export_reaches_the_endpoint(server: str, store: Store, no_provider: None) -> None:
     """Spans of two attempts of one process arrive with their ids (`OtelTracer(export_endpoint=...)`)."""
-    tracer = OtelTracer(export_endpoint=server.url)
+    tracer = OtelTracer(export_endpoint=server)
     for rollout_id, attempt_id in store.known:
         with tracer.attempt(make_rollout(rollout_id, attempt_id=attempt_id)):
             otel.get_tracer("agent").start_span(f"of {rollout_id}").end()

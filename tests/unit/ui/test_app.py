@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from dialect_helpers import listening
 from recorded_run import HOSTILE, LINEAGE, SECRET, Recorded, record_run, write_metrics
+from scripted_models import listening
 from store_helpers import Clock, open_box
 from unit_helpers import within
 

@@ -18,9 +18,9 @@ from dialect_helpers import (
     Say,
     anthropic_client,
     call,
-    listening,
     translated,
 )
+from scripted_models import listening
 from template_helpers import says, user
 
 from raylight.serving.dialects.translate import TranslationMiddleware

@@ -15,11 +15,11 @@ from dialect_helpers import (
     WEATHER,
     Say,
     call,
-    listening,
     openai_client,
     translated,
 )
 from openai.types.responses import Response, ResponseStreamEvent
+from scripted_models import listening
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 from template_helpers import result, says, user

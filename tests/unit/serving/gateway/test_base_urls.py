@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import openai
 import pytest
-from dialect_helpers import Say, listening
+from dialect_helpers import Say
 from gateway_helpers import KEY, MINE, SECRET, Replica, Site
 from sdk_clients import CLIENTS, chat, client_params
 
@@ -17,23 +15,11 @@ BASES = ["{0}", "{0}/", "{0}/v1", "{0}/v1/", "{0}/v1//", "{0}/v1/v1"]
 ROOTS = ["/v1" + MINE, MINE]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Replica, str]]:
-    replica = Replica()
-    with listening(replica.app) as address:
-        yield replica, address
-
-
 @pytest.fixture
 def replica(served: tuple[Replica, str]) -> Replica:
     served[0].says[:] = [Say("hello")]
     served[0].attempts.clear()
     return served[0]
-
-
-@pytest.fixture
-def address(served: tuple[Replica, str]) -> str:
-    return served[1]
 
 
 @pytest.mark.parametrize("root", ROOTS)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from dialect_helpers import Say, listening
+from dialect_helpers import Say
 from gateway_helpers import KEY, MINE, Replica
 from sdk_clients import CLIENTS, chat, client_params, litellm_of, messages, responses
 
@@ -106,21 +106,14 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Replica, str]]:
-    replica = Replica()
-    with listening(replica.app) as address:
-        yield replica, address + MINE + "/v1"
-
-
 @pytest.fixture
 def replica(served: tuple[Replica, str]) -> Replica:
     return served[0]
 
 
 @pytest.fixture
-def base(served: tuple[Replica, str]) -> str:
-    return served[1]
+def base(address: str) -> str:
+    return f"{address}{MINE}/v1"
 
 
 def agents_sdk(base: str, stream: bool) -> None:

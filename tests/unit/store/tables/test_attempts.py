@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from store_helpers import BROKEN, LOST, Box, call_of, ids_of, open_box, reward_of, span_of
+from store_helpers import BROKEN, LOST, Box, call_of, ids_of, reward_of, span_of
 from unit_helpers import make_generation
 
 from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.types import ATTEMPT_TRANSITIONS, Failure
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
-
 
 # going on
 

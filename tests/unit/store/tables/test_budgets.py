@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +12,6 @@ from unit_helpers import make_generation
 from raylight.types import CallKey, Failure, Rollout
 
 TRUNCATED = Failure(kind="truncated", error="RolloutTruncated: spent")
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 async def record(

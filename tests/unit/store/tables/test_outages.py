@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,6 @@ from store_helpers import BROKEN, LEASE_S, LOST, Box, Clock, begun, open_box, re
 from raylight.errors import DiskError
 
 SOURCE = "policy"
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 async def go_away(box: Box, seconds: float = 0.0, source: str = SOURCE) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ from raylight.semconv import REWARD_AGENT, reward_attributes
 from raylight.traces.rewards import NamedReward, get_any_rewards
 from raylight.types import AttemptedRollout, Event, OtelResource, Span, SpanContext, TraceStatus
 from raylight.types import Link as SpanLink
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
 
 
 async def spans_in(box: Box, rollout: Any) -> list[Span]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ from store_helpers import BROKEN, Box, Clock, ids_of, open_box, span_of
 from raylight.errors import InvalidTransitionError, UnknownIdError
 from raylight.store.tables.transitions import MANUAL_TRANSITIONS
 from raylight.types import FINISHED, EnqueueRolloutRequest, Rollout, RolloutConfig
-
-
-@pytest.fixture
-async def box() -> AsyncIterator[Box]:
-    async with open_box() as box:
-        yield box
-
 
 # enqueueing
 

@@ -48,159 +48,117 @@ async def reward(box: Box, session: Session, value: float = 1.0) -> str:
     return (await box.store.get_session(session.session_id)).state.status
 
 
-def test_a_session_takes_the_oldest_place_and_brings_the_task() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 2)
-            first, second = await begin(box, {"a": 1}), await begin(box, {"a": 2})
-            assert [s.state.rollout_id for s in (first, second)] == ["run-train-0-0", "run-train-1-0"]
-            assert await box.store.begin_session("more") is None
-            assert await reward(box, first) == "succeeded"
-            (item,) = await box.store.collect(["run-train-0-0"])
-            assert (item.rollout.input, item.reward, item.rollout.group_id) == ({"a": 1}, 1.0, "train-0")
-            counts = await box.counts()
-            assert (counts["sessions_begun"], counts["sessions_refused"]) == (2, 1)
-
-    asyncio.run(main())
+async def test_a_session_takes_the_oldest_place_and_brings_the_task(box: Box) -> None:
+    await offer(box, 2)
+    first, second = await begin(box, {"a": 1}), await begin(box, {"a": 2})
+    assert [s.state.rollout_id for s in (first, second)] == ["run-train-0-0", "run-train-1-0"]
+    assert await box.store.begin_session("more") is None
+    assert await reward(box, first) == "succeeded"
+    (item,) = await box.store.collect(["run-train-0-0"])
+    assert (item.rollout.input, item.reward, item.rollout.group_id) == ({"a": 1}, 1.0, "train-0")
+    counts = await box.counts()
+    assert (counts["sessions_begun"], counts["sessions_refused"]) == (2, 1)
 
 
-def test_a_repeated_request_gets_the_same_session() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 2)
-            call = ("begin_session", ("se-1", b"\xa1t", None))
-            (_, first), (_, again) = await box.service.call([call, call])
-            assert first == again
-            assert (await box.counts())["rollouts_queuing"] == 1
-
-    asyncio.run(main())
+async def test_a_repeated_request_gets_the_same_session(box: Box) -> None:
+    await offer(box, 2)
+    call = ("begin_session", ("se-1", b"\xa1t", None))
+    (_, first), (_, again) = await box.service.call([call, call])
+    assert first == again
+    assert (await box.counts())["rollouts_queuing"] == 1
 
 
-def test_a_named_group_keeps_its_task() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 2, size=2)
-            a, b = await begin(box, "x", "a"), await begin(box, "y", "b")
-            assert {a.state.rollout_id, b.state.rollout_id} == {"run-train-0-0", "run-train-1-0"}
-            with pytest.raises(InvalidTransitionError, match="another task"):
-                await box.store.begin_session("y", "a")
-            assert (await begin(box, "x", "a")).state.rollout_id == "run-train-0-1"
-            assert await box.store.begin_session("x", "a") is None, "the other places belong to b"
-            found = await box.store.query_rollouts(rollout_id_contains="train-0-")
-            assert {rollout.group_id for rollout in found} == {"session:train-0:a"}
-
-    asyncio.run(main())
+async def test_a_named_group_keeps_its_task(box: Box) -> None:
+    await offer(box, 2, size=2)
+    a, b = await begin(box, "x", "a"), await begin(box, "y", "b")
+    assert {a.state.rollout_id, b.state.rollout_id} == {"run-train-0-0", "run-train-1-0"}
+    with pytest.raises(InvalidTransitionError, match="another task"):
+        await box.store.begin_session("y", "a")
+    assert (await begin(box, "x", "a")).state.rollout_id == "run-train-0-1"
+    assert await box.store.begin_session("x", "a") is None, "the other places belong to b"
+    found = await box.store.query_rollouts(rollout_id_contains="train-0-")
+    assert {rollout.group_id for rollout in found} == {"session:train-0:a"}
 
 
 @pytest.mark.parametrize("name", ["a", "a:b", "100%", "_", "train-0:a"])
-def test_a_name_that_is_used_again_names_another_group(name: str) -> None:
+async def test_a_name_that_is_used_again_names_another_group(box: Box, name: str) -> None:
     """The rewards of the two are not compared with one another, and their tasks may differ."""
-
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 3, size=2)
-            sessions = [await begin(box, task, name) for task in ("x", "x", "y")]
-            other = await begin(box, "y", "x")
-            assert (await begin(box, "y", name)).state.rollout_id == "run-train-1-1"
-            groups = [session.state.group_id for session in [*sessions, other]]
-            ids = [f"session:train-{number}:{name}" for number in (0, 0, 1)]
-            assert groups == [*ids, "session:train-2:x"]
-
-    asyncio.run(main())
+    await offer(box, 3, size=2)
+    sessions = [await begin(box, task, name) for task in ("x", "x", "y")]
+    other = await begin(box, "y", "x")
+    assert (await begin(box, "y", name)).state.rollout_id == "run-train-1-1"
+    groups = [session.state.group_id for session in [*sessions, other]]
+    ids = [f"session:train-{number}:{name}" for number in (0, 0, 1)]
+    assert groups == [*ids, "session:train-2:x"]
 
 
-def test_equal_tasks_may_have_their_fields_in_another_order() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 1, size=2)
-            await begin(box, {"a": 1, "b": 2}, "g")
-            assert (await begin(box, {"b": 2, "a": 1}, "g")).state.rollout_id == "run-train-0-1"
-
-    asyncio.run(main())
+async def test_equal_tasks_may_have_their_fields_in_another_order(box: Box) -> None:
+    await offer(box, 1, size=2)
+    await begin(box, {"a": 1, "b": 2}, "g")
+    assert (await begin(box, {"b": 2, "a": 1}, "g")).state.rollout_id == "run-train-0-1"
 
 
-def test_calls_and_heartbeats_keep_a_session() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 1)
-            session = await begin(box)
-            for _ in range(3):
-                await box.pass_time(50)
-                renewed = await box.store.renew_session(session.session_id)
-                assert renewed.expires == box.clock.now + 60
-            assert renewed.state.status == "running"
-            await box.pass_time(61)
-            expired = await box.store.get_session(session.session_id)
-            assert expired.state.attempt is not None
-            assert (expired.state.status, expired.state.attempt.status) == ("failed", "unresponsive")
-            assert (await box.store.renew_session(session.session_id)).state.status == "running"
-
-    asyncio.run(main())
+async def test_calls_and_heartbeats_keep_a_session(box: Box) -> None:
+    await offer(box, 1)
+    session = await begin(box)
+    for _ in range(3):
+        await box.pass_time(50)
+        renewed = await box.store.renew_session(session.session_id)
+        assert renewed.expires == box.clock.now + 60
+    assert renewed.state.status == "running"
+    await box.pass_time(61)
+    expired = await box.store.get_session(session.session_id)
+    assert expired.state.attempt is not None
+    assert (expired.state.status, expired.state.attempt.status) == ("failed", "unresponsive")
+    assert (await box.store.renew_session(session.session_id)).state.status == "running"
 
 
-def test_a_late_reward_decides_an_expired_session(tmp_path: Path) -> None:
+async def test_a_late_reward_decides_an_expired_session(tmp_path: Path) -> None:
     """Also after a restart of the store, which has it in its file."""
-
-    async def main() -> None:
-        async with open_box(tmp_path / "s.db") as box:
-            await offer(box, 1)
-            session = await begin(box)
-            await box.pass_time(61)
-            ids = [session.state.rollout_id]
-            assert await box.store.wait_until_decided(rollout_ids=ids) == ids, "it failed"
-            waiting = asyncio.create_task(box.store.wait_until_final(ids))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            assert await reward(box, session, 0.5) == "succeeded"
-            async with within(10):
-                await waiting
-        async with open_box(tmp_path / "s.db") as box:
-            assert [item.reward for item in await box.store.collect(ids)] == [0.5]
-
-    asyncio.run(main())
+    async with open_box(tmp_path / "s.db") as box:
+        await offer(box, 1)
+        session = await begin(box)
+        await box.pass_time(61)
+        ids = [session.state.rollout_id]
+        assert await box.store.wait_until_decided(rollout_ids=ids) == ids, "it failed"
+        waiting = asyncio.create_task(box.store.wait_until_final(ids))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await reward(box, session, 0.5) == "succeeded"
+        async with within(10):
+            await waiting
+    async with open_box(tmp_path / "s.db") as box:
+        assert [item.reward for item in await box.store.collect(ids)] == [0.5]
 
 
-def test_a_reward_after_the_end_changes_nothing() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 2)
-            session = await begin(box)
-            await reward(box, session, 0.5)
-            await reward(box, session, 1.0)
-            assert [item.reward for item in await box.store.collect([session.state.rollout_id])] == [0.5]
-            given_up = await begin(box)
-            ids = given_up.state.rollout_id, given_up.session_id
-            failure = Failure(kind="unresponsive", error="Abandoned: too old")
-            await box.store.update_attempt(*ids, status="failed", failure=failure)
-            assert await reward(box, given_up) == "failed"
-            assert (await box.counts())["attempts_late"] == 1
-
-    asyncio.run(main())
+async def test_a_reward_after_the_end_changes_nothing(box: Box) -> None:
+    await offer(box, 2)
+    session = await begin(box)
+    await reward(box, session, 0.5)
+    await reward(box, session, 1.0)
+    assert [item.reward for item in await box.store.collect([session.state.rollout_id])] == [0.5]
+    given_up = await begin(box)
+    ids = given_up.state.rollout_id, given_up.session_id
+    failure = Failure(kind="unresponsive", error="Abandoned: too old")
+    await box.store.update_attempt(*ids, status="failed", failure=failure)
+    assert await reward(box, given_up) == "failed"
+    assert (await box.counts())["attempts_late"] == 1
 
 
 @pytest.mark.parametrize("kind", ["agent", "cancelled"])
-def test_an_expired_session_that_fails_is_decided_for_good(kind: FailureKind) -> None:
+async def test_an_expired_session_that_fails_is_decided_for_good(box: Box, kind: FailureKind) -> None:
     """Its rollout has failed before, and does not change again."""
-
-    async def main() -> None:
-        async with open_box() as box:
-            await offer(box, 1)
-            session = await begin(box)
-            await box.pass_time(61)
-            waiting = asyncio.create_task(box.store.wait_until_final([session.state.rollout_id]))
-            await asyncio.sleep(0.01)
-            await box.store.finish_attempt(session.state, "failed", Failure(kind=kind, error="it ended"))
-            async with within(10):
-                await waiting
-
-    asyncio.run(main())
+    await offer(box, 1)
+    session = await begin(box)
+    await box.pass_time(61)
+    waiting = asyncio.create_task(box.store.wait_until_final([session.state.rollout_id]))
+    await asyncio.sleep(0.01)
+    await box.store.finish_attempt(session.state, "failed", Failure(kind=kind, error="it ended"))
+    async with within(10):
+        await waiting
 
 
-def test_an_unknown_session() -> None:
-    async def main() -> None:
-        async with open_box() as box:
-            for method in (box.store.get_session, box.store.renew_session):
-                with pytest.raises(UnknownIdError, match="no session 'se-9'"):
-                    await method("se-9")
-
-    asyncio.run(main())
+async def test_an_unknown_session(box: Box) -> None:
+    for method in (box.store.get_session, box.store.renew_session):
+        with pytest.raises(UnknownIdError, match="no session 'se-9'"):
+            await method("se-9")
