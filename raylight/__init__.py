@@ -46,6 +46,7 @@ _EXPORTS = {
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
     "experience.registry": ("advantage_estimator", "policy_loss"),
+    "experience.settings": ("ModelConfig",),
     "experience.transcript": ("transcript",),
     "harnesses.command": ("CommandAgent",),
     "log": ("setup_logging", "setup_module_logging"),

@@ -5,6 +5,8 @@ An algorithm declares settings; the loop in `raylight.trainer` runs it.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,7 +22,7 @@ from raylight.experience.advantages import GRPOAdvantage, UserAdvantage
 from raylight.experience.batch import BatchRules
 from raylight.experience.off_policy import OffPolicySampling
 from raylight.experience.rewards import RewardRules
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings import ModelConfig, PolicySettings
 from raylight.experience.staleness import StaleMask
 from raylight.experience.trajectory import TrajectorySelection
 from raylight.experience.unused_settings import unused_settings
@@ -51,6 +53,12 @@ class RunSettings:
         return self if gpus or self.cpu_fallback is None else self.cpu_fallback
 
 
+MODEL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names of models: parts of paths and of metrics."""
+RESERVED_MODELS = frozenset({"policy", "llm", "main_llm", "task", "rollout", "resources"})
+"""Names of the base, and of other parameters of rollout functions."""
+
+
 class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Settings of all policy-gradient algorithms.
 
@@ -66,6 +74,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     model: str
     group_size: int = Field(default=8, ge=1, le=MAX_SAMPLES)
     """Rollouts per task and step; they form a group."""
+    models: dict[str, ModelConfig] = Field(default_factory=dict)
+    """Several models in one run, by name: LoRA adapters of `model`, each with its own weights, optimizer and
+    settings. A folder in place of a `ModelConfig` is the initial adapter. Agents name the model that they
+    call. Empty: the run has one model."""
     tasks_per_step: int = Field(default=16, ge=1, le=MAX_TASKS)
     n_epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes over the training tasks; ignored if `n_steps` is set."""
@@ -144,6 +156,50 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     def _check_val_sampling(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
         return values if values is None else check_sampling(values)
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _read_folders(cls, models: Any) -> Any:
+        if not isinstance(models, Mapping):
+            return models
+        return {
+            name: {"adapter": str(value)} if isinstance(value, str | Path) else value
+            for name, value in models.items()
+        }
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        if not self.models:
+            return self
+        if wrong := [name for name in self.models if not MODEL_ID.fullmatch(name) or name in RESERVED_MODELS]:
+            raise ValueError(
+                f"models: {wrong[0]!r:.100} cannot name a model; use letters, digits, '_' and '-', and none "
+                f"of {', '.join(sorted(RESERVED_MODELS))}"
+            )
+        if not self.trained_models:
+            raise ValueError("models: none is trained; leave trained=False out for one of them")
+        if self.critic is not None or self.has_teacher or self.needs_greedy_rollouts:
+            raise ValueError(
+                "several models have neither a critic, a teacher nor greedy baselines; train one model, or "
+                "use an algorithm without them, such as GRPO"
+            )
+        for name, model in self.models.items():
+            if model.trained and model.adapter and self.policy_settings(name).needs_reference:
+                raise ValueError(
+                    f"models: the KL divergence of {name!r} would be that from the base, without its initial "
+                    "adapter; leave kl_coef and kl_reward_coef out"
+                )
+        return self
+
+    @property
+    def trained_models(self) -> tuple[str, ...]:
+        """Names of the trained models in a run with several; empty if there is one."""
+        return tuple(name for name, model in self.models.items() if model.trained)
+
+    @property
+    def untrained_models(self) -> tuple[str, ...]:
+        """Names of the models that are served as they are."""
+        return tuple(name for name, model in self.models.items() if not model.trained)
+
     @model_validator(mode="after")
     def _check_step_size(self) -> Self:
         if self.tasks_per_step * self.group_size > MAX_ROLLOUTS:
@@ -221,9 +277,14 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         """Return a copy with another number of passes over the training tasks."""
         return self.model_copy(update={"n_epochs": n_epochs})
 
-    def policy_settings(self) -> PolicySettings:
-        """Return the settings that the learners read."""
-        return PolicySettings(**{name: getattr(self, name) for name in PolicySettings.model_fields})
+    def policy_settings(self, model: str | None = None) -> PolicySettings:
+        """Return the settings that the learners read.
+
+        Args:
+            model: name of one of several models.
+        """
+        own = {} if model is None else self.models[model].overrides
+        return PolicySettings(**{name: getattr(self, name) for name in PolicySettings.model_fields} | own)
 
     def steps(self, n_train: int) -> int:
         """Return the number of steps for `n_train` training tasks."""
@@ -298,6 +359,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             train_auxiliary_calls=self.train_auxiliary_calls,
             trajectory_selection=self.trajectory_selection,
             replays_sampling=not self.has_teacher,
+            models=self.trained_models,
             by_agent=self.credit == "agent",
             agent_weights=self.agent_weights,
             stale=StaleMask(version, self.max_staleness) if self.max_staleness else None,

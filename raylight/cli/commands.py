@@ -225,7 +225,11 @@ def evaluate(
     model: ModelName,
     data: Annotated[str, DATA],
     lora_adapter: Annotated[
-        str | None, typer.Option(help="Folder of a LoRA adapter in peft's format, served with the model.")
+        list[str] | None,
+        typer.Option(
+            help="Folder of a LoRA adapter in peft's format, served with the model; for each of several "
+            "models NAME=FOLDER."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many tasks from the start.")] = None,
@@ -279,13 +283,29 @@ def evaluate(
         agent,
         tasks,
         model=model,
-        lora_adapter=lora_adapter,
+        lora_adapter=_adapters(lora_adapter or []),
         samples=samples,
         failure_reward=failure_reward,
         pass_reward=pass_reward,
         sampling={name: value for name, value in sampling.items() if value is not None},
         **rollout,
     )
+
+
+def _adapters(given: list[str]) -> str | dict[str, str] | None:
+    """Return the folder of an adapter, or of several by name.
+
+    Raises:
+        ConfigError: there are several, and one has no name.
+    """
+    named = {name: folder for name, found, folder in (one.partition("=") for one in given) if found}
+    if len(named) == len(given):
+        return named or None
+    if len(given) > 1:
+        from raylight.errors import ConfigError
+
+        raise ConfigError("--lora-adapter: give each of several adapters a name: NAME=FOLDER")
+    return given[0]
 
 
 app.command()(serve)

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.advantages import BaselineKind, TurnGroups
@@ -18,7 +18,13 @@ from raylight.experience.off_policy import (
     count_repeated_seeds,
     untrainable_parameters,
 )
-from raylight.experience.rewards import RewardRules, TurnReward, assign_turn_rewards, split_by_agent
+from raylight.experience.rewards import (
+    RewardRules,
+    TurnReward,
+    assign_turn_rewards,
+    split_by_agent,
+    split_by_model,
+)
 from raylight.experience.row_rules import RowRules, is_masked
 from raylight.experience.scored_rollout import (
     ScoredRollout,
@@ -59,6 +65,50 @@ class TrainBatch:
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
     turns: list[CreditedTurn] = field(default_factory=list)
     """Turns of the rollouts, for an estimator that credits them (GiGPO); else empty."""
+    models: list[str] | None = None
+    """Model of each rollout, in a run with several models."""
+    signals: frozenset[str] = frozenset()
+    """Models whose part of the batch can change them."""
+
+    def parts_of_models(self) -> dict[str, ModelPart]:
+        """Return the part of each model that has rows and a signal."""
+        assert self.models is not None, "the run has several models"
+        return {
+            name: self._part(name, self.models) for name in dict.fromkeys(self.models) if name in self.signals
+        }
+
+    def _part(self, name: str, models: list[str]) -> ModelPart:
+        own = [index for index, model in enumerate(models) if model == name]
+        place = {index: new for new, index in enumerate(own)}
+        rows = [row for row, owner in enumerate(self.owners) if owner in place]
+        new_row: dict[int | None, int] = {row: new for new, row in enumerate(rows)}
+        batch = TrainBatch(
+            [self.rewards[i] for i in own],
+            [self.groups[i] for i in own],
+            [self.rows[row] for row in rows],
+            [place[self.owners[row]] for row in rows],
+            [
+                replace(turn, rollout=place[turn.rollout], row=new_row.get(turn.row))
+                for turn in self.turn_rewards
+                if turn.rollout in place
+            ],
+            turns=[
+                replace(turn, rollout=place[turn.rollout], row=new_row.get(turn.row))
+                for turn in self.turns
+                if turn.rollout in place
+            ],
+            parts=None if self.parts is None else [self.parts[i] for i in own],
+            weights=None if self.weights is None else [self.weights[i] for i in own],
+        )
+        return ModelPart(batch, rows)
+
+
+class ModelPart(NamedTuple):
+    """The part of a batch that one model is trained on."""
+
+    batch: TrainBatch
+    rows: list[int]
+    """Index in the whole batch of each of its rows."""
 
 
 DEFAULT_REWARDS = RewardRules()
@@ -97,19 +147,32 @@ class BatchRules(RowRules):
     def is_informative(self, group: list[FinishedRollout]) -> bool:
         """Return True if the rewards of a group's rollouts, or those of one of its agents, are not all
         equal."""
-        if not self.by_agent:
+        if not self.by_agent and not self.models:
             return self.rewards.is_informative(group)
-        by_agent: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
+        by_part: defaultdict[str, list[FinishedRollout]] = defaultdict(list)
         for part in (part for item in group for part in self.split(item)):
-            by_agent[part.group].append(part)
-        return any(map(self.rewards.is_informative, by_agent.values()))
+            by_part[part.group].append(part)
+        return any(map(self.rewards.is_informative, by_part.values()))
 
     def split(self, item: FinishedRollout) -> list[FinishedRollout]:
-        """Divide a rollout by its trained agents; one without a reward or a trained call stays whole."""
-        if not self.by_agent or self.rewards.final_reward(item) is None:
+        """Divide a rollout by its trained models and agents; one without a reward or a trained call stays
+        whole."""
+        if self.rewards.final_reward(item) is None:
             return [item]
+        parts = split_by_model(item, self.models) if self.models else [item]
+        if self.by_agent:
+            parts = [part for whole in parts for part in self._split_by_agent(whole)]
+        return parts or [item]
+
+    def _split_by_agent(self, item: FinishedRollout) -> list[FinishedRollout]:
         calls = [call for calls in self.split_calls(item) for call in calls]
         return split_by_agent(item, calls) if calls else [item]
+
+    def without_other_models(self, item: FinishedRollout) -> FinishedRollout:
+        """Return a rollout without the calls of models that are not trained."""
+        if all(call.model in self.models for call in item.generations):
+            return item
+        return replace(item, generations=[call for call in item.generations if call.model in self.models])
 
     def oldest_version(self, group: list[FinishedRollout]) -> int | None:
         """Return the oldest version that sampled a token that a group would be trained on; None for no
@@ -150,6 +213,8 @@ class BatchReport:
     rollouts."""
     auxiliary_tokens: int = 0
     """Tokens of such calls in rollouts that were not excluded."""
+    other_models: int = 0
+    """Calls of models of the run that are not trained."""
     aborted: int = 0
     """Calls of trained agents whose response was cut off, in all scored rollouts. They are not trained."""
     rows_dropped: int = 0
@@ -167,9 +232,14 @@ class BatchReport:
     stale_by_length: Counter[int] = field(default_factory=Counter)
     """Tokens that are masked because they are too old, by the class of their rollout's length."""
     trained_by_length: Counter[int] = field(default_factory=Counter)
-    """Tokens of the batch's rows that are in the loss, by the class of their rollout's length."""
+    """Tokens of the batch's rows that are in the loss, by the class of their rollout's length. In a run with
+    several models, rows of a model without signal are not."""
     excluded_tokens: int = 0
     """Tokens of rollouts that failed, have no reward, no call of a trained agent, or no baseline."""
+    models: tuple[str, ...] = ()
+    """Names of the trained models in a run with several."""
+    trained_by_model: Counter[str] = field(default_factory=Counter)
+    """Tokens in the loss of each of these models."""
     ages: TokenAges | None = None
     """Ages of the tokens; None if all have the learners' version."""
     off_policy_calls: int = 0
@@ -214,8 +284,12 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
     """
     needs_baseline = rules.baseline_kind == "greedy"
     lengths = {item.rollout.rollout_id: _count_sampled(item.generations) for item in finished}
-    parts = [rules.split(item) for item in finished]
     counts: Counter[str] = Counter()
+    if rules.models:
+        calls = sum(len(item.generations) for item in finished)
+        finished = [rules.without_other_models(item) for item in finished]
+        counts["other_models"] = calls - sum(len(item.generations) for item in finished)
+    parts = [rules.split(item) for item in finished]
     counts["other_agents"] = sum(
         len(item.generations) - sum(len(part.generations) for part in split)
         for item, split in zip(finished, parts, strict=True)
@@ -234,6 +308,9 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         trained = [item for item in comparable if item.group not in constant]
     limit = RowLimit(rules.row_limit, rules.long_rows)
     batch, rows_empty = _assemble(trained, limit, needs_baseline)
+    signals = _signals(trained, batch, constant, rules.baseline_kind)
+    if rules.models:
+        batch = replace(batch, models=[item.model for item in trained], signals=frozenset(signals))
     sampled_rows = [row for item in trained for row in item.sampled_rows]
     unselected_rows = [row for item in trained for row in item.unselected_rows]
     rows_forced = sum(not row.trained_tokens for row in sampled_rows)
@@ -242,7 +319,7 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         without_baseline=len(scored) - len(comparable),
         groups=len({item.group for item in comparable}),
         groups_without_signal=len(constant),
-        has_signal=has_signal(trained, set(batch.owners), constant, rules.baseline_kind),
+        has_signal=bool(signals),
         zero_variance=len(comparable) - len(trained),
         auxiliary_tokens=sum(item.auxiliary_tokens for item in comparable),
         rows_dropped=limit.dropped,
@@ -258,7 +335,10 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         trained_by_length=count_by_length(
             (lengths[trained[owner].rollout_id], row.trained_tokens)
             for owner, row in zip(batch.owners, batch.rows, strict=True)
+            if batch.models is None or trained[owner].model in signals
         ),
+        models=rules.models,
+        trained_by_model=_trained_by_model(batch),
         ages=describe_ages(rules.stale.version, batch.rows, sampled_rows) if rules.stale else None,
         repeated_seeds=count_repeated_seeds(scorer.calls),
         off_policy_calls=scorer.off_policy.calls,
@@ -271,7 +351,10 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
     return batch, report
 
 
-COUNTED = ("failed", "unscored", "empty", "other_agents", "auxiliary_calls", "aborted", "excluded_tokens")
+COUNTED = (
+    *("failed", "unscored", "empty", "other_agents", "other_models", "auxiliary_calls", "aborted"),
+    "excluded_tokens",
+)
 """Counts of a report that are known once the rollouts are scored."""
 
 
@@ -334,7 +417,34 @@ class _Scorer:
             calls=calls,
             agent=agent,
             weight=rules.agent_weights.get(agent or "", 1.0),
+            model=generations[0].model if rules.models else "",
         )
+
+
+def _signals(
+    trained: list[ScoredRollout], batch: TrainBatch, constant: set[str], kind: BaselineKind
+) -> set[str]:
+    """Return the models that the batch can change; the name of the only model of a run is empty."""
+    by_model: defaultdict[str, list[int]] = defaultdict(list)
+    for index, item in enumerate(trained):
+        by_model[item.model].append(index)
+    with_rows = set(batch.owners)
+    return {
+        name
+        for name, own in by_model.items()
+        if has_signal(
+            [trained[i] for i in own], {n for n, i in enumerate(own) if i in with_rows}, constant, kind
+        )
+    }
+
+
+def _trained_by_model(batch: TrainBatch) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    if batch.models is not None:
+        for row, owner in zip(batch.rows, batch.owners, strict=True):
+            if (name := batch.models[owner]) in batch.signals:
+                counts[name] += row.trained_tokens
+    return counts
 
 
 def _mean_rewards(scored: list[ScoredRollout]) -> dict[str, float]:

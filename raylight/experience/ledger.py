@@ -77,6 +77,8 @@ class Ledger:
         self._taken = TakenTokens()
         self._lengths: Counter[str] = Counter()
         """Tokens of the rollouts that steps took, by the class of the rollout's length and their fate."""
+        self._models: Counter[str] = Counter()
+        """Tokens of the latest attempts that steps took, by model and fate, in a run with several models."""
 
     def take(
         self,
@@ -112,6 +114,8 @@ class Ledger:
             + sum(count.earlier for count in lost),
             late=late,
         )
+        if report.models:
+            self._models.update(_by_model(rollouts, report))
         seen = [*collected.values(), *(count.latest for count in lost)]
         for fate, tokens in {
             "sampled": count_by_length((n, n) for n in seen),
@@ -143,15 +147,34 @@ class Ledger:
         """Return the metrics of tokens by the length of their rollout."""
         return {f"lengths/{name}": float(count) for name, count in sorted(self._lengths.items())}
 
+    def model_metrics(self) -> dict[str, float]:
+        """Return the metrics of tokens by model; none in a run with one model."""
+        return {f"ledger/model/{name}": float(count) for name, count in sorted(self._models.items())}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the sums as plain JSON."""
-        return asdict(self._taken) | {"lengths": dict(self._lengths)}
+        return asdict(self._taken) | {"lengths": dict(self._lengths), "models": dict(self._models)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the result of `state_dict`; an empty one is that of the first step."""
         sums = dict(state)
         self._lengths = Counter(sums.pop("lengths", {}))
+        self._models = Counter(sums.pop("models", {}))
         self._taken = TakenTokens(**sums)
+
+
+def _by_model(rollouts: list[FinishedRollout], report: BatchReport) -> Counter[str]:
+    """Return the tokens that each model sampled for a step, those in the loss, and the others."""
+    counts: Counter[str] = Counter()
+    for item in rollouts:
+        for call in item.generations:
+            counts[f"{call.model}/sampled"] += len(call.output_ids)
+    sampled = {name.removesuffix("/sampled"): tokens for name, tokens in counts.items()}
+    for model in sampled.keys() | set(report.models):
+        trained = report.trained_by_model[model]
+        counts[f"{model}/trained"] = trained
+        counts[f"{model}/untrained"] = sampled.get(model, 0) - trained
+    return counts
 
 
 def _count_tokens(item: FinishedRollout) -> int:

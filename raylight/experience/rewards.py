@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -113,6 +113,23 @@ def split_by_agent(item: FinishedRollout, calls: Sequence[Generation]) -> list[F
     by_end = sorted(calls, key=lambda call: call.end_time)
     earners = {span.span_id: _last_before(span, by_end).key.call_id for span, _ in turn_reward_spans(item)}
     return [_part_of(item, agent, own, earners) for agent, own in by_agent.items()]
+
+
+def split_by_model(item: FinishedRollout, models: Collection[str]) -> list[FinishedRollout]:
+    """Divide a rollout into one part for each of these models that it called, each with its own group, so
+    that a model is compared with itself in the other rollouts of the group. The parts share its rewards."""
+    by_model: dict[str, list[Generation]] = {}
+    for call in item.generations:
+        if call.model in models:
+            by_model.setdefault(call.model, []).append(call)
+    return [
+        replace(
+            item,
+            rollout=item.rollout.model_copy(update={"group_id": f"{item.group}/{model}"}),
+            generations=calls,
+        )
+        for model, calls in by_model.items()
+    ]
 
 
 def _last_before(span: Span, by_end: Sequence[Call]) -> Call:

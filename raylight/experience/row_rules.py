@@ -28,12 +28,14 @@ class RowRules:
         trajectory_selection: rows of a rollout that are trained.
         replays_sampling: calls with truncation or penalties are trained where an engine recorded the tokens
             that could have been sampled. False with a teacher, which scores tokens without either.
+        models: names of the trained models in a run with several; empty: all calls are of the trained one.
     """
 
     trained_agents: str | None = None
     train_auxiliary_calls: bool = False
     trajectory_selection: TrajectorySelection = "all"
     replays_sampling: bool = True
+    models: tuple[str, ...] = ()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RowRules:
@@ -46,13 +48,27 @@ class RowRules:
             algorithm.get("train_auxiliary_calls") is True,
             "longest" if algorithm.get("trajectory_selection") == "longest" else "all",
             algorithm.get("teacher") is None,
+            _trained_models(algorithm.get("models")),
         )
 
     def split_calls(self, finished: FinishedRollout) -> tuple[list[Generation], list[Generation]]:
         """Return the calls of a rollout that are trained, unless they were cut off, and the auxiliary calls
         of the same agents that are not."""
         calls = filter_generations(finished, self.trained_agents)
+        if self.models:
+            calls = [call for call in calls if call.model in self.models]
         return (calls, []) if self.train_auxiliary_calls else split_auxiliary(calls)
+
+
+def _trained_models(models: Any) -> tuple[str, ...]:
+    """Return the names of the trained models in the `models` of a run's `config.yaml`."""
+    if not isinstance(models, Mapping):
+        return ()
+    return tuple(
+        name
+        for name, config in models.items()
+        if not (isinstance(config, Mapping) and config.get("trained") is False)
+    )
 
 
 DEFAULT_RULES = RowRules()

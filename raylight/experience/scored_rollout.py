@@ -43,6 +43,8 @@ class ScoredRollout:
     """Agent whose part of a rollout this is; None for a whole rollout."""
     weight: float = 1.0
     """Factor of its advantages."""
+    model: str = ""
+    """Model whose part of a rollout this is, in a run with several."""
 
     @property
     def sampled_rows(self) -> list[Trajectory]:

@@ -52,6 +52,37 @@ class OptimizerSettings(Config):
         return self
 
 
+class ModelConfig(Config):
+    """Settings of one of a run's models (`models={"planner": ModelConfig(lr=2e-5)}`): a LoRA adapter of the
+    run's model. Settings that are None are the algorithm's."""
+
+    adapter: str | None = None
+    """Folder of the initial adapter in peft's format, with the rank, alpha and layers of `learner.lora`; None
+    for a new adapter, which does not change the base."""
+    trained: bool = True
+    """False: the model is served as it is, and its calls are recorded and never trained on."""
+    lr: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
+    weight_decay: float | None = Field(default=None, ge=0, le=MAX_FACTOR)
+    grad_clip: float | None = Field(default=None, gt=0, le=MAX_FACTOR)
+    """Maximum norm of the gradient."""
+    kl_coef: float | None = Field(default=None, ge=0, le=MAX_FACTOR)
+    """Weight in the loss of the KL divergence from the base."""
+    entropy_coef: float | None = Field(default=None, ge=-MAX_FACTOR, le=MAX_FACTOR)
+    mini_batches: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    ppo_epochs: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+
+    @model_validator(mode="after")
+    def _check_read(self) -> Self:
+        if not self.trained and (unread := self.overrides):
+            raise ValueError(f"nothing reads {', '.join(unread)} of a model with trained=False")
+        return self
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Settings of the update that differ from the algorithm's."""
+        return self.model_dump(exclude={"adapter", "trained"}, exclude_none=True)
+
+
 class CriticSettings(OptimizerSettings):
     """Settings of a critic (PPO): a model of the policy's architecture with a head of one value per token."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -124,6 +124,14 @@ class BatchShard:
     """Mini-batches of the critic; none without a critic."""
 
 
+class ModelShard(NamedTuple):
+    """A rank's shard of the part of a batch that one model is trained on."""
+
+    shard: BatchShard
+    rows: list[int]
+    """Index in the whole batch of each row of the part."""
+
+
 def shard_batch(
     batch: TrainBatch, settings: PolicySettings | SupervisedSettings, ranks: int
 ) -> Iterator[BatchShard]:
@@ -145,6 +153,17 @@ def shard_batch(
         critic_parts = [_shard(part, rank, lengths, batch.owners) for part in critic]
         indices = sorted({index for part in [*parts, *critic_parts] for index in part.rows})
         yield BatchShard(outline, _pack(indices, batch), parts, critic_parts)
+
+
+def shard_by_model(
+    batch: TrainBatch, settings: Mapping[str, PolicySettings], ranks: int
+) -> list[dict[str, ModelShard]]:
+    """Return the shards of each rank by model; see `shard_batch`."""
+    shards: list[dict[str, ModelShard]] = [{} for _ in range(ranks)]
+    for name, part in batch.parts_of_models().items():
+        for own, shard in zip(shards, shard_batch(part.batch, settings[name], ranks), strict=True):
+            own[name] = ModelShard(shard, part.rows)
+    return shards
 
 
 def split_minibatches(owners: Sequence[int], parts: int) -> list[list[int]]:

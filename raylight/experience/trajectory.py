@@ -27,10 +27,10 @@ Relation: TypeAlias = Literal[
 P decides.
 
 - start: the first call.
-- extension: P begins with all tokens of a conversation (at the same temperature), which grows.
+- extension: P begins with all tokens of a conversation (of the same model and temperature), which grows.
 - fork: P contains all tokens of an earlier call, but that conversation has already continued, or has another
-  temperature; or P was sampled from before (parallel samples), or is such a prompt plus a part of its
-  response.
+  temperature or model; or P was sampled from before (parallel samples), or is such a prompt plus a part of
+  its response.
 - drift_ending: P renders an earlier response as sampled, except for its last token: an end token is missing
   or differs.
 - drift_response: P renders an earlier response differently, such as without its reasoning or with another
@@ -143,8 +143,10 @@ class _CallNode:
         self.length = self.prompt_length + len(self.call.output_ids)
 
     def can_be_extended_by(self, call: Generation) -> bool:
-        """True if this is the last call of its row and has the same temperature (a trajectory has one)."""
-        return self.branch[-1] is self.call and self.call.temperature == call.temperature
+        """True if this is the last call of its row, of the same model and temperature, of which a trajectory
+        has one each."""
+        own = self.call
+        return self.branch[-1] is own and (own.model, own.temperature) == (call.model, call.temperature)
 
 
 def build_trajectories(generations: list[Generation], masked: Collection[str] = frozenset()) -> Trajectories:

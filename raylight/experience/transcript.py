@@ -100,6 +100,7 @@ class _Transcript:
         tree.repair_hierarchy()
         self._agents = tree.agents_of_responses()
         marked = finished.rollout.metadata.get(TRAINABLE_AGENTS, ())
+        self._several_models = bool(rules.models)
         self._trained = AgentFilter(rules.trained_agents, marked)
         lineages = trace_lineage(finished, rules)
         self._lineages = {
@@ -169,7 +170,10 @@ class _Transcript:
         if call is None:
             return f", tokens unknown{'' if self._trained.keeps(agent) else ', not trained'}"
         trained = "" if self._lineages[call.key.call_id].trained else ", not trained"
-        return f", {len(call.prompt_ids)} + {len(call.output_ids)} tokens, {call.finish_reason}{trained}"
+        model = f", {call.model}" if self._several_models else ""
+        return (
+            f"{model}, {len(call.prompt_ids)} + {len(call.output_ids)} tokens, {call.finish_reason}{trained}"
+        )
 
     def _messages(self, attributes: Mapping[str, Any], agent: str | None) -> Iterator[str]:
         prompt, answers = (

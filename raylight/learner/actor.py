@@ -16,12 +16,11 @@ import ray
 
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.errors import WeightSyncError
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import BatchShard
 from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
 from raylight.learner.progress import CLOCK, StackDump, dump_stacks
+from raylight.learner.protocol import LearnerSettings
 from raylight.learner.rendezvous import open_store, use_interface_of
 from raylight.ray_metrics.reporter import Measurement, MetricReporter
 from raylight.weights.sender import PublicationSettings
@@ -121,7 +120,7 @@ class LearnerActor:
         self,
         address: tuple[str, int],
         model_path: str,
-        settings: PolicySettings | SupervisedSettings,
+        settings: LearnerSettings,
         total_steps: int,
         seed: int,
     ) -> None:
@@ -138,6 +137,7 @@ class LearnerActor:
             keep_freed_memory()
         from raylight.learner.model_rank import ModelRank
         from raylight.learner.policy import Policy
+        from raylight.learner.policy_set import PolicySet
         from raylight.learner.supervised import SupervisedModel
 
         if self._store is None:
@@ -153,7 +153,9 @@ class LearnerActor:
         dist.init_process_group(
             backend, store=self._store, rank=self._rank, world_size=self._ranks, timeout=self._timeout
         )
-        if isinstance(settings, SupervisedSettings):
+        if isinstance(settings, dict):
+            self._policy = PolicySet(model_path, self._config, settings, total_steps)
+        elif isinstance(settings, SupervisedSettings):
             self._policy = SupervisedModel(model_path, self._config, settings, total_steps)
         else:
             self._policy = Policy(model_path, self._config, settings, total_steps)
@@ -190,7 +192,7 @@ class LearnerActor:
         self._release_memory()
         return totals
 
-    def _own(self, shards: list[Any]) -> BatchShard:
+    def _own(self, shards: list[Any]) -> Any:
         return ray.get(shards[self._policy.engine.get_data_parallel_rank()])
 
     def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
     """Write the policy of a training state and its tokenizer to a new folder.
 
     With LoRA the adapter is merged into the model, and is also written to the subfolder `adapter` in peft's
-    format.
+    format. Several models are each written to a subfolder.
 
     Args:
         source: a state (`.../state/step-8`, or a URL that fsspec can open), or a folder of states, of which
@@ -35,16 +36,22 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
         raise ConfigError(f"the output folder {output} exists already; name a new folder")
     states, step = _open_states(source)
     config = states.metadata(step)["config"]
-    lora = config["learner"]["lora"]
+    lora, models = config["learner"]["lora"], config["algorithm"].get("models") or {"": None}
     base = model or config["algorithm"]["model"]
     learner = LearnerConfig(lora=LoraConfig(**lora) if lora else None, dtype="float32")
     with tempfile.TemporaryDirectory() as rendezvous:
         dist.init_process_group("gloo", store=dist.FileStore(f"{rendezvous}/ranks", 1), rank=0, world_size=1)
         try:
             with disk_errors(output, "Make room, and export again"):
-                _write(
-                    states, step, base, learner, output, "center_rewards_coefficient" in config["algorithm"]
-                )
+                is_reward_model = "center_rewards_coefficient" in config["algorithm"]
+                engine = _build(base, learner, is_reward_model)
+                if "" not in models:
+                    output.mkdir(parents=True)
+                for name in models:
+                    if step:  # step 0 is the model's own files
+                        with states.reading(step) as content:
+                            state.load_weights(engine, content, name)
+                    weights.save_model(engine, str(output / name))
         finally:
             dist.destroy_process_group()
 
@@ -65,18 +72,12 @@ def _open_states(source: str) -> tuple[TrainingStates, int]:
     return states, steps[-1] if step is None else step
 
 
-def _write(
-    states: TrainingStates, step: int, model: str, learner: LearnerConfig, output: Path, is_reward_model: bool
-) -> None:
+def _build(model: str, learner: LearnerConfig, is_reward_model: bool) -> Any:
+    build = build_reward_model if is_reward_model else build_policy
     try:
-        build = build_reward_model if is_reward_model else build_policy
-        engine = build(model, learner, PolicySettings(), 1)
+        return build(model, learner, PolicySettings(), 1)
     except OSError as error:
         raise ConfigError(
             f"cannot load the model that training started from, {model}: {error}; name its folder with "
             "--model"
         ) from error
-    if step:  # step 0 is the model's own files
-        with states.reading(step) as content:
-            state.load_weights(engine, content)
-    weights.save_model(engine, str(output))

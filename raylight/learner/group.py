@@ -20,13 +20,11 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.errors import LearnerError, LearnerLostError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import shard_batch
-from raylight.experience.supervised_settings import SupervisedSettings
+from raylight.experience.shards import shard_batch, shard_by_model
 from raylight.experience.token_records import RowRecord
 from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
-from raylight.learner.protocol import Learner
+from raylight.learner.protocol import Learner, LearnerSettings
 from raylight.learner.shared_storage import check_shared
 from raylight.weights.sender import PublicationSettings
 
@@ -76,7 +74,7 @@ class LearnerGroup(Learner):
         self._placement = placement
         remote: Any = ray.remote  # its type stubs lack concurrency groups
         self._class = remote(concurrency_groups={WATCHDOG_GROUP: WATCHDOG_THREADS, SENDING_GROUP: 1})(actor)
-        self._setup_args: tuple[str, PolicySettings | SupervisedSettings, int, int] | None = None
+        self._setup_args: tuple[str, LearnerSettings, int, int] | None = None
         self._failure: asyncio.Future[LearnerError] = asyncio.Future()
         """Done with the error that made the ranks unusable."""
         self._actors = self._start()
@@ -101,9 +99,7 @@ class LearnerGroup(Learner):
         """Return the id of the node of each bundle."""
         return placement_group_table(self._placement)["bundles_to_node_id"]
 
-    async def setup(
-        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
-    ) -> None:
+    async def setup(self, model_path: str, settings: LearnerSettings, total_steps: int, seed: int) -> None:
         """Set up all ranks in parallel. `restart` uses the arguments again.
 
         Raises:
@@ -165,11 +161,14 @@ class LearnerGroup(Learner):
     def _put_shards(self, batch: TrainBatch) -> list[Any]:
         """Put each rank's shard into the object store; the ranks of a sequence-parallel group share one."""
         assert self._setup_args is not None, "an update follows a setup"
-        ranks = self._config.n // self._config.ulysses
-        return [ray.put(shard) for shard in shard_batch(batch, self._setup_args[1], ranks)]
+        ranks, settings = self._config.n // self._config.ulysses, self._setup_args[1]
+        if isinstance(settings, dict):
+            by_name = {name: model.policy for name, model in settings.items()}
+            return [ray.put(shards) for shards in shard_by_model(batch, by_name, ranks)]
+        return [ray.put(shard) for shard in shard_batch(batch, settings, ranks)]
 
-    async def logprobs(self, ids: list[int]) -> list[float]:
-        return (await self._call("logprobs", ids))[0]
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
+        return (await self._call("logprobs", ids, model))[0]
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float]:
         return (await self._call("take_snapshot", ids, settings))[0]
@@ -186,13 +185,14 @@ class LearnerGroup(Learner):
             group=SENDING_GROUP if settings.beside_updates else None,
         )
 
-    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+    async def export_adapter(self, model: str = "") -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter."""
-        return (await self._call("export_adapter"))[0]
+        return (await self._call("export_adapter", model))[0]
 
-    async def save(self, folder: str, adapter: Any = None) -> None:
-        """Write the model; rank 0 writes the files."""
-        await self._call("save", folder, adapter)
+    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
+        """Write the model, or each of several; rank 0 writes the files."""
+        found = {name: await ref for name, ref in (adapters or {}).items()}
+        await self._call("save", folder, found)
 
     async def save_state(
         self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raylight.config import LearnerConfig
@@ -14,9 +14,8 @@ from raylight.errors import ConfigError, DeviceMemoryError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.experience.token_records import RowRecord
-from raylight.learner.protocol import Learner
+from raylight.learner.protocol import Learner, LearnerSettings
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.trainable import TrainableEngine
@@ -41,9 +40,7 @@ class LocalLearner(Learner):
         self._rank: Any = None
         self._owns_group = False
 
-    async def setup(
-        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
-    ) -> None:
+    async def setup(self, model_path: str, settings: LearnerSettings, total_steps: int, seed: int) -> None:
         """Add the adapter and the optimizer to the engine's module, before its first request.
 
         Raises:
@@ -110,14 +107,14 @@ class LocalLearner(Learner):
     async def row_records(self) -> list[RowRecord]:
         return self._rank.row_records()
 
-    async def logprobs(self, ids: list[int]) -> list[float]:
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
         return await self._engine.run_between_steps(lambda: self._rank.logprobs(ids))
 
-    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+    async def export_adapter(self, model: str = "") -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter."""
         return await self._engine.run_between_steps(self._rank.export_adapter)
 
-    async def save(self, folder: str, adapter: Any = None) -> None:
+    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
         """Write the model in Hugging Face format, and the adapter to its subfolder `adapter`."""
         await self._engine.run_between_steps(lambda: self._rank.save(folder))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
 from raylight.experience.token_records import RowRecord
 from raylight.learner import state, state_files, weights
+from raylight.learner.policy_set import PolicySet
 from raylight.learner.trained_model import TrainedModel
 
 WRITING_TIMEOUT = datetime.timedelta(days=1)
@@ -25,7 +28,7 @@ class ModelRank:
     Methods are collectives, as is making one, but for `row_records` and `finish_saving`.
     """
 
-    def __init__(self, model: TrainedModel) -> None:
+    def __init__(self, model: TrainedModel | PolicySet) -> None:
         self._model = model
         self._writer, self._copies = BackgroundWriter(), state_files.HostCopies()
         self._group: Any = dist.new_group(backend="gloo", timeout=WRITING_TIMEOUT)
@@ -36,19 +39,35 @@ class ModelRank:
         """Return what the last update computed of this rank's rows."""
         return self._model.row_records
 
-    def logprobs(self, ids: list[int]) -> list[float]:
+    def _find(self, name: str) -> TrainedModel:
+        """Return a model of a run with several, ready to compute; the name of the only model is empty."""
+        return self._model.use(name) if isinstance(self._model, PolicySet) else self._model
+
+    def logprobs(self, ids: list[int], model: str = "") -> list[float]:
         """Return the log-probs of `ids[1:]`, see `TrainedModel.logprobs`."""
-        return self._model.logprobs(ids)
+        return self._find(model).logprobs(ids)
 
-    def export_adapter(self) -> tuple[int, LoraAdapter] | None:
+    def export_adapter(self, model: str = "") -> tuple[int, LoraAdapter] | None:
         """Return the version and the adapter on rank 0, else None."""
-        adapter = self._model.export_adapter()
-        return None if adapter is None else (self._model.version, LoraAdapter(*adapter))
+        found = self._find(model)
+        adapter = found.export_adapter()
+        return None if adapter is None else (found.version, LoraAdapter(*adapter))
 
-    def save(self, folder: str, adapter: LoraAdapter | None = None) -> None:
-        """Write the model in Hugging Face format; see `weights.save_model`."""
+    def save(self, folder: str, adapters: Mapping[str, LoraAdapter] | None = None) -> None:
+        """Write the model in Hugging Face format, see `weights.save_model`; several each to a subfolder.
+
+        Args:
+            adapters: versions of adapters by model, in place of the current ones.
+        """
+        adapters = adapters or {}
         with disk_errors(folder):
-            weights.save_model(self._model.engine, folder, adapter)
+            if not isinstance(self._model, PolicySet):
+                weights.save_model(self._model.engine, folder, adapters.get(""))
+                return
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            for name in self._model.policies:
+                engine = self._find(name).engine
+                weights.save_model(engine, str(Path(folder, name)), adapters.get(name))
 
     def save_state(
         self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float

@@ -13,6 +13,7 @@ from raylight.experience.shards import BatchShard, shard_batch
 from raylight.learner import correction
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic
+from raylight.learner.fsdp import RaylightEngine
 from raylight.learner.losses import PolicyLoss
 from raylight.learner.metrics import all_reduce_metrics, mean_over_steps, rename_metrics
 from raylight.learner.rows import (
@@ -32,6 +33,7 @@ class Policy(TrainedModel):
         model_path: folder of a Hugging Face model.
         total_steps: updates of the whole run, for the learning-rate schedule.
         module: model in this process that is trained in place; None loads one.
+        engine: an engine that other policies share; None builds one.
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class Policy(TrainedModel):
         settings: PolicySettings,
         total_steps: int,
         module: torch.nn.Module | None = None,
+        engine: RaylightEngine | None = None,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         warmup = settings.critic.warmup_steps if settings.critic else 0
-        super().__init__(model_path, config, settings, max(total_steps - warmup, 1), module)
+        super().__init__(model_path, config, settings, max(total_steps - warmup, 1), module, engine)
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
         self._kl = KlController(settings)
         self._has_dropout = config.lora is not None and config.lora.dropout > 0
@@ -66,7 +69,7 @@ class Policy(TrainedModel):
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Update the policy with a batch that every rank has as a whole; see `update_shard`."""
         ranks, rank = self.engine.get_data_parallel_size(), self.engine.get_data_parallel_rank()
-        return self.update_shard(list(shard_batch(batch, self._settings, ranks))[rank])
+        return self.update_shard(list(shard_batch(batch, self.settings, ranks))[rank])
 
     def update_shard(self, shard: BatchShard) -> dict[str, float]:
         """Update the policy with this rank's shard of a batch, and return metrics, equal on all ranks.
@@ -75,7 +78,7 @@ class Policy(TrainedModel):
             MismatchError: the engine's log-probs of the current version differ from this model's.
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
-        settings = self._settings
+        settings = self.settings
         rows = build_rows(shard.rows, shard.outline.owners.tolist())
         minibatches = build_minibatches(rows, shard.minibatches)
         critic_minibatches = build_minibatches(rows, shard.critic_minibatches)
@@ -119,7 +122,7 @@ class Policy(TrainedModel):
 
     def _infer_before_update(self, rows: list[TrainRow], infers: bool) -> None:
         """Set the rows' values and log-probs, those of the policy only if `infers`."""
-        settings = self._settings
+        settings = self.settings
         if settings.bypass_mode:
             for row in rows:
                 row.old_logprobs = row.engine_logprobs
@@ -147,7 +150,7 @@ class Policy(TrainedModel):
 
     def _step(self, minibatch: Minibatch) -> dict[str, float]:
         """Take an optimizer step on one mini-batch. The old policy is the same for all of them."""
-        settings = self._settings
+        settings = self.settings
         metrics = self.engine.train(
             minibatch,
             PolicyLoss(settings, minibatch.rows),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ray.util.placement_group import PlacementGroup
 
@@ -16,6 +16,18 @@ from raylight.weights.protocol import LoraAdapter
 from raylight.weights.sender import PublicationSettings
 
 
+class ModelSettings(NamedTuple):
+    """A model of a run with several, as the learners need it."""
+
+    policy: PolicySettings
+    adapter: str | None = None
+    """Folder of the initial adapter; None for a new one."""
+
+
+LearnerSettings = PolicySettings | SupervisedSettings | dict[str, ModelSettings]
+"""Settings of the trained model, or of each of several by name."""
+
+
 class Learner(Protocol):
     """A model that is trained: by ranks (`LearnerGroup`), in this process (`LocalLearner`), or not at all
     (`SimulatedLearner`).
@@ -25,9 +37,7 @@ class Learner(Protocol):
     its folders and weights, or has no weights.
     """
 
-    async def setup(
-        self, model_path: str, settings: PolicySettings | SupervisedSettings, total_steps: int, seed: int
-    ) -> None:
+    async def setup(self, model_path: str, settings: LearnerSettings, total_steps: int, seed: int) -> None:
         """Load the model. `restart` uses the arguments again."""
         return None
 
@@ -50,9 +60,13 @@ class Learner(Protocol):
         """Return what the last update computed of each row. A row may come several times."""
         return []
 
-    async def logprobs(self, ids: list[int]) -> list[float]:
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
         """Return the log-probs of `ids[1:]` at temperature 1, for a comparison with the engines'; none if the
-        learner has no weights."""
+        learner has no weights.
+
+        Args:
+            model: name of one of several models.
+        """
         return []
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
@@ -71,19 +85,24 @@ class Learner(Protocol):
         """
         return None
 
-    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+    async def export_adapter(self, model: str = "") -> tuple[int, LoraAdapter]:
         """Return the current version and the adapter.
+
+        Args:
+            model: name of one of several models.
 
         Raises:
             ConfigError: there is none.
         """
         ...
 
-    async def save(self, folder: str, adapter: Any = None) -> None:
-        """Write the model in Hugging Face format to a folder that the learner can reach.
+    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
+        """Write the model in Hugging Face format to a folder that the learner can reach; several models each
+        to a subfolder.
 
         Args:
-            adapter: reference to a version of the adapter, in place of the current one.
+            adapters: references to versions of the adapters by model, in place of the current ones. The name
+                of the only model is empty.
         """
         ...
 

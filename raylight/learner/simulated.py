@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from raylight._utils.aio import pause
@@ -69,11 +69,11 @@ class SimulatedLearner(Learner):
             settings.coordinator, "run_phase", kind, {}, settings.timeout_s, within=settings.limit_s
         )
 
-    async def export_adapter(self) -> Any:
+    async def export_adapter(self, model: str = "") -> Any:
         """Raise ConfigError: there is no adapter."""
         raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
 
-    async def save(self, folder: str, adapter: Any = None) -> None:
+    async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:
         """Make the folder, which stays empty."""
         await asyncio.to_thread(os.makedirs, folder, exist_ok=True)
 

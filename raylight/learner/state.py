@@ -8,7 +8,7 @@ Laws: settings (learning rate, schedule, weight decay) are not part of it, so th
 them. No rank ever holds more than its shard of the model and of the optimizer.
 
 Names: `policy/model/PARAMETER`, `policy/optimizer/PARAMETER/MOMENT`, the same of `critic`, `random/RANK/...`
-and the document `plain`.
+and the document `plain`. With several models, each has all of these after its name and a slash.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import CheckpointError
+from raylight.learner.policy_set import PolicySet
 from raylight.learner.state_files import StateReader, Tensors, document, parse_document
 from raylight.learner.trained_model import TrainedModel
 
@@ -28,8 +29,17 @@ PLAIN = "plain"
 """Name of the document with the numbers that are the same on all ranks."""
 
 
-def collect(policy: TrainedModel) -> Tensors:
-    """Return this rank's part of the training state: the live tensors, which training changes."""
+def collect(policy: TrainedModel | PolicySet) -> Tensors:
+    """Return this rank's part of the training state: the live tensors, which training changes. Those of
+    several models are copies, with the model's name before each name."""
+    if isinstance(policy, PolicySet):
+        return Tensors(
+            {
+                f"{name}/{key}": tensor.clone()
+                for name in policy.policies
+                for key, tensor in collect(policy.use(name)).items()
+            }
+        )
     rank, tensors = dist.get_rank(), Tensors()
     for engine_name, engine in policy.engines.items():
         for name, param in _trained(engine).items():
@@ -45,7 +55,7 @@ def collect(policy: TrainedModel) -> Tensors:
     return tensors | {PLAIN: document(plain)}
 
 
-def load(policy: TrainedModel, url: str, group: Any = None) -> None:
+def load(policy: TrainedModel | PolicySet, url: str, group: Any = None) -> None:
     """Load a training state into the policy. A collective.
 
     The random number generators continue if the state has as many ranks as there are now; otherwise each rank
@@ -60,7 +70,30 @@ def load(policy: TrainedModel, url: str, group: Any = None) -> None:
         OSError: the state cannot be read.
     """
     reader = StateReader(url, group)
-    plain = reader.read_document(PLAIN)
+    if not isinstance(policy, PolicySet):
+        _load(policy, reader)
+        return
+    saved = sorted(name.removesuffix(f"/{PLAIN}") for name in reader.tensors if _is_of_model(name))
+    if saved != sorted(policy.policies):
+        raise CheckpointError(
+            f"the training state has the models {', '.join(saved) or 'of a run with one'}, and this run "
+            f"{', '.join(sorted(policy.policies))}; resume with the same models"
+        )
+    for name in policy.policies:
+        _load(policy.use(name), reader, f"{name}/")
+
+
+def _load(policy: TrainedModel, reader: StateReader, prefix: str = "") -> None:
+    """Load a model from the state.
+
+    Args:
+        prefix: of the names of its tensors.
+    """
+    if prefix + PLAIN not in reader.tensors:
+        raise CheckpointError(
+            "the training state is of a run with several models; resume with the same models"
+        )
+    plain = reader.read_document(prefix + PLAIN)
     if sorted(plain["updates"]) != sorted(policy.engines):
         raise CheckpointError(
             f"the training state contains {sorted(plain['updates'])}, but this algorithm trains "
@@ -70,9 +103,12 @@ def load(policy: TrainedModel, url: str, group: Any = None) -> None:
     tensors, continues = Tensors(), plain["ranks"] == dist.get_world_size()
     generators = _random_state() if continues else {}
     for name, engine in policy.engines.items():
-        tensors |= _parameters(reader, name, engine) | _moments(reader, name, engine)
+        part = prefix + name
+        tensors |= _parameters(reader, part, engine) | _moments(reader, part, engine)
     for name in generators:
-        if (full_name := f"random/{dist.get_rank()}/{name}") in reader.tensors:  # "cuda" may be missing
+        if (
+            full_name := f"{prefix}random/{dist.get_rank()}/{name}"
+        ) in reader.tensors:  # "cuda" may be missing
             generators[name] = tensors[full_name] = reader.empty(full_name)
     reader.read(tensors)
     for name, engine in policy.engines.items():
@@ -85,14 +121,22 @@ def load(policy: TrainedModel, url: str, group: Any = None) -> None:
         _seed(policy.version * dist.get_world_size() + dist.get_rank())
 
 
-def load_weights(engine: Any, url: str) -> None:
+def _is_of_model(name: str) -> bool:
+    """Return True for the name of a model's document, in the state of several models."""
+    return name.endswith(f"/{PLAIN}") and name.count("/") == 1
+
+
+def load_weights(engine: Any, url: str, model: str = "") -> None:
     """Load the trained parameters of the policy, without its optimizer. A collective.
+
+    Args:
+        model: name of the policy in a run with several models; empty if there is one.
 
     Raises:
         CheckpointError, OSError: as for `load`.
     """
     reader = StateReader(url)
-    reader.read(_parameters(reader, "policy", engine))
+    reader.read(_parameters(reader, f"{model}/policy" if model else "policy", engine))
 
 
 def _parameters(reader: StateReader, engine_name: str, engine: Any) -> Tensors:

@@ -27,6 +27,7 @@ class TrainedModel:
         model_path: folder of a Hugging Face model.
         total_steps: updates of the model, for the learning-rate schedule.
         module: model in this process that is trained in place; None loads one.
+        engine: an engine that other models share; None builds one.
     """
 
     def __init__(
@@ -36,9 +37,12 @@ class TrainedModel:
         settings: PolicySettings | SupervisedSettings,
         total_steps: int,
         module: torch.nn.Module | None = None,
+        engine: RaylightEngine | None = None,
     ) -> None:
         self.engine: RaylightEngine
-        if isinstance(settings, RankingSettings):
+        if engine is not None:
+            self.engine = engine
+        elif isinstance(settings, RankingSettings):
             self.engine = build_reward_model(model_path, config, settings, total_steps)
         else:
             self.engine = build_policy(model_path, config, settings, total_steps, module)

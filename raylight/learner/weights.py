@@ -19,12 +19,15 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig
 
 from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
+from raylight.errors import ConfigError
 from raylight.learner.model_check import weight_files
+from raylight.weights.protocol import ADAPTER_FILES
 from raylight.weights.source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000
@@ -55,6 +58,37 @@ def gather_adapter(engine: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]
     if not _is_rank_0():
         return None
     return {key: _to_json(value) for key, value in config.items()} | {"inference_mode": True}, weights
+
+
+def load_adapter(engine: Any, folder: str) -> None:
+    """Replace the weights of the engine's adapter by those of a folder in peft's format.
+
+    Raises:
+        ConfigError: the folder has no adapter, or one of another rank, scale or other layers.
+    """
+    own, files = engine.module.peft_config["default"], [Path(folder, name) for name in ADAPTER_FILES]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise ConfigError(f"there is no {missing[0]}; name a folder with a LoRA adapter in peft's format")
+    config, tensors = json.loads(files[0].read_text()), load_file(files[1])
+    params = {
+        name.replace(".default.", "."): param
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    scale = (config.get("r"), float(config.get("lora_alpha", 0)))
+    if scale != (own.r, own.lora_alpha) or shapes != {name: tuple(t.shape) for name, t in tensors.items()}:
+        raise ConfigError(
+            f"the adapter {folder} has rank {scale[0]}, alpha {scale[1]:g} and {len(tensors)} tensors, and "
+            f"learner.lora asks for rank {own.r}, alpha {own.lora_alpha:g} and {len(shapes)} tensors; set "
+            "learner.lora to the adapter's rank, alpha and layers"
+        )
+    with torch.no_grad():
+        for name, param in params.items():
+            value = tensors[name].to(param.device, param.dtype)
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            param.copy_(value)
 
 
 def copy_to_numpy(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:

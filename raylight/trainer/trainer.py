@@ -282,7 +282,7 @@ class Trainer:
         dataset: Any = None,
         *,
         model: str | None = None,
-        lora_adapter: str | None = None,
+        lora_adapter: str | dict[str, str] | None = None,
         samples: int = 1,
         **settings: Any,
     ) -> dict[str, Any]:
@@ -292,7 +292,8 @@ class Trainer:
             agent: as for `fit`.
             dataset: tasks; None is the Trainer's `val_dataset`.
             model: folder or name; None is the algorithm's model.
-            lora_adapter: folder of a LoRA adapter in peft's format.
+            lora_adapter: folder of a LoRA adapter in peft's format; or folders by the name of each of
+                several models.
             samples: rollouts per task.
             settings: other fields of `raylight.trainer.runs.eval_run.EvalSettings`, such as
                 `sampling={"temperature": 0.0}`.

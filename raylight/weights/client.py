@@ -186,9 +186,12 @@ class CoordinatorClient:
             Order(kind, timeout, version, adapter, payload_ref, mode, ids=ids, token=token)
         )
 
-    async def pin(self, name: str, version: int, payload_ref: list[Any], timeout: float) -> None:
-        """Serve a published version of an adapter under another name too, until `release`."""
-        await self._issue(Order("adapter", timeout, version, name, payload_ref, pinned=True))
+    async def pin(
+        self, name: str, version: int, payload_ref: list[Any], timeout: float, mode: UpdateMode = "keep"
+    ) -> None:
+        """Serve an adapter under a name, until `release`. Its version need not be new: it is published under
+        another name too, or together with another adapter."""
+        await self._issue(Order("adapter", timeout, version, name, payload_ref, mode, pinned=True))
 
     async def release(self, name: str, timeout: float) -> None:
         """Serve an adapter no longer; requests in flight go on with it. Unknown names are ignored."""

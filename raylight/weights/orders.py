@@ -56,7 +56,8 @@ class Order:
         level: sleep level.
         ids: token ids of a prompt, of which each replica computes log-probs once it has reached the state.
         token: identifies a publication of weights for its sender.
-        pinned: True for an adapter's published version under a second name; its version need not be new.
+        pinned: True for an adapter whose version need not be new, because it is published under another name
+            too, or together with another adapter.
         number: position in the sequence of the coordinator's orders and tasks, which sets it.
     """
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import policy_set_ranks
 import pytest
 import state_ranks
 import torch
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from raylight.cli import app
 from raylight.errors import CheckpointError, ConfigError
+from raylight.experience.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 
 
@@ -57,3 +59,14 @@ def test_an_exported_state_has_the_logprobs_of_the_policy(kind: str, tmp_path: P
         assert isinstance(raised, error)
         assert re.search(message, str(raised))
     assert not Path(other).exists()
+
+
+def test_each_of_several_models_is_exported(tmp_path: Path):
+    states = str(tmp_path / "state")
+    content = TrainingStates(states).new_content(1)
+    _, expected = run_ranks(policy_set_ranks.main, 1, str(tmp_path / "meet"), states, content)[0]
+    assert export(states, str(tmp_path / "models")) is None
+    for name, logprobs_of_state in expected.items():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / name, dtype=torch.float32)
+        assert logprobs(model, PROBE) == pytest.approx(logprobs_of_state, abs=1e-4)
+        assert (tmp_path / "models" / name / "adapter").is_dir()

@@ -51,8 +51,10 @@ def describe_model(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_in_place_of(name: str, default: str, served: list[str]) -> str:
-    """Return the served model that answers for a name: itself, the adapter if one is served, or `default`."""
-    return name if name in served else next((other for other in served if other != default), default)
+    """Return the served model that answers for a name: itself, the first adapter by name, or `default`. A
+    pinned version of an adapter, with "@" in its name, answers for itself only."""
+    adapters = sorted(other for other in served if other != default and "@" not in other)
+    return name if name in served else next(iter(adapters), default)
 
 
 class AnyModelName:

@@ -255,6 +255,7 @@ def finish_trained(settings: TrainedSettings) -> TrainedSettings:
     engine = engine_with_transport(serving.engine, learner, overlaps)
     algorithm = with_mismatch_limit(training.algorithm, engine, learner, serving.model_path)
     if (lora := training.served_lora) is not None:
-        engine = engine_with_adapter(engine, serving.model_path, lora, overlaps)
+        served = len(training.adapters) * (2 if overlaps else 1)
+        engine = engine_with_adapter(engine, serving.model_path, lora, served)
     settings = _with_parts(settings, engine, learner)
     return replace(settings, training=replace(training, algorithm=algorithm))

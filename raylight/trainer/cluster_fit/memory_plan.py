@@ -52,6 +52,8 @@ class PlannedRun:
     settings: PolicySettings
     teacher: ServingSettings | None = None
     reward_models: tuple[ServingSettings, ...] = ()
+    models: int = 1
+    """Models that the learners train on one base."""
 
     @classmethod
     def of(cls, settings: TrainedSettings) -> Self:
@@ -66,6 +68,7 @@ class PlannedRun:
             training.algorithm.policy_settings(),
             None if training.teacher is None else training.teacher.serving,
             tuple(one.serving for one in settings.reward_models),
+            max(len(training.algorithm.models), 1),
         )
 
 
@@ -103,7 +106,13 @@ def make_plan(run: PlannedRun, cluster: ClusterShape, *, at_peak: bool = True) -
 def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[RoleMemory]:
     return [
         learner_memory(
-            run.model_path, shape, run.learner, run.settings, run.engine.dtype, run.engine.max_model_len
+            run.model_path,
+            shape,
+            run.learner,
+            run.settings,
+            run.engine.dtype,
+            run.engine.max_model_len,
+            run.models,
         ),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
         *(() if run.teacher is None else (_teacher(run.teacher, cluster),)),

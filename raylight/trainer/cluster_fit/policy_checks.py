@@ -16,6 +16,7 @@ from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.spec.settings import ServingSettings
+from raylight.weights.protocol import ADAPTER_FILES
 from raylight.weights.transports import choose_transport, find_transport
 
 LOCAL_ENGINE = frozenset(
@@ -42,6 +43,37 @@ def check_lengths(engine: EngineConfig, learner: LearnerConfig) -> None:
             "micro-batch of a learner "
             f"(learner.max_tokens_per_micro_batch={learner.max_tokens_per_micro_batch}); lower the "
             "first or raise the second"
+        )
+
+
+def check_models(algorithm: PolicyAlgorithm, learner: LearnerConfig) -> None:
+    """Check that the learners can train several models.
+
+    Raises:
+        ConfigError: they are no adapters that engines serve, or an initial adapter is none.
+    """
+    if not algorithm.models:
+        return
+    lora = learner.lora
+    if learner.kind != "ranks" or lora is None or lora.serve != "adapter":
+        raise ConfigError(
+            "several models are LoRA adapters of one base, which learner ranks train and engines serve; set "
+            "learner={'lora': {'rank': 8}} (with kind='ranks' and serve='adapter', the defaults), or train "
+            "one model"
+        )
+    for name, model in algorithm.models.items():
+        folder = model.adapter and Path(model.adapter)
+        if not folder or all((folder / file).is_file() for file in ADAPTER_FILES):
+            continue
+        if (folder / "config.json").is_file():
+            raise ConfigError(
+                f"models: {name!r} has weights of its own, {folder}, and the models of a run are LoRA "
+                "adapters of one base; give the folder of an adapter, or serve that model elsewhere as a "
+                "fixed one: LLM(endpoint=..., traced=True)"
+            )
+        raise ConfigError(
+            f"models: {name!r} has no LoRA adapter in peft's format in {folder}; it needs "
+            f"{' and '.join(ADAPTER_FILES)}"
         )
 
 
@@ -111,21 +143,20 @@ def engine_with_transport(engine: EngineConfig, learner: LearnerConfig, overlaps
 
 
 def engine_with_adapter(
-    engine: EngineConfig, model_path: str, lora: LoraConfig, overlaps: bool
+    engine: EngineConfig, model_path: str, lora: LoraConfig, adapters: int
 ) -> EngineConfig:
-    """Return the settings of an engine with room for two versions of the learners' adapter, and for one that
-    is pinned while updates go on.
+    """Return the settings of an engine with room for the learners' adapters, two versions of each.
 
     vLLM is told the adapted layers: on a CPU it cannot compute the log-probs of prompts beside other requests
     if the output layer may be adapted too.
 
     Args:
-        overlaps: True if engines sample while the learners update.
+        adapters: number of adapters that are served at a time, pinned versions included.
 
     Raises:
         ConfigError: the adapter does not fit the model.
     """
-    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, 2 if overlaps else 1)}
+    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, adapters)}
     if engine.kind == "vllm":
         from raylight.learner.adapter import adapted_layers
 

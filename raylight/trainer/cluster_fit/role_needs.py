@@ -76,6 +76,7 @@ def learner_memory(
     settings: PolicySettings,
     sent: str = "bfloat16",
     longest: int | None = None,
+    adapters: int = 1,
 ) -> RoleMemory:
     """Return the memory of one learner rank at the peak of an update.
 
@@ -84,6 +85,7 @@ def learner_memory(
     Args:
         sent: the engines' data type.
         longest: tokens of the longest row, if it is known to be below the learners' own limit.
+        adapters: models that share the base.
     """
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
@@ -94,7 +96,10 @@ def learner_memory(
         items += _states("reference", shape, config, 0)
     if settings.critic is not None:
         items += _states("critic", shape, config, trained)
-    models = 1 if settings.critic is None else 2
+    models = adapters if settings.critic is None else 2
+    if adapters > 1:  # weights and two moments of each
+        others = (adapters - 1) * 3 * trained * FLOAT32 // shards_of(config)
+        items.append(Item("adapters of other models", others, stays=True))
     items.append(
         Item("copy of the training state", models * 3 * trained * FLOAT32 // shards_of(config), "host")
     )

@@ -99,7 +99,7 @@ class LearnerRanks:
         training = self._training
         await self.group.setup(
             self._model_path,
-            training.algorithm.policy_settings(),
+            training.learner_settings,
             training.total_steps,
             self._settings.seed,
         )
@@ -227,7 +227,7 @@ class LearnerRanks:
         Args:
             pinned: the version to write; None for the current one.
         """
-        await self.group.save(folder, *(() if pinned is None else pinned.payload_refs))
+        await self.group.save(folder, None if pinned is None else pinned.payload_refs)
 
     async def save_state(self, step: int, metadata: dict[str, Any]) -> None:
         """Write the training state after a step, in the background.

@@ -43,8 +43,9 @@ class Learners(LearnerRanks):
         training, serving = settings.training, settings.serving
         super().__init__(settings, training, serving.model_path, start, show_stage)
         self._policy, self._serving = training, serving
-        self._adapter = serving.name if training.served_lora else None
-        """Name under which the engines serve the learners' adapter; None if they serve all weights."""
+        self._adapters = training.adapters
+        """The learners' models, whose adapters the engines serve, by name; empty if they serve all
+        weights."""
         self._reported_no_sleep = False
 
     def open(self, stack: contextlib.AsyncExitStack, serving: Serving) -> None:
@@ -59,7 +60,8 @@ class Learners(LearnerRanks):
             coordinator,
             model.engine,
             algorithm.sync_timeout_s,
-            adapter=self._adapter,
+            adapters=self._adapters,
+            fixed=algorithm.untrained_models,
             probe=() if kind == "simulated" else probe,
             tolerance=algorithm.max_logprob_mismatch,
             beside_updates=algorithm.max_staleness > 0 and kind != "local",  # whose engine has the weights
@@ -98,7 +100,7 @@ class Learners(LearnerRanks):
         await self.check_storage()
         # an engine may compile at its first request, which belongs to its start
         patience = max(self._policy.algorithm.sync_timeout_s, self._serving.engine.start_timeout_s)
-        if self._adapter is not None:
+        if self._adapters:
             await self.publications.publish_initial(0, patience)
         await self.publications.check_parity(0, patience)
         await self.load_start()
@@ -131,7 +133,7 @@ class Learners(LearnerRanks):
     @property
     def pins(self) -> bool:
         """True if the engines can keep a version while later ones are published."""
-        return self._adapter is not None and self._policy.algorithm.max_staleness > 0
+        return bool(self._adapters) and self._policy.algorithm.max_staleness > 0
 
     async def _restart(self, reason: object) -> ResumePoint:
         async with self.publications.learners_busy, self._alone():

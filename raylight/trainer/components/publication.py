@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import ray
@@ -28,15 +29,16 @@ END_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class PinnedAdapter:
-    """A version of the learners' adapter that the engines serve under a name of its own until its release.
+    """A version of the learners' adapters that the engines serve under names of their own until its release.
 
     Attributes:
-        payload_refs: list with the object reference of the adapter.
+        names: the pinned name of each adapter, by the name under which its current version is served.
+        payload_refs: object reference of each adapter, by the learners' model.
     """
 
-    name: str
+    names: dict[str, str]
     version: int
-    payload_refs: list[Any]
+    payload_refs: dict[str, Any]
 
 
 class Publications:
@@ -47,7 +49,9 @@ class Publications:
 
     Args:
         timeout_s: time that a version may take to reach all replicas.
-        adapter: name under which the learners' adapter is served; None publishes all weights.
+        adapters: the learners' models, whose adapters are served, by the names under which they are; the
+            only model of a run has an empty name. Empty: all weights are published.
+        fixed: those of them that are published at the start only.
         probe: token ids whose log-probs are compared; empty if the learners have no weights of their own.
         tolerance: limit of the mean difference of log-probs.
         beside_updates: updates may begin while weights are sent.
@@ -60,13 +64,15 @@ class Publications:
         engine: EngineConfig,
         timeout_s: float,
         *,
-        adapter: str | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+        fixed: Collection[str] = (),
         probe: Sequence[int],
         tolerance: float,
         beside_updates: bool = False,
     ) -> None:
         self._learners, self._replicas, self._engine = learners, replicas, engine
-        self._adapter, self._probe, self._parity = adapter, list(probe), ParityMonitor(tolerance)
+        self._adapters, self._fixed, self._probe = adapters, frozenset(fixed), list(probe)
+        self._parity = {name: ParityMonitor(tolerance) for name in adapters or ("",)}
         self._settings = PublicationSettings(
             transport=engine.weight_transfer,
             dtype=engine.dtype,
@@ -84,8 +90,8 @@ class Publications:
         """Held while the learners send weights. It is acquired after `learners_busy`, if both are."""
         self._snapshot = 0
         """Version of the learners' snapshot; 0 if they have none."""
-        self._payload_refs: list[Any] = []
-        """Reference to the published version of the adapter."""
+        self._payload_refs: dict[str, Any] = {}
+        """Reference to the published version of each adapter, by the name under which it is served."""
         self._failure: LearnerError | None = None
         """Failure of the learners that was found when a replica had joined."""
 
@@ -111,13 +117,13 @@ class Publications:
         async with contextlib.AsyncExitStack() as learners:
             await learners.enter_async_context(self.learners_busy)
             async with self._sending:
-                adapter, logprobs = await self._read(version)
+                payload_refs, logprobs = await self._read(version)
                 if self._settings.beside_updates:
                     await learners.aclose()
-                probed: dict[str, list[float]] = {}
+                probed: dict[str, dict[str, list[float]]] = {}
                 if version > self.published:
-                    probed, logprobs = await self._send(version, adapter, logprobs)
-                self._payload_refs = adapter or []
+                    probed, logprobs = await self._send(version, payload_refs, logprobs)
+                self._payload_refs |= payload_refs
             self._replicas.changed.notify_all()
             return await self.check_parity(version, self._settings.timeout_s, probed, logprobs)
 
@@ -125,91 +131,119 @@ class Publications:
         self,
         version: int,
         timeout: float,
-        probed: Mapping[str, Sequence[float]] | None = None,
-        logprobs: Sequence[float] | None = None,
+        probed: Mapping[str, Mapping[str, Sequence[float]]] = MappingProxyType({}),
+        logprobs: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> Parity:
-        """Compare the log-probs of all replicas and the learners on the probe.
+        """Compare the log-probs of all replicas and the learners on the probe, for each adapter.
 
         Args:
             timeout: seconds that the replicas have.
-            probed: log-probs by replica; empty or None if the replicas are to be asked.
-            logprobs: those of the learners; None if they still hold the version.
+            probed: by adapter, log-probs by replica; the replicas are asked for the others.
+            logprobs: those of the learners by adapter; they still hold the version of the others.
 
         Returns:
-            A parity of no tokens if there is no probe.
+            The worst; a parity of no tokens if there is no probe.
 
         Raises:
             MismatchError: a replica's differ from the learners'.
         """
-        if not self._probe:
-            return Parity(0.0, 0.0, 0)
-        async with task_group() as tasks:
-            if not logprobs:
-                own = tasks.create_task(self._learners.logprobs(self._probe))
-            found = probed or await self._replicas.probe(self._probe, timeout, self._adapter)
-        return self._parity.check(version, found, logprobs or own.result())
+        worst = Parity(0.0, 0.0, 0)
+        for name, monitor in self._parity.items():
+            if not self._probe or (version and name in self._fixed):
+                continue
+            async with task_group() as tasks:
+                own = logprobs.get(name)
+                if not own:
+                    computing = tasks.create_task(self._learners_logprobs(name))
+                found = probed.get(name) or await self._replicas.probe(self._probe, timeout, name or None)
+            parity = monitor.check(version, found, own or computing.result())
+            worst = max(worst, parity, key=lambda one: (one.mean_abs, one.tokens))
+        return worst
 
-    async def _read(self, version: int) -> tuple[list[Any] | None, list[float] | None]:
-        """Read what is sent later: the adapter, or a snapshot. Return a reference to the adapter, and the
+    async def _learners_logprobs(self, name: str) -> list[float]:
+        """Return the learners' log-probs of the probe, with the adapter that is served under a name."""
+        return await self._learners.logprobs(self._probe, self._adapters.get(name, ""))
+
+    @property
+    def _published_adapters(self) -> list[str]:
+        """Names of the adapters that are published with each version."""
+        return [name for name in self._adapters if name not in self._fixed]
+
+    async def _read(self, version: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+        """Read what is sent later: the adapters, or a snapshot. Return references to the adapters, and the
         learners' log-probs of the probe if an update may begin before the comparison."""
         beside, timeout = self._settings.beside_updates, self._settings.timeout_s
-        if self._adapter is None:
+        if not self._adapters:
             if not beside:
-                return None, None
+                return {}, {}
             self._snapshot = 0
             logprobs = await self._learners.take_snapshot(self._probe, self._settings)
             self._snapshot = version
-            return None, logprobs
+            return {}, {"": logprobs or []}
+        names = self._published_adapters
         try:
             async with asyncio.timeout(timeout):
-                payload_refs = await self._export_adapter()
+                payload_refs = await self._export_adapters(names)
         except TimeoutError:
             raise WeightSyncError(
                 f"the learners did not export their adapter within {timeout:g} s; raise sync_timeout_s"
             ) from None
-        return payload_refs, await self._learners.logprobs(self._probe) if beside else None
+        return payload_refs, {name: await self._learners_logprobs(name) for name in names if beside}
 
     async def _send(
-        self, version: int, adapter: list[Any] | None, logprobs: list[float] | None
-    ) -> tuple[dict[str, list[float]], list[float] | None]:
-        """Have all replicas load a version; return the log-probs of the probe, by replica and of the
-        learners.
+        self, version: int, payload_refs: dict[str, Any], logprobs: dict[str, list[float]]
+    ) -> tuple[dict[str, dict[str, list[float]]], dict[str, list[float]]]:
+        """Have all replicas load a version; return, by adapter, the log-probs of the probe by replica, and of
+        the learners.
 
         Args:
-            logprobs: those of the learners; None if they still hold the version. They then compute them while
+            logprobs: those of the learners; none if they still hold the version. They then compute them while
                 the replicas prepare.
         """
+        name = next(reversed(payload_refs), "")
         async with task_group() as tasks:
             own = None
             if self._probe and not logprobs:
-                own = tasks.create_task(self._learners.logprobs(self._probe))
-            if self._adapter is None:
+                own = tasks.create_task(self._learners_logprobs(name))
+            if not self._adapters:
                 found = await self._send_weights(version)
             else:
-                timeout, mode = self._settings.timeout_s, self._engine.update_mode
-                found = await self._replicas.publish(
-                    version, adapter, timeout, mode, self._adapter, probe=self._probe
-                )
+                found = await self._send_adapters(version, payload_refs, self._settings.timeout_s)
                 self.published = version
         probed = {replica: values for replica, values in found.items() if values is not None}
-        return probed, own.result() if own else logprobs
+        return {name: probed} if probed else {}, {name: own.result()} if own else logprobs
 
-    async def _export_adapter(self) -> list[Any]:
-        """Return a list with the object reference of the adapter, which this process owns, so that it
-        outlives the learners."""
-        _, adapter = await self._learners.export_adapter()
-        return [ray.put(adapter)]
+    async def _send_adapters(
+        self, version: int, payload_refs: dict[str, Any], timeout: float
+    ) -> dict[str, list[float] | None]:
+        """Publish a version of adapters; return the replicas' log-probs of the probe with the last one."""
+        *others, last = payload_refs
+        mode = self._engine.update_mode
+        for name in others:
+            await self._replicas.pin(name, version, [payload_refs[name]], timeout, mode)
+        return await self._replicas.publish(
+            version, [payload_refs[last]], timeout, mode, last, probe=self._probe
+        )
+
+    async def _export_adapters(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the object reference of each adapter, which this process owns, so that it outlives the
+        learners."""
+        exported = {}
+        for name in names:
+            _, adapter = await self._learners.export_adapter(self._adapters[name])
+            exported[name] = ray.put(adapter)
+        return exported
 
     async def publish_initial(self, version: int, timeout: float) -> None:
-        """Serve the model with the new adapter, which does not change it, so that an engine that cannot serve
-        it fails at the start.
+        """Serve the model with the initial adapters, so that an engine that cannot serve them fails at the
+        start.
 
         Raises:
-            EngineStartError: no engine can serve it.
+            EngineStartError: no engine can serve them.
         """
-        payload_refs = await self._export_adapter()
+        self._payload_refs = await self._export_adapters(self._adapters)
         try:
-            await self._replicas.publish(version, payload_refs, timeout, adapter=self._adapter)
+            await self._send_adapters(version, self._payload_refs, timeout)
         except WeightSyncError as error:
             raise EngineStartError(
                 f"the engine cannot serve the learners' adapter: {error}. Adapt other layers "
@@ -218,16 +252,18 @@ class Publications:
             ) from error
 
     async def pin(self, step: int) -> PinnedAdapter:
-        """Have all replicas serve the published version of the adapter under another name too, until
+        """Have all replicas serve the published version of the adapters under other names too, until
         `release`.
 
         Raises:
             WeightSyncError: not enough replicas served it in time.
         """
-        pinned = PinnedAdapter(f"{self._adapter}@step-{step}", self.published, self._payload_refs)
-        timeout = self._settings.timeout_s
-        await self._replicas.pin(pinned.name, pinned.version, pinned.payload_refs, timeout)
-        return pinned
+        names = {name: f"{name}@step-{step}" for name in self._published_adapters}
+        for name, pinned_name in names.items():
+            refs = [self._payload_refs[name]]
+            await self._replicas.pin(pinned_name, self.published, refs, self._settings.timeout_s)
+        payload_refs = {self._adapters[name]: self._payload_refs[name] for name in names}
+        return PinnedAdapter(names, self.published, payload_refs)
 
     async def release(self, pinned: PinnedAdapter) -> None:
         """Have the replicas drop a pinned version.
@@ -235,7 +271,8 @@ class Publications:
         Raises:
             WeightSyncError: no replica did so in time.
         """
-        await self._replicas.release(pinned.name, self._settings.timeout_s)
+        for name in pinned.names.values():
+            await self._replicas.release(name, self._settings.timeout_s)
 
     async def _send_weights(self, version: int) -> dict[str, list[float] | None]:
         """Publish a version of the weights, and have the learners send it. Return the replicas' log-probs of

@@ -24,9 +24,7 @@ from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.weights.actor import running_coordinator
 from raylight.weights.client import CoordinatorClient
-
-ADAPTER_NAME = "adapter"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+from raylight.weights.protocol import ADAPTER_FILES
 
 
 class Serving:
@@ -117,10 +115,9 @@ class Serving:
         """
         assert self.model is not None, "the run serves a model"
         url, name = await self.deployment.start(), self.model.name
-        if self.model.lora_adapter is not None:
-            name, payload_refs = ADAPTER_NAME, [ray.put(read_adapter(self.model.lora_adapter))]
-            timeout = self.model.lora_adapter_timeout_s
-            await self.coordinator.publish(1, payload_refs, timeout, adapter=name)
+        for place, (name, folder) in enumerate(self.model.lora_adapters.items()):
+            payload_refs, timeout = [ray.put(read_adapter(folder))], self.model.lora_adapter_timeout_s
+            await self.coordinator.publish(place + 1, payload_refs, timeout, adapter=name)
         self._llm = LLM(
             endpoint=url, model=name, traced=True, sampling_parameters=self.model.sampling_parameters
         )
@@ -140,7 +137,7 @@ class Serving:
                 self._monitor(f"{self._app_name}-{name}", resource.endpoint, EngineConfig())
         if self.model is not None:
             self._monitor_model(self._llm.endpoint, self.model.engine)
-            self.resources = fill_resources(self.resources, self._llm, self.model.sampling_overrides)
+            self.resources = fill_resources(self.resources, self._llm, self.model)
             self._show_stage(f"the model is served at {self._llm.endpoint}")
             if self.model.session_rules is not None:
                 self._show_stage(f"sessions are opened at {self._llm.endpoint}/v1/sessions with the API key")
@@ -199,13 +196,10 @@ class Serving:
         return {"replicas_evicted": replicas.evictions, "coordinator_restarts": replicas.restarts}
 
 
-def fill_resources(resources: NamedResources, llm: LLM, overrides: dict[str, Any]) -> NamedResources:
-    """Return resources with the served model `llm` among them, see `with_policy`.
-
-    Args:
-        overrides: sampling parameters of the served model that win over an agent's own declaration.
-    """
-    filled = with_policy(resources, llm)
+def fill_resources(resources: NamedResources, llm: LLM, model: ServingSettings) -> NamedResources:
+    """Return resources with the served model `llm` among them, see `with_policy`."""
+    overrides = model.sampling_overrides
+    filled = with_policy(resources, llm, model.models)
     for name, resource in filled.items():
         if overrides and isinstance(resource, LLM) and resource.endpoint == llm.endpoint:
             parameters = resource.sampling_parameters | overrides

@@ -47,6 +47,7 @@ def describe(
         "train/aborted": float(content.aborted),
         "train/other_agents": float(content.other_agents),
         "train/auxiliary_calls": float(content.auxiliary_calls),
+        **_model_metrics(sampled, content),
         "trace/rows_unselected": float(content.rows_unselected),
         "trace/rows_dropped": float(content.rows_dropped),
         "trace/rows_truncated": float(content.rows_truncated),
@@ -112,6 +113,17 @@ def _reward_metrics(sampled: list[FinishedRollout], failure_reward: float | None
     if any(item.graded for item in sampled):
         metrics["train/grades_failed"] = float(sum(item.grade_error is not None for item in sampled))
     return metrics
+
+
+def _model_metrics(sampled: list[FinishedRollout], content: BatchReport) -> Metrics:
+    """Return the number of calls of each model in a run with several."""
+    if not content.models:
+        return {}
+    calls = Counter(call.model for item in sampled for call in item.generations)
+    counts = {name: float(calls[name]) for name in sorted(calls.keys() | set(content.models))}
+    return {f"model/{name}/calls": count for name, count in counts.items()} | {
+        "train/other_models": float(content.other_models)
+    }
 
 
 def _failure_metrics(sampled: list[FinishedRollout]) -> Metrics:

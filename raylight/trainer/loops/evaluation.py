@@ -17,7 +17,6 @@ from raylight.trainer.loops.policy_rollouts import PolicyRollouts
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.output.sampled_rollouts import example_ids, sampled_rollout
 from raylight.trainer.output.scores import Scores, measure, reward_of_failures
-from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.types import FinishedRollout
 
 
@@ -66,7 +65,7 @@ class Evaluator(ModelSelection):
             self._tasks,
             algorithm.val_samples,
             report.rollout_progress("val"),
-            pinned.name if pinned else None,
+            pinned.names if pinned else None,
         )
         if pinned is not None:
             self._check_versions(finished, pinned)
@@ -86,14 +85,15 @@ class Evaluator(ModelSelection):
 
     def _check_versions(self, finished: list[FinishedRollout], pinned: PinnedAdapter) -> None:
         """Show once that calls were not sampled from the pinned version."""
-        calls = [call for item in finished for call in item.generations if call.model == MODEL_NAME]
+        calls = [call for item in finished for call in item.generations if call.model in pinned.names]
         others = sum(bool((call.weight_versions != pinned.version).any()) for call in calls)
         if others and not self._reported_others:
             self._reported_others = True
+            served = ", ".join(map(repr, pinned.names.values()))
             self._report.note(
                 f"{others} of {len(calls)} calls of the evaluation were not sampled from the weights of its "
-                f"step, which the engines serve as {pinned.name!r} meanwhile: the agent must send llm.model "
-                "as the model of its requests"
+                f"step, which the engines serve as {served} meanwhile: the agent must send llm.model as the "
+                "model of its requests"
             )
 
 

@@ -211,7 +211,7 @@ class PolicyLoop(StepLoop):
         counters |= self._run.reward_models.metrics()
         counters |= self._run.runners.metrics() | await self._groups.metrics()
         counters |= self._ledger.row(await self._groups.sampled_tokens(step)).metrics()
-        counters |= self._ledger.length_metrics()
+        counters |= self._ledger.length_metrics() | self._ledger.model_metrics()
         if self._is_asynchronous:
             counters |= self._loads.metrics()
         self._report.step(step, metrics | counters)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
@@ -47,6 +48,9 @@ class PolicyRollouts:
         self._run, self._store, self._start = run, run.store, run.start
         self._grader = GroupGrader.of(run, note)
         self._algorithm, self._trained_agents = run.training.algorithm, run.training.trained_agents
+        names = tuple(self._algorithm.models) or (MODEL_NAME,)
+        self._served = {name: name for name in names}
+        """Name under which each model is served."""
         self._resources: ResourcesUpdate
         """Resources of training rollouts."""
         self._greedy_id: str | None = None
@@ -70,15 +74,18 @@ class PolicyRollouts:
         if self._algorithm.val_sampling_parameters is not None:
             self._val_id = await self._add_resources(self._algorithm.val_sampling_parameters)
 
-    async def _add_resources(self, sampling: dict[str, Any], model: str = MODEL_NAME) -> str:
-        """Add resources whose model has these sampling parameters, without leaving them the latest; return
+    async def _add_resources(
+        self, sampling: dict[str, Any], names: Mapping[str, str] = MappingProxyType({})
+    ) -> str:
+        """Add resources whose models have these sampling parameters, without leaving them the latest; return
         their id.
 
         Args:
-            model: name under which the engines serve the model.
+            names: other names under which the engines serve models.
         """
         own = self._resources
-        added = await self._store.add_resources(with_sampling(own.resources, sampling, model))
+        served = self._served | dict(names)
+        added = await self._store.add_resources(with_sampling(own.resources, sampling, served))
         await self._store.update_resources(own.resources_id, own.resources)
         return added.resources_id
 
@@ -118,18 +125,24 @@ class PolicyRollouts:
         }
 
     async def evaluate(
-        self, step: int, tasks: list[Any], samples: int, progress: Progress, model: str | None = None
+        self,
+        step: int,
+        tasks: list[Any],
+        samples: int,
+        progress: Progress,
+        names: Mapping[str, str] | None = None,
     ) -> list[FinishedRollout]:
         """Roll every validation task out `samples` times after a step, and wait until all are decided.
 
         What the infrastructure failed in an evaluation that was completed before a resume stays failed.
 
         Args:
-            model: name of a pinned version, which the rollouts sample from; None for the current one.
+            names: names of a pinned version of models, which the rollouts sample from; None for the current
+                one.
         """
         resources_id = self._val_id or self._resources.resources_id
-        if model is not None:
-            resources_id = await self._add_resources(self._algorithm.val_sampling_parameters or {}, model)
+        if names is not None:
+            resources_id = await self._add_resources(self._algorithm.val_sampling_parameters or {}, names)
         requests = [
             EnqueueRolloutRequest(
                 input=task,
@@ -151,7 +164,7 @@ class PolicyRollouts:
 
         repeats_lost = not 0 < step <= self._start.completed_step
         try:
-            if model is None:
+            if names is None:
                 await self.enqueue(requests, repeats_lost)
             else:
                 await self._enqueue_share(requests, repeats_lost, ids)

@@ -27,7 +27,6 @@ from raylight.trainer.cluster_fit.cluster_settings import fit_served
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.cluster_fit.scoring_models import plan_reward_models
 from raylight.trainer.components.run_components import RolloutComponents
-from raylight.trainer.components.serving import ADAPTER_FILES
 from raylight.trainer.loops.awaited_rollouts import run_rollouts
 from raylight.trainer.loops.batch_metrics import raise_if_hopeless
 from raylight.trainer.loops.group_grader import GroupGrader
@@ -38,7 +37,10 @@ from raylight.trainer.spec.inputs import check_validation_size, fixed_model
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import MODEL_NAME, RolloutSettings, ServedSettings, ServingSettings
 from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutConfig
+from raylight.weights.protocol import ADAPTER_FILES
 
+ADAPTER_NAME = "adapter"
+"""Name under which the only adapter is served."""
 COLLECT_CHUNK = 256
 """Maximum number of rollouts whose spans are in memory at the same time."""
 
@@ -48,8 +50,9 @@ class EvalSettings(Config):
 
     model: str
     """Folder of a Hugging Face model, its name in the local cache, or the upstream's name of it."""
-    lora_adapter: str | None = None
-    """Folder of a LoRA adapter in peft's format, which is served with the model."""
+    lora_adapter: str | dict[str, str] | None = None
+    """Folder of a LoRA adapter in peft's format, which is served with the model; or folders by the name of
+    each of several models that the agent calls."""
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Rollouts per task."""
     sampling: dict[str, Any] = Field(default_factory=dict)
@@ -96,11 +99,12 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
                 used.
         """
         check_validation_size(len(tasks), chosen.samples, "samples")
-        agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), ("val",))
+        serving = evaluated_model(chosen, requested.engine)
+        agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME), serving.models), ("val",))
         planned = ServedSettings.extending(
             settings,
             rollout=chosen.rollout,
-            serving=evaluated_model(chosen, requested.engine),
+            serving=serving,
             reward_models=plan_reward_models(settings.group_reward),
         )
         return cls(settings=planned, requested=requested, chosen=chosen, agent=agent, tasks=tasks)
@@ -142,7 +146,8 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
         """Return the resolved configuration of the evaluation."""
         serving, own = self.settings.serving, self.chosen.model_dump(mode="json")
         own["model"] = serving.model_path or self.chosen.model
-        own["lora_adapter"] = serving.lora_adapter
+        adapters = serving.lora_adapters
+        own["lora_adapter"] = adapters if serving.models else adapters.get(ADAPTER_NAME)
         return self.settings.resolved() | own | {"tasks": len(self.tasks)}
 
 
@@ -195,11 +200,14 @@ def evaluated_model(chosen: EvalSettings, engine: EngineConfig) -> ServingSettin
                 "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the "
                 "model with raylight"
             )
-        update = {"max_adapters": max(engine.max_adapters, 1)}
+        is_one = isinstance(chosen.lora_adapter, str)
+        given = {ADAPTER_NAME: chosen.lora_adapter} if is_one else chosen.lora_adapter
+        update = {"max_adapters": max(engine.max_adapters, len(given))}
         serving = replace(
             serving,
             engine=serving.engine.model_copy(update=update),
-            lora_adapter=find_adapter(chosen.lora_adapter),
+            models=() if is_one else tuple(given),
+            lora_adapters={name: find_adapter(folder) for name, folder in given.items()},
             lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,
         )
     return serving

@@ -20,6 +20,7 @@ from raylight.trainer.cluster_fit.cluster_settings import fit_trained
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.cluster_fit.policy_checks import (
     check_lengths,
+    check_models,
     resolve_state_url,
     trainable_engine,
     trained_agents_pattern,
@@ -118,7 +119,8 @@ class PolicyRun(ServedTrainingRun):
             raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
         check_validation_size(len(val_tasks), algorithm.val_samples, "val_samples")
         modes = ("train", "val") if val_tasks else ("train",)
-        inputs.agent.check(with_policy(settings.resources, LLM(model=MODEL_NAME)), modes)
+        served = with_policy(settings.resources, LLM(model=MODEL_NAME), tuple(algorithm.models))
+        inputs.agent.check(served, modes)
         agents = trained_agents_pattern(inputs.agent, adapter, algorithm)
         trained = plan_training(settings, algorithm, requested, tasks, agents)
         check_has_run(resume, requested)
@@ -164,6 +166,8 @@ class OnlineRun(ServedTrainingRun):
         Raises:
             ConfigError, ModelNotFoundError, BrokenPackageError: the run could not work.
         """
+        if algorithm.models:
+            raise ConfigError("sessions train one model; leave models out, or train several with Trainer.fit")
         trained = plan_training(settings, algorithm, requested, SESSION_TASKS, None)
         check_has_run(resume, requested)
         serving = replace(trained.serving, route="/", session_rules=SessionRules(algorithm.group_size))
@@ -207,12 +211,14 @@ def plan_training(
     """
     engine, learner, checkpoint = requested.engine, requested.learner, requested.checkpoint
     check_lengths(engine, learner)
+    check_models(algorithm, learner)
     check_packages()
     serving = ServingSettings(
         resolve_model(algorithm.model),
         trainable_engine(engine, learner),
         sampling_parameters=algorithm.sampling_parameters,
         training_temperature=algorithm.training_temperature,
+        models=tuple(algorithm.models),
     )
     if tasks.size is None and algorithm.n_steps is None:
         raise ConfigError(

@@ -250,6 +250,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     added = flatten({"learner": LearnerConfig(lora=lora).model_dump(mode="json")})
     # a version that did not have a setting yet did what its default does now
     old = {name: value for name, value in added.items() if new.get(name, "-") == value} | old
+    new = {name: value for name, value in new.items() if name in old or value not in (None, {})}
     changed = {
         name: f"{old.get(name, '-')!r} -> {new.get(name, '-')!r}"
         for name in sorted(old.keys() | new.keys())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import ConfigError
-from raylight.trainer.spec.settings import MODEL_NAME
 
 RESERVED = {"task", "rollout", "resources"}
 """Names of a rollout function's parameters that raylight fills itself."""
@@ -29,14 +28,19 @@ def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResource
     return resources
 
 
-def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
+def with_policy(resources: NamedResources, llm: LLM, models: Sequence[str] = ()) -> NamedResources:
     """Return resources in which the served model `llm` takes the place of every model without an endpoint.
 
     If there is none, it is added as `llm`, and also as `main_llm` (the name in agent-lightning's VERL) unless
-    that name is taken.
+    that name is taken. Of several models, the one that the resource names takes its place, or else the one
+    with the name of the resource; if there is no such resource, each is added under its name too.
+
+    Args:
+        models: names of the served models; empty if there is one.
 
     Raises:
-        ConfigError: the resource `llm` is a model with an endpoint, and no other model lacks one.
+        ConfigError: the resource `llm` is a model with an endpoint, and no other model lacks one; or a model
+            without an endpoint is none of several models.
     """
     unfilled = [name for name, value in resources.items() if is_unfilled(value)]
     if not unfilled and "llm" in resources:
@@ -46,25 +50,46 @@ def with_policy(resources: NamedResources, llm: LLM) -> NamedResources:
         )
     kept = ("sampling_parameters", "agent_id")
     filled = {
-        name: llm.model_copy(update={field: getattr(resources[name], field) for field in kept})
+        name: _named(llm, name, resources[name].model, models).model_copy(
+            update={field: getattr(resources[name], field) for field in kept}
+        )
         for name in unfilled
     }
-    return resources | filled if filled else {"main_llm": llm} | resources | {"llm": llm}
+    if filled:
+        return resources | filled
+    named = {name: llm.model_copy(update={"model": name}) for name in models}
+    llm = next(iter(named.values()), llm)
+    return {"main_llm": llm} | named | resources | {"llm": llm}
+
+
+def _named(llm: LLM, resource: str, model: str, models: Sequence[str]) -> LLM:
+    """Return the served model that a resource stands for."""
+    if not models:
+        return llm
+    if (found := next((name for name in (model, resource) if name in models), None)) is None:
+        raise ConfigError(
+            f"the resource `{resource}` names none of the run's models, which are {', '.join(models)}; "
+            f"declare it with a name, such as @rollout({resource}=LLM(name={models[0]!r}))"
+        )
+    return llm.model_copy(update={"model": found})
 
 
 def with_sampling(
-    resources: NamedResources, parameters: dict[str, Any], model: str = MODEL_NAME
+    resources: NamedResources, parameters: dict[str, Any], models: Mapping[str, str]
 ) -> NamedResources:
-    """Return resources whose trained model has other sampling parameters; those not named stay.
+    """Return resources whose served models have other sampling parameters; those not named stay.
 
     Args:
-        model: name under which the trained model is served.
+        models: name under which each of these models is served instead.
     """
     return {
         name: value.model_copy(
-            update={"sampling_parameters": value.sampling_parameters | parameters, "model": model}
+            update={
+                "sampling_parameters": value.sampling_parameters | parameters,
+                "model": models[value.model],
+            }
         )
-        if isinstance(value, LLM) and value.traced and value.model == MODEL_NAME
+        if isinstance(value, LLM) and value.traced and value.model in models
         else value
         for name, value in resources.items()
     }

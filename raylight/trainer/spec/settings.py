@@ -23,6 +23,7 @@ from raylight.config import (
     SessionConfig,
     StoreConfig,
 )
+from raylight.learner.protocol import LearnerSettings, ModelSettings
 from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import ScoringModel
 from raylight.runner.actor import RunnerPayload
@@ -45,6 +46,8 @@ class ServingSettings:
     engine: EngineConfig
     name: str = MODEL_NAME
     """Model name that agents send."""
+    models: tuple[str, ...] = ()
+    """Names of several models that the engines serve as adapters of this one; empty if there is one."""
     route: str | None = None
     """HTTP route of the model; None derives it from the run's name."""
     sampling_parameters: dict[str, Any] = field(default_factory=dict)
@@ -53,8 +56,8 @@ class ServingSettings:
     """Sampling parameters that win over an agent's own declaration."""
     training_temperature: float | None = None
     """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
-    lora_adapter: str | None = None
-    """Folder of a LoRA adapter in peft's format, which is served with the model."""
+    lora_adapters: dict[str, str] = field(default_factory=dict)
+    """Folders of LoRA adapters in peft's format, which are served with the model, by their names."""
     session_rules: SessionRules | None = None
     """Rules of the sessions of agents outside the run; None: there are none."""
     lora_adapter_timeout_s: float = 120.0
@@ -87,6 +90,11 @@ class LearningSettings:
     state_url: str
     """Folder or URL of the training states."""
     total_steps: int
+
+    @property
+    def learner_settings(self) -> LearnerSettings:
+        """Settings of the model, or of each of several, that the learners read."""
+        return self.algorithm.policy_settings()
 
     def resolved(self, model_path: str) -> dict[str, Any]:
         """Return the part of the run's resolved configuration that is about training.
@@ -126,11 +134,29 @@ class TrainingSettings(LearningSettings):
     """The model that scores sampled tokens; None if there is none."""
 
     @property
+    def learner_settings(self) -> LearnerSettings:
+        algorithm = self.algorithm
+        if not algorithm.models:
+            return algorithm.policy_settings()
+        return {
+            name: ModelSettings(algorithm.policy_settings(name), model.adapter)
+            for name, model in algorithm.models.items()
+        }
+
+    @property
     def served_lora(self) -> LoraConfig | None:
         """The adapter that the engines serve beside the initial model; None if they serve all weights."""
         learner = self.learner
         is_served = learner.kind == "ranks" and learner.lora is not None and learner.lora.serve == "adapter"
         return learner.lora if is_served else None
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The learners' models whose adapters are served, by the name under which they are; empty if the
+        engines serve all weights. The name of a run's only model is empty for the learners."""
+        if self.algorithm.models:
+            return {name: name for name in self.algorithm.models}
+        return {MODEL_NAME: ""} if self.served_lora is not None else {}
 
 
 @dataclass(frozen=True, kw_only=True)

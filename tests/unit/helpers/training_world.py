@@ -169,12 +169,12 @@ class Ranks:
         self.world.places.append(placement)
         self.weights, self.version, self.lost = START, 0, False
 
-    async def save(self, folder: str, adapter: str | None = None) -> None:
+    async def save(self, folder: str, adapters: dict[str, str] | None = None) -> None:
         self.world.models += 1
         if self.world.models in self.world.faulty_models:
             self.lost = True
             raise LearnerLostError("a rank died while it saved a model")
-        TrainingStates(folder).complete(0, {"weights": adapter or self.weights})
+        TrainingStates(folder).complete(0, {"weights": (adapters or {}).get("", self.weights)})
 
     async def save_state(self, url: str, step: int, about: dict, keep: int, timeout_s: float) -> None:
         if self.version in self.world.faulty_saves:
@@ -241,13 +241,14 @@ class Publications:
     async def pin(self, step: int) -> PinnedAdapter:
         engines = self.engines
         assert not engines.pinned, "there is one evaluation at a time"
-        pinned = PinnedAdapter(f"{MODEL_NAME}@step-{step}", engines.version, [engines.weights])
-        engines.pinned[pinned.name] = (engines.version, engines.weights)
-        return pinned
+        name = f"{MODEL_NAME}@step-{step}"
+        engines.pinned[name] = (engines.version, engines.weights)
+        return PinnedAdapter({MODEL_NAME: name}, engines.version, {"": engines.weights})
 
     async def release(self, pinned: PinnedAdapter) -> None:
         engines = self.engines
-        assert engines.pinned.pop(pinned.name) == (pinned.version, *pinned.payload_refs)
+        weights = engines.pinned.pop(pinned.names[MODEL_NAME])
+        assert weights == (pinned.version, pinned.payload_refs[""])
 
     def notice_version(self) -> None:
         self.stranded.clear()

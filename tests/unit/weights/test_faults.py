@@ -143,7 +143,7 @@ class Learners:
 
     version = 0
 
-    async def logprobs(self, ids: list[int]) -> list[float]:
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
         return [float(self.version)]
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:

@@ -21,6 +21,7 @@ from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_fit.cluster_settings import finish_trained
 from raylight.trainer.cluster_fit.hardware import Hardware, Workload, choose
 from raylight.trainer.cluster_fit.policy_checks import (
+    check_models,
     engine_with_transport,
     idle_hardware,
     trained_agents_pattern,
@@ -28,6 +29,7 @@ from raylight.trainer.cluster_fit.policy_checks import (
 )
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.trainer.trainer import Trainer
+from raylight.weights.protocol import ADAPTER_FILES
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 """Adapted layers of the starter model."""
@@ -224,3 +226,26 @@ def test_an_engine_gets_room_for_the_adapter_and_vllm_its_layers():
     own = {"max_lora_rank": 32, "enforce_eager": True}
     changed = with_adapter({"kind": "vllm", "args": own}, {})
     assert changed.args == own | {"lora_target_modules": LINEAR}
+
+
+def test_several_models_are_adapters_that_engines_serve(tmp_path: Path):
+    several = GRPO(model="m", models={"planner": {}, "coder": str(tmp_path)})
+    for learner in (
+        LearnerConfig(),
+        LearnerConfig(lora=LoraConfig(serve="merged")),
+        LearnerConfig(kind="local", lora=LoraConfig()),
+    ):
+        with pytest.raises(ConfigError, match="several models are LoRA adapters of one base"):
+            check_models(several, learner)
+        check_models(GRPO(model="m"), learner)
+    learner = LearnerConfig(lora=LoraConfig())
+    with pytest.raises(ConfigError, match="'coder' has no LoRA adapter in peft's format"):
+        check_models(several, learner)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"'coder' has weights of its own.*one base.*endpoint"):
+        check_models(several, learner)
+    for file in ADAPTER_FILES:
+        (tmp_path / file).write_text("{}")
+    check_models(several, learner)
+    settings = policy_settings(str(STARTER_MODEL), EngineConfig(kind="vllm"), learner, several)
+    assert finish_trained(settings).serving.engine.max_adapters == 2

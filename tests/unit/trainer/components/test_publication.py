@@ -10,7 +10,13 @@ from unit_helpers import within
 
 from raylight.config import EngineConfig
 from raylight.engines.protocol import LoraAdapter
-from raylight.errors import EngineStartError, LearnerError, LearnerLostError, WeightSyncError
+from raylight.errors import (
+    EngineStartError,
+    LearnerError,
+    LearnerLostError,
+    MismatchError,
+    WeightSyncError,
+)
 from raylight.trainer.components.publication import Publications
 from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.weights.client import CoordinatorClient
@@ -155,7 +161,7 @@ class Senders:
         self.snapshot = self.weights
         return [float(self.weights)] * len(ids)
 
-    async def logprobs(self, ids: list[int]) -> list[float]:
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
         return [float(self.weights)] * len(ids)
 
     async def publish_weights(self, version: int, token: str, settings: Any) -> None:
@@ -293,7 +299,7 @@ async def test_learners_that_are_lost_while_they_send_end_the_publication() -> N
 
 
 class AdapterLearners:
-    async def export_adapter(self) -> tuple[int, LoraAdapter]:
+    async def export_adapter(self, model: str) -> tuple[int, LoraAdapter]:
         return 0, LoraAdapter({}, {})
 
 
@@ -301,7 +307,7 @@ class FailingReplicas(CoordinatorClient):
     """Replicas that fail to load anything."""
 
     async def publish(  # type: ignore[override]
-        self, version: int, payload_refs: list[Any], timeout: float, *, adapter: str
+        self, version: int, payload_refs: list[Any], timeout: float, mode: str, adapter: str, **others: Any
     ) -> dict[str, Any]:
         assert (version, adapter) == (0, MODEL_NAME)
         raise WeightSyncError("replica a: expected target modules in ['q_proj']")
@@ -317,10 +323,95 @@ async def test_an_engine_that_cannot_serve_the_adapter_fails_at_the_start(
         FailingReplicas(None, 0.0, print),
         EngineConfig(kind="transformers"),
         1.0,
-        adapter=MODEL_NAME,
+        adapters={MODEL_NAME: ""},
         probe=[],
         tolerance=1e-9,
     )
     with pytest.raises(EngineStartError, match=r"expected target modules.*lora\.serve='merged'"):
         async with within():
             await publications.publish_initial(0, 1.0)
+
+
+class TwoModels:
+    """Learners with two adapters and a fixed one; log-probs tell the model and its version."""
+
+    version = 0
+
+    async def export_adapter(self, model: str) -> tuple[int, LoraAdapter]:
+        return self.version, LoraAdapter({"model": model, "version": self.version}, {})
+
+    async def logprobs(self, ids: list[int], model: str = "") -> list[float]:
+        return [float(len(model) + self.version)] * len(ids)
+
+
+class AdapterReplicas(CoordinatorClient):
+    """A replica that serves what it was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0.0, print)
+        self.served: dict[str, dict[str, Any]] = {}
+        self.claimed: list[int] = []
+
+    async def publish(  # type: ignore[override]
+        self, version: int, payload_refs: list[Any], timeout: float, mode: str, adapter: str, probe: list[int]
+    ) -> dict[str, Any]:
+        self.claimed.append(version)
+        await self.pin(adapter, version, payload_refs, timeout)
+        return {"a": (await self.probe(probe, timeout, adapter))["a"]}
+
+    async def pin(self, name: str, version: int, payload_ref: list[Any], *args: Any) -> None:  # type: ignore[override]
+        self.served[name] = payload_ref[0].config
+
+    async def release(self, name: str, timeout: float) -> None:
+        del self.served[name]
+
+    async def probe(
+        self, ids: list[int], timeout: float, adapter: str | None = None
+    ) -> dict[str, list[float]]:
+        found = self.served[str(adapter)]
+        return {"a": [float(len(found["model"]) + found["version"])] * len(ids)}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_the_adapters_of_several_models_are_published_and_pinned_as_one_version(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raylight.trainer.components.publication.ray.put", lambda value: value)
+    learners: Any = TwoModels()
+    replicas = AdapterReplicas()
+    models = ("planner", "coder", "judge")
+    publications = Publications(
+        learners,
+        replicas,
+        EngineConfig(kind="transformers"),
+        5.0,
+        adapters={name: name for name in models},
+        fixed=["judge"],
+        probe=[1, 2, 3],
+        tolerance=1e-9,
+        beside_updates=beside,
+    )
+    async with within():
+        await publications.publish_initial(0, 1.0)
+        assert replicas.served == {name: {"model": name, "version": 0} for name in models}
+        assert (await publications.check_parity(0, 1.0)).tokens == 3
+        learners.version = 1
+        parity = await publications.publish(1)
+        assert parity is not None
+        assert (parity.max_abs, parity.tokens) == (0.0, 3)
+        assert {name: found["version"] for name, found in replicas.served.items()} == {
+            "planner": 1,
+            "coder": 1,
+            "judge": 0,
+        }
+        assert replicas.claimed == [0, 1], "a version is claimed once"
+        pinned = await publications.pin(4)
+        assert pinned.names == {"planner": "planner@step-4", "coder": "coder@step-4"}
+        assert sorted(pinned.payload_refs) == ["coder", "planner"]
+        assert replicas.served["coder@step-4"] == {"model": "coder", "version": 1}
+        await publications.release(pinned)
+        assert sorted(replicas.served) == sorted(models)
+        learners.version = 2
+        replicas.pin = lambda *args: asyncio.sleep(0)  # type: ignore[method-assign,assignment]
+        with pytest.raises(MismatchError):
+            await publications.publish(2)

@@ -159,7 +159,7 @@ def test_every_served_model_gets_the_sampling_that_was_asked_for(
             agent, [1], model=hollow_model, sampling={"temperature": 0.0}
         )
     settings, llm = planned_runs[0].settings, LLM(endpoint="http://here", model="policy", traced=True)
-    offered = fill_resources(settings.resources, llm, settings.serving.sampling_overrides)
+    offered = fill_resources(settings.resources, llm, settings.serving)
     assert offered["solver"].sampling_parameters == {"top_p": 0.9, "temperature": 0.0}
     assert (offered["solver"].endpoint, offered["judge"].sampling_parameters) == ("http://here", {})
 

@@ -95,8 +95,43 @@ def test_models_that_nothing_serves_are_named() -> None:
 def test_other_sampling_parameters_are_for_the_trained_model_alone() -> None:
     trained = LLM(model=MODEL_NAME, traced=True, sampling_parameters={"temperature": 0.7, "max_tokens": 8})
     judge, table = LLM(endpoint="http://j/v1", model="j"), {"a": 1}
-    changed = with_sampling({"llm": trained, "judge": judge, "table": table}, {"temperature": 0.0})
+    changed = with_sampling(
+        {"llm": trained, "judge": judge, "table": table}, {"temperature": 0.0}, {"policy": "policy"}
+    )
     assert changed["llm"].sampling_parameters == {"temperature": 0.0, "max_tokens": 8}
     assert (changed["judge"], changed["table"]) == (judge, table)
     with pytest.raises(ConfigError, match="temperature"):
         GRPO(model="m", val_sampling_parameters={"temperature": -1})
+
+
+def test_of_several_models_each_resource_gets_the_one_that_it_names() -> None:
+    models = ("planner", "coder")
+    declared = {
+        "planner": LLM(),
+        "second": LLM(name="coder", sampling_parameters={"top_p": 0.5}),
+        "judge": JUDGE,
+    }
+    filled = with_policy(declared, POLICY, models)
+    assert filled["planner"] == POLICY.model_copy(update={"model": "planner"})
+    assert filled["second"] == POLICY.model_copy(
+        update={"model": "coder", "sampling_parameters": {"top_p": 0.5}}
+    )
+    assert filled["judge"] == JUDGE
+    assert "llm" not in filled
+    added = with_policy({}, POLICY, models)
+    assert {name: llm.model for name, llm in added.items()} == {
+        "main_llm": "planner",
+        "llm": "planner",
+        "planner": "planner",
+        "coder": "coder",
+    }
+    with pytest.raises(ConfigError, match=r"the resource `m` names none of the run's models.*planner, coder"):
+        with_policy({"m": LLM()}, POLICY, models)
+
+
+def test_pinned_versions_take_the_place_of_several_models() -> None:
+    filled = with_policy({}, POLICY, ("planner", "coder"))
+    changed = with_sampling(filled, {"top_k": 3}, {"planner": "planner@step-2", "coder": "coder@step-2"})
+    assert changed["coder"].model == "coder@step-2"
+    assert changed["llm"].model == "planner@step-2"
+    assert changed["llm"].sampling_parameters == {"top_k": 3}
