@@ -125,6 +125,10 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     kl_horizon: int = Field(default=10_000, ge=1, le=MAX_COUNT)
     """Horizon of the adaptive KL controller, in rollouts."""
     entropy_coef: float = Field(default=0.0, ge=-MAX_FACTOR, le=MAX_FACTOR)
+    observation_coef: float = Field(default=0.0, ge=0, le=MAX_FACTOR)
+    """Weight in the loss of the mean cross-entropy of observed tokens: those between two responses of a row,
+    such as the results of tools. The model learns to predict what the environment returns. 0 leaves them
+    out."""
     calculate_entropy: bool = True
     """Compute the entropy for the metrics even if the loss does not need it."""
     zero_variance_groups: Literal["keep", "drop"] = "keep"

@@ -99,6 +99,8 @@ class PackedRows:
     """Tokens that could have been sampled, for each response token; empty if no row has any."""
     penalised: list[tuple[PenalisedRange, ...]]
     """Ranges of each row's tokens that were sampled with penalties."""
+    observed: MaskArray | None = None
+    """None for an update that does not learn observations."""
 
 
 class MinibatchShard(NamedTuple):
@@ -152,7 +154,8 @@ def shard_batch(
         parts = [_shard(part, rank, lengths, batch.owners) for part in policy]
         critic_parts = [_shard(part, rank, lengths, batch.owners) for part in critic]
         indices = sorted({index for part in [*parts, *critic_parts] for index in part.rows})
-        yield BatchShard(outline, _pack(indices, batch), parts, critic_parts)
+        learns_observations = isinstance(settings, PolicySettings) and settings.observation_coef > 0
+        yield BatchShard(outline, _pack(indices, batch, learns_observations), parts, critic_parts)
 
 
 def shard_by_model(
@@ -255,7 +258,7 @@ def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np
     return starts
 
 
-def _pack(indices: list[int], batch: TrainBatch) -> PackedRows:
+def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> PackedRows:
     chosen = [batch.rows[index] for index in indices]
     prompts, teacher = [row.prompt_length for row in chosen], batch.teacher_logprobs
 
@@ -275,6 +278,7 @@ def _pack(indices: list[int], batch: TrainBatch) -> PackedRows:
         teacher_logprobs=None if teacher is None else np.concatenate([teacher[index] for index in indices]),
         candidates=_join_candidates(chosen),
         penalised=[row.penalised for row in chosen],
+        observed=_observed(chosen) if learns_observations else None,
     )
 
 
@@ -284,3 +288,9 @@ def _join_candidates(rows: list[Trajectory]) -> TokenSets:
         return TokenSets()
     every = (row.candidates or TokenSets.unrestricted(len(row.token_ids)) for row in rows)
     return TokenSets.join(sets[row.prompt_length :] for sets, row in zip(every, rows, strict=True))
+
+
+def _observed(rows: list[Trajectory]) -> MaskArray:
+    """Join the masks of observed tokens after the prompts; rows without one have no such tokens."""
+    masks = [row.observed if len(row.observed) else np.zeros(len(row.mask), np.int8) for row in rows]
+    return np.concatenate([mask[row.prompt_length :] for mask, row in zip(masks, rows, strict=True)])

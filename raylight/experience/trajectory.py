@@ -292,7 +292,10 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
     logprobs = np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), -1, np.int64)
     replayed: list[Generation] = []
+    observed = np.ones(len(tokens), np.int8)
+    observed[: len(first.prompt_ids)] = 0
     for call in branch:
+        observed[len(call.prompt_ids) : len(call.prompt_ids) + len(call.output_ids)] = 0
         if call.key.call_id in masked:
             continue
         start = len(call.prompt_ids)
@@ -315,6 +318,7 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
         first.temperature,
         _join_candidates(replayed, len(tokens)),
         tuple(_penalised_ranges(replayed)),
+        observed,
     )
 
 

@@ -218,17 +218,19 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         *,
         entropy: bool = False,
         entropy_grad: bool = False,
+        observations: bool = False,
     ) -> dict[str, Any]:
         """Take an optimizer step; return the loss function's metrics, each of all micro-batches, and the
         gradient's norm. A collective.
 
         Args:
             entropy, entropy_grad: compute the entropies, and their gradient.
+            observations: compute the log-probs of observed tokens too.
         """
         metrics: dict[str, Any] = {}
         with self.train_mode():
             self.optimizer_zero_grad()
-            batches = self._micro_batches(minibatch, entropy, entropy_grad)
+            batches = self._micro_batches(minibatch, entropy, entropy_grad, observations=observations)
             balanced = self._count_real_tokens(minibatch.rows) if self._balances else 0
             for i, (indices, batch) in enumerate(batches):
                 with self._gradient_sync_context(is_last_micro_batch=i == len(batches) - 1):
@@ -286,7 +288,12 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         return min(limit, host_tokens(activation_bytes(self.module)))
 
     def _micro_batches(
-        self, minibatch: Minibatch, entropy: bool = False, entropy_grad: bool = False, squares: bool = False
+        self,
+        minibatch: Minibatch,
+        entropy: bool = False,
+        entropy_grad: bool = False,
+        squares: bool = False,
+        observations: bool = False,
     ) -> list[tuple[list[int], MicroBatch]]:
         """Divide a mini-batch; return each part with the indices of its rows. A collective.
 
@@ -295,7 +302,12 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         """
         rows, learner, group = minibatch.rows, self._learner, self.get_data_parallel_group()
         parts = plan_micro_batches([row.tokens for row in rows], self._pass_tokens, learner.packed)
-        tokens = torch.cat([row.mask for row in rows]).sum().to(self.collective_device)
+        observed = [row.observed for row in rows if row.observed is not None]
+        counts = [
+            torch.cat(masks).sum() if masks else torch.tensor(0)
+            for masks in ([row.mask for row in rows], observed)
+        ]
+        tokens = torch.stack(counts).to(self.collective_device)
         dist.all_reduce(tokens, group=group)
         passes = torch.tensor(len(parts), device=self.collective_device)
         dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=group)
@@ -304,12 +316,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             device=self.device,
             packed=learner.packed,
             rollouts=minibatch.rollouts,
-            tokens=int(tokens),
+            tokens=int(tokens[0]),
             dp_size=self.get_data_parallel_size(),
             router_logits=self._balances and torch.is_grad_enabled(),
             entropy=entropy,
             entropy_grad=entropy_grad,
             squares=squares,
+            observations=int(tokens[1]) if observations else None,
         )
         found = [(part, make([rows[i] for i in part])) for part in parts]
         idle = make([mask_all(rows[parts[-1][-1]])])
@@ -323,7 +336,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Return matrices `log_probs`, and `entropy` and `sum_pi_squared` if they are wanted, of the sampled
-        tokens."""
+        tokens, and of observed ones if they are learned."""
         inputs, pad_size = self._model_inputs(batch)
         targets = batch.targets()
         if not self.use_ulysses_sp:
@@ -336,7 +349,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 for name, values in self.module(**inputs, sampled=own, use_cache=False).items()
             }
         routers = {name: output.pop(name) for name in ("router_logits",) if name in output}
-        return {name: place(values, batch.mask) for name, values in output.items()} | routers
+        return {name: place(values, batch.computed) for name, values in output.items()} | routers
 
     def _model_inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], int]:
         """Return the model's inputs, and the tokens that pad a packed sequence."""

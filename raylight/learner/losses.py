@@ -51,7 +51,9 @@ class PolicyLoss:
         self, outputs: dict[str, torch.Tensor], batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the loss of a micro-batch and verl's metrics."""
-        settings, logprobs = self._settings, outputs["log_probs"]
+        settings, computed = self._settings, outputs["log_probs"]
+        # a loss may read tokens that it masks afterwards
+        logprobs = computed.where(batch.mask, 0.0) if settings.observation_coef else computed
         if self._stores_logprobs:
             _store_logprobs(logprobs, batch)
         if settings.proximal == "loglinear":
@@ -89,6 +91,11 @@ class PolicyLoss:
             kl = self._aggregate(penalty, batch)
             loss = loss + settings.kl_coef * kl
             metrics["kl_loss"] = verl.Metric("sum", kl)
+        if settings.observation_coef:
+            observed = -computed.where(batch.observed, 0.0).sum()
+            cross_entropy = observed * (batch.dp_size / max(batch.observations or 0, 1))
+            loss = loss + settings.observation_coef * cross_entropy
+            metrics["observation_loss"] = verl.Metric("sum", cross_entropy)
         return loss, metrics
 
     def _interpolate_proximal(

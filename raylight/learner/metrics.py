@@ -20,6 +20,7 @@ POLICY_NAMES = {
     "actor/pg_clipfrac": "learner/clip_fraction",
     "kl_loss": "learner/kl",
     "router_aux_loss": "learner/router_aux_loss",
+    "observation_loss": "learner/observation_loss",
 }
 CRITIC_NAMES = {
     "grad_norm": "critic/grad_norm",

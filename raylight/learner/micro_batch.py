@@ -65,6 +65,9 @@ class MicroBatch:
     """Compute the sums of squared probabilities of the sampled tokens' distributions too."""
     router_logits: bool = False
     """Return the logits of the routers of a mixture of experts too."""
+    observations: int | None = None
+    """Observed tokens of the mini-batch on all ranks, whose log-probs are computed too; None to leave them
+    out."""
 
     def matrix(self, field: str) -> Any:
         """Return a field of the rows as a matrix; None unless all rows have it."""
@@ -79,6 +82,16 @@ class MicroBatch:
         return self._mask.to(self.device)
 
     @functools.cached_property
+    def observed(self) -> torch.Tensor:
+        """True for tokens that the environment returned, if their log-probs are computed."""
+        return self._observed.to(self.device)
+
+    @functools.cached_property
+    def computed(self) -> torch.Tensor:
+        """True for tokens whose log-probs are computed."""
+        return self._computed.to(self.device)
+
+    @functools.cached_property
     def within(self) -> torch.Tensor:
         """True for tokens of responses."""
         return self._within.to(self.device)
@@ -87,6 +100,17 @@ class MicroBatch:
     @functools.cached_property
     def _mask(self) -> torch.Tensor:
         return pad_sequence([row.mask == 1 for row in self.rows], batch_first=True)
+
+    @functools.cached_property
+    def _observed(self) -> torch.Tensor:
+        known = [row.observed for row in self.rows if row.observed is not None]
+        if self.observations is None or len(known) < len(self.rows):
+            return torch.zeros_like(self._mask)
+        return pad_sequence(known, batch_first=True) == 1
+
+    @functools.cached_property
+    def _computed(self) -> torch.Tensor:
+        return self._mask | self._observed
 
     @functools.cached_property
     def _within(self) -> torch.Tensor:
@@ -112,12 +136,14 @@ class MicroBatch:
         return found
 
     def targets(self) -> TargetTokens:
-        """Return the sampled tokens, of which the model computes log-probs."""
-        chosen = self._mask
+        """Return the tokens of which the model computes log-probs: the sampled ones and, at temperature 1,
+        observations."""
+        chosen = self._computed
         temperatures = None
         if any(row.temperature != 1 for row in self.rows):
             by_row = torch.tensor([row.temperature for row in self.rows])
-            temperatures = by_row[:, None].expand(chosen.shape)[chosen].to(self.device)
+            of_tokens = by_row[:, None].expand(chosen.shape).where(self._mask, 1.0)
+            temperatures = of_tokens[chosen].to(self.device)
         response = pad_sequence([row.response for row in self.rows], batch_first=True)
         return TargetTokens(
             positions=self._predicting(chosen),
@@ -136,9 +162,12 @@ class MicroBatch:
             return None
         candidates, calls, call_of, position_of = [], list[PenalisedCall](), [], []
         for row in self.rows:
-            sampled = (row.mask == 1).numpy()
-            positions = len(row.prompt) + np.flatnonzero(sampled)
-            candidates.append((row.candidates or TokenSets.unrestricted(len(sampled))).select(sampled))
+            computed = row.mask == 1
+            if self.observations is not None and row.observed is not None:
+                computed = computed | (row.observed == 1)  # at which nothing was excluded
+            chosen = computed.numpy()
+            positions = len(row.prompt) + np.flatnonzero(chosen)
+            candidates.append((row.candidates or TokenSets.unrestricted(len(chosen))).select(chosen))
             owners = np.full(len(positions), -1)
             for found in row.penalised:
                 owners[(found.start <= positions) & (positions < found.stop)] = len(calls)

@@ -156,6 +156,7 @@ class Policy(TrainedModel):
             PolicyLoss(settings, minibatch.rows),
             entropy=settings.calculate_entropy or settings.entropy_coef != 0,
             entropy_grad=settings.entropy_coef != 0,
+            observations=settings.observation_coef > 0,
         )
         metrics = all_reduce_metrics(metrics)
         return rename_metrics(metrics) | self._gradients.check(metrics["grad_norm"])

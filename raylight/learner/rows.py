@@ -54,6 +54,8 @@ class TrainRow:
     """Importance weights."""
     proximal_fractions: torch.Tensor | None = None
     """Place of an interpolated proximal policy between the engine's (0) and the trained one (1)."""
+    observed: torch.Tensor | None = None
+    """1 for tokens that the environment returned; None if the update does not learn them."""
     rollout_fraction: float = 1.0
     """Fraction of the rollout's sampled tokens that are in this row."""
 
@@ -81,6 +83,7 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
         [None] * len(lengths) if teacher is None else _split(teacher, torch.float32, lengths),
         _split_sets(packed.candidates, lengths),
         packed.penalised,
+        [None] * len(lengths) if packed.observed is None else _split(packed.observed, torch.long, lengths),
     )
     return {
         index: TrainRow(
@@ -95,8 +98,9 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
             teacher_logprobs=scores,
             candidates=sets,
             penalised=ranges,
+            observed=seen,
         )
-        for index, temperature, start, tokens, mask, logprobs, versions, scores, sets, ranges in zip(
+        for index, temperature, start, tokens, mask, logprobs, versions, scores, sets, ranges, seen in zip(
             *fields, strict=True
         )
     }
@@ -129,8 +133,9 @@ def build_minibatches(rows: Mapping[int, TrainRow], shards: Iterable[MinibatchSh
 
 
 def mask_all(row: TrainRow) -> TrainRow:
-    """Return a copy of a row without sampled tokens."""
-    return replace(row, mask=torch.zeros_like(row.mask))
+    """Return a copy of a row without sampled tokens and observations."""
+    none = torch.zeros_like(row.mask)
+    return replace(row, mask=none, observed=None if row.observed is None else none)
 
 
 def make_probe_row(ids: Sequence[int]) -> TrainRow:

@@ -201,6 +201,8 @@ class Trajectory:
     """Tokens that could have been sampled at each position; empty if nothing was excluded anywhere."""
     penalised: tuple[PenalisedRange, ...] = ()
     """The tokens that were sampled with penalties, in order."""
+    observed: MaskArray = field(default_factory=lambda: np.empty(0, np.int8), compare=False)
+    """1 for tokens between two responses, which the environment returned; empty if they are not known."""
 
     @property
     def prompt_length(self) -> int:
@@ -214,12 +216,13 @@ class Trajectory:
 
     def first_tokens(self, end: int) -> Trajectory:
         """Return the row's first tokens."""
-        names = ("token_ids", "mask", "logprobs", "weight_versions", "candidates")
+        names = ("token_ids", "mask", "logprobs", "weight_versions", "candidates", "observed")
         return replace(self, **{name: getattr(self, name)[:end] for name in names})
 
     def __post_init__(self) -> None:
         _set_array(self, "token_ids", np.int32)
-        _set_array(self, "mask", np.int8)
+        for name in ("mask", "observed"):
+            _set_array(self, name, np.int8)
         _set_array(self, "logprobs", np.float32)
         _set_array(self, "weight_versions", np.int64)
 
@@ -263,7 +266,7 @@ def _equal_fields(item: Any, other: Any) -> bool:
     """Compare two dataclasses with arrays as fields."""
     if type(other) is not type(item):
         return False
-    for entry in fields(item):
+    for entry in (entry for entry in fields(item) if entry.compare):
         own, others = getattr(item, entry.name), getattr(other, entry.name)
         if not (np.array_equal(own, others) if isinstance(own, np.ndarray) else own == others):
             return False
