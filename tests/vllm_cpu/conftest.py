@@ -58,6 +58,8 @@ class Bench:
         self.versions = itertools.count(1)
         self.max_tokens: int | None = None
         """Further limit of the tokens of a choice."""
+        self.trains = False
+        """True if the requests are of rollouts that are trained."""
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.captured), base_url="http://engine", timeout=60
         )
@@ -67,7 +69,7 @@ class Bench:
 
     async def captured(self, scope: Any, receive: Any, send: Any) -> None:
         """Call the application, with a new capture context for each request."""
-        attempt = AttemptScope("ro-1", "at-1")
+        attempt = AttemptScope("ro-1", "at-1", trains=self.trains)
         dialect = "completions" if scope["path"] == "/v1/completions" else "chat"
         keys = new_keys(attempt, 1)
         context = CaptureContext(attempt, dialect, {}, 0.0, keys, max_tokens=self.max_tokens)
@@ -115,8 +117,14 @@ async def small_bench(model_path: str) -> AsyncIterator[Bench]:
 
 
 @contextlib.asynccontextmanager
-async def open_bench(model_path: str, slots: int = 64, dtype: str = "float32") -> AsyncIterator[Bench]:
-    """Run an engine until the block ends."""
+async def open_bench(
+    model_path: str, slots: int = 64, dtype: str = "float32", **more: Any
+) -> AsyncIterator[Bench]:
+    """Run an engine until the block ends.
+
+    Args:
+        more: arguments of vLLM.
+    """
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
@@ -128,7 +136,7 @@ async def open_bench(model_path: str, slots: int = 64, dtype: str = "float32") -
 
     options = vllm_args(
         model_path,
-        {"lora_target_modules": ["q_proj", "v_proj", "down_proj"]},
+        {"lora_target_modules": ["q_proj", "v_proj", "down_proj"], **more},
         dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
         max_concurrent=slots,

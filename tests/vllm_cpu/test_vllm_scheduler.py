@@ -23,6 +23,8 @@ class Scheduler:
                 tokens,
                 output.logprobs and output.logprobs.slice_request(index, len(tokens)),
                 kv_transfer_params={"of": "a connector"} if name == "b" else None,
+                new_sampling_mask=output.sampling_masks
+                and output.sampling_masks.slice_request(index, len(tokens)),
             )
             for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True))
         ]
@@ -98,3 +100,78 @@ def test_the_scheduler_is_of_the_kind_that_vllm_would_make(
     settings = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
     scheduler.recording_scheduler(vllm_config=settings)
     assert made[0].__mro__[2].__name__ == base
+
+
+def test_candidates_of_a_step_leave_as_bytes() -> None:
+    """vLLM's own sampler truncates; only the requests that ask for candidates get them."""
+    import numpy as np
+    import torch
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    from raylight.engines.vllm.candidates import CandidateRecorder
+    from raylight.engines.vllm.scheduler import CANDIDATES, PlainLogprobs
+    from raylight.types import TokenSets
+
+    torch.manual_seed(0)
+    logits, top_p = torch.randn(3, 200) * 2, [0.5, 0.97, 1.0]
+    none = torch.zeros(3)
+    metadata = SamplingMetadata(
+        torch.ones(3),
+        False,
+        True,
+        torch.tensor(top_p),
+        None,
+        {},
+        0,
+        True,
+        None,
+        none,
+        none,
+        none + 1,
+        [[]] * 3,
+        None,
+        {},
+        LogitsProcessors(),
+    )
+    sampler = Sampler(logprobs_mode="processed_logprobs")
+    names = ["a", "b", "c"]
+
+    def sample(_grammar: Any) -> ModelRunnerOutput:
+        found = sampler(logits.clone(), metadata)
+        return ModelRunnerOutput(
+            names,
+            {name: row for row, name in enumerate(names)},
+            found.sampled_token_ids.tolist(),
+            found.logprobs_tensors.tolists(),
+        )
+
+    asking = SimpleNamespace(sampling_params=SamplingParams(logprobs=0, extra_args={CANDIDATES: True}))
+    requests = {"a": asking, "b": SimpleNamespace(sampling_params=SamplingParams(logprobs=0)), "c": asking}
+    batch = SimpleNamespace(req_ids=names)
+    runner = SimpleNamespace(sampler=sampler, sample_tokens=sample, input_batch=batch, requests=requests)
+    for asked in (["a", "b", "c"], ["a", "c"]):
+        requests["b"].sampling_params.extra_args = {CANDIDATES: True} if "b" in asked else None
+        sampler = runner.sampler = Sampler(logprobs_mode="processed_logprobs")
+        runner.sample_tokens = sample
+        CandidateRecorder(runner)
+        scheduler = type("Made", (PlainLogprobs, Scheduler), {})(requests)
+        sent = scheduler.update_from_output(None, runner.sample_tokens(None))[0]
+        outputs = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(sent)).outputs
+        for name, row, limit, output in zip(names, logits, top_p, outputs, strict=True):
+            assert output.new_sampling_mask is None
+            parts = (output.kv_transfer_params or {}).get(CANDIDATES)
+            if name not in asked or limit == 1:
+                assert parts is None
+                continue
+            found = TokenSets(*(np.frombuffer(part, np.int32) for part in parts))
+            ordered, order = row.softmax(-1).sort(descending=True)
+            kept = order[(ordered.cumsum(-1) - ordered) < limit]
+            expected = np.zeros((1, len(row)), np.bool_)
+            expected[0, kept.numpy()] = True
+            assert found == TokenSets.from_mask(expected)

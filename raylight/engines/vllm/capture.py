@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -20,8 +21,9 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from raylight.engines.capture_context import CONSTRAINED, CURRENT, CaptureContext, Sample
 from raylight.engines.vllm.args import SCHEDULER
 from raylight.engines.vllm.constraints import is_constrained, limit_json, read_columns
-from raylight.engines.vllm.scheduler import LOGPROBS, RECORDED
+from raylight.engines.vllm.scheduler import CANDIDATES, LOGPROBS, RECORDED
 from raylight.types import FinishReason as Finish
+from raylight.types import TokenSets
 
 FINISH: dict[FinishReason, Finish] = {
     FinishReason.STOP: "stop",
@@ -30,6 +32,7 @@ FINISH: dict[FinishReason, Finish] = {
 }
 """All others are "aborted"."""
 DEFAULTS = SamplingParams()
+OWN_ARGS = {RECORDED, CANDIDATES}
 ALWAYS_RECORDED = ("temperature", "top_p", "top_k", "min_p")
 RECORDED_IF_SET = (
     "seed",
@@ -102,9 +105,9 @@ class Capture:
     ) -> None:
         """Add one choice of a request to vLLM; record it if there is a current capture context."""
         capture, params = CURRENT.get(), request.sampling_params
-        if params is not None and params.extra_args is not None and RECORDED in params.extra_args:
-            # of a client; only requests that are recorded here may have it
-            params.extra_args = {k: v for k, v in params.extra_args.items() if k != RECORDED}
+        if params is not None and params.extra_args is not None and OWN_ARGS & params.extra_args.keys():
+            # of a client; only requests that are recorded here may have them
+            params.extra_args = {k: v for k, v in params.extra_args.items() if k not in OWN_ARGS}
         if params is not None and not self._forbids_white_space:
             limit_json(params)
         if capture is None or params is None:
@@ -128,8 +131,14 @@ class Capture:
             params.logprobs = 0  # only the sampled token's
             if self._gets_numbers and not is_constrained(params):
                 params.extra_args = {**(params.extra_args or {}), RECORDED: True}
+        record = sampling_record(params)
+        records_candidates = self._gets_numbers and self.constraint_problem is None
+        keeps_candidates = records_candidates and capture.keeps_candidates(record)
+        if keeps_candidates:
+            params.extra_args = {**(params.extra_args or {}), CANDIDATES: True}
         self._add_request(request, prompt, parent, index, queue)
-        sample = capture.sample(choice, request.prompt_token_ids, sampling_record(params))
+        sample = capture.sample(choice, request.prompt_token_ids, record)
+        sample.keeps_candidates = keeps_candidates
         version = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
         state = self._states[request.request_id]
         state.logprobs_processor = RecordingLogprobs.wrap(
@@ -184,6 +193,13 @@ class RecordingLogprobs(LogprobsProcessor):
                 sample.logprobs.extend(output.kv_transfer_params.pop(LOGPROBS))
             else:  # column 0 is the sampled token
                 sample.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            if sample.keeps_candidates:
+                parts = (output.kv_transfer_params or {}).pop(CANDIDATES, None)
+                sample.candidates.append(
+                    TokenSets.unrestricted(count)
+                    if parts is None
+                    else TokenSets(*(np.frombuffer(part, np.int32) for part in parts))
+                )
             if self.constrained:
                 policy_logprobs, allowed = read_columns(output.new_logprobs.logprobs)
                 sample.policy_logprobs.extend(policy_logprobs)

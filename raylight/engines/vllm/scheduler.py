@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsLists
@@ -17,12 +18,16 @@ RECORDED = "raylight_recorded"
 """Key in the `extra_args` of a request of which only the log-probs of the sampled tokens are wanted."""
 LOGPROBS = "lp"
 """Key of these log-probs in an output's `kv_transfer_params`, the only field for values of other programs."""
+CANDIDATES = "raylight_candidates"
+"""Key in the `extra_args` of a request whose candidates are recorded, and in `kv_transfer_params` of their
+sizes and values, as bytes of `TokenSets`."""
 
 
 def recording_scheduler(*, vllm_config: Any, **parts: Any) -> Scheduler:
     """Make the scheduler that vLLM would make, with plain log-probs of recorded requests."""
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     made: Scheduler = type("RecordingScheduler", (PlainLogprobs, base), {})(vllm_config=vllm_config, **parts)
+    made.return_sampling_mask = True
     return made
 
 
@@ -33,7 +38,7 @@ class PlainLogprobs:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         found = model_runner_output.logprobs
-        if found is None:
+        if found is None:  # and no candidates, which are read with the log-probs
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         recorded = [_is_recorded(self.requests.get(name)) for name in model_runner_output.req_ids]
         output = dataclasses.replace(model_runner_output, logprobs=StepLogprobs(found, recorded))
@@ -63,8 +68,13 @@ class StepLogprobs:
 
 
 def move_logprobs(outputs: list[Any]) -> None:
-    """Move plain log-probs to where vLLM's messages have room for them."""
+    """Move plain log-probs and candidates to where vLLM's messages have room for them."""
     for output in outputs:
+        found, output.new_sampling_mask = output.new_sampling_mask, None  # an answer would have it
+        if found is not None and len(found.token_ids):
+            sizes, values = np.diff(found.offsets).astype(np.int32), found.token_ids
+            moved = {CANDIDATES: [sizes.tobytes(), values.tobytes()]}
+            output.kv_transfer_params = (output.kv_transfer_params or {}) | moved
         if type(output.new_logprobs) is list:
             output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: output.new_logprobs}
             output.new_logprobs = None

@@ -41,16 +41,19 @@ class WorkerExtension:
         load_tied_output(self.model_runner.get_model())
 
     def raylight_record_constraints(self) -> str | None:
-        """Record the policy's log-probs of constrained requests from now on.
+        """Record the policy's log-probs of constrained requests, and the tokens that could have been sampled,
+        from now on.
 
         Returns the reason if this is not possible, else None.
         """
+        from raylight.engines.vllm.candidates import CandidateRecorder
         from raylight.engines.vllm.constraints import ConstraintRecorder, repair_allowed_tokens
 
         problem = ConstraintRecorder.problem(self.model_runner)
         if problem is None:
             repair_allowed_tokens(type(self.model_runner.input_batch))
             ConstraintRecorder(self.model_runner)
+            CandidateRecorder(self.model_runner)
         return problem
 
     def raylight_scale_prompts(self) -> bool:
