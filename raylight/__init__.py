@@ -45,6 +45,7 @@ _EXPORTS = {
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
+    "experience.opponents": ("SelfPlay",),
     "experience.registry": ("advantage_estimator", "policy_loss"),
     "experience.settings": ("ModelConfig",),
     "experience.transcript": ("transcript",),

@@ -21,6 +21,7 @@ from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.advantages import GRPOAdvantage, UserAdvantage
 from raylight.experience.batch import BatchRules
 from raylight.experience.off_policy import OffPolicySampling
+from raylight.experience.opponents import OPPONENT, POLICY, SelfPlay
 from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import ModelConfig, PolicySettings
 from raylight.experience.staleness import StaleMask
@@ -55,7 +56,7 @@ class RunSettings:
 
 MODEL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names of models: parts of paths and of metrics."""
-RESERVED_MODELS = frozenset({"policy", "llm", "main_llm", "task", "rollout", "resources"})
+RESERVED_MODELS = frozenset({POLICY, OPPONENT, "llm", "main_llm", "task", "rollout", "resources"})
 """Names of the base, and of other parameters of rollout functions."""
 
 
@@ -78,6 +79,8 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Several models in one run, by name: LoRA adapters of `model`, each with its own weights, optimizer and
     settings. A folder in place of a `ModelConfig` is the initial adapter. Agents name the model that they
     call. Empty: the run has one model."""
+    opponents: SelfPlay | None = None
+    """Self-play: agents also call the model `opponent`, an older version of the policy."""
     tasks_per_step: int = Field(default=16, ge=1, le=MAX_TASKS)
     n_epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes over the training tasks; ignored if `n_steps` is set."""
@@ -190,10 +193,33 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_opponents(self) -> Self:
+        if self.opponents is None:
+            return self
+        if self.models or self.needs_greedy_rollouts:
+            raise ValueError(
+                "opponents are older versions of the only model, and greedy baselines have none; leave "
+                "models out, and use another algorithm than ReMax"
+            )
+        if self.max_staleness:
+            raise ValueError(
+                "opponents change between steps, and max_staleness above 0 has groups of several steps in "
+                "progress at a time; set max_staleness=0"
+            )
+        return self
+
     @property
     def trained_models(self) -> tuple[str, ...]:
-        """Names of the trained models in a run with several; empty if there is one."""
+        """Names of the trained models in a run with several, or with opponents; empty if there is one."""
+        if self.opponents is not None:
+            return (POLICY,)
         return tuple(name for name, model in self.models.items() if model.trained)
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """Names of the models that agents may call; empty if there is one."""
+        return (POLICY, OPPONENT) if self.opponents is not None else tuple(self.models)
 
     @property
     def untrained_models(self) -> tuple[str, ...]:

@@ -255,7 +255,9 @@ def finish_trained(settings: TrainedSettings) -> TrainedSettings:
     engine = engine_with_transport(serving.engine, learner, overlaps)
     algorithm = with_mismatch_limit(training.algorithm, engine, learner, serving.model_path)
     if (lora := training.served_lora) is not None:
-        served = len(training.adapters) * (2 if overlaps else 1)
+        served, opponents = len(training.adapters) * (2 if overlaps else 1), training.algorithm.opponents
+        if opponents is not None:  # the initial one stays for validation, and one is exchanged for another
+            served += opponents.pool + 2
         engine = engine_with_adapter(engine, serving.model_path, lora, served)
     settings = _with_parts(settings, engine, learner)
     return replace(settings, training=replace(training, algorithm=algorithm))

@@ -47,19 +47,19 @@ def check_lengths(engine: EngineConfig, learner: LearnerConfig) -> None:
 
 
 def check_models(algorithm: PolicyAlgorithm, learner: LearnerConfig) -> None:
-    """Check that the learners can train several models.
+    """Check that the learners can train several models, or keep older versions of one as opponents.
 
     Raises:
         ConfigError: they are no adapters that engines serve, or an initial adapter is none.
     """
-    if not algorithm.models:
+    if not algorithm.served_models:
         return
     lora = learner.lora
     if learner.kind != "ranks" or lora is None or lora.serve != "adapter":
         raise ConfigError(
-            "several models are LoRA adapters of one base, which learner ranks train and engines serve; set "
-            "learner={'lora': {'rank': 8}} (with kind='ranks' and serve='adapter', the defaults), or train "
-            "one model"
+            "several models, and opponents, are LoRA adapters of one base, which learner ranks train and "
+            "engines serve; set learner={'lora': {'rank': 8}} (with kind='ranks' and serve='adapter', the "
+            "defaults), or train one model without opponents"
         )
     for name, model in algorithm.models.items():
         folder = model.adapter and Path(model.adapter)

@@ -19,6 +19,7 @@ from raylight.errors import EngineStartError, LearnerError, LearnerLostError, We
 from raylight.learner.protocol import Learner
 from raylight.trainer.components.parity import Parity, ParityMonitor
 from raylight.weights.client import CoordinatorClient
+from raylight.weights.protocol import LoraAdapter
 from raylight.weights.sender import PublicationSettings
 
 logger = logging.getLogger(__name__)
@@ -272,7 +273,28 @@ class Publications:
             WeightSyncError: no replica did so in time.
         """
         for name in pinned.names.values():
-            await self._replicas.release(name, self._settings.timeout_s)
+            await self.stop_serving(name)
+
+    async def published_adapter(self) -> LoraAdapter:
+        """Return the published version of the only adapter."""
+        (payload_ref,) = self._payload_refs.values()
+        return await payload_ref
+
+    async def serve_beside(self, name: str, version: int, adapter: LoraAdapter) -> None:
+        """Have all replicas serve an adapter under a name of its own, until `stop_serving`.
+
+        Raises:
+            WeightSyncError: not enough replicas served it in time.
+        """
+        await self._replicas.pin(name, version, [ray.put(adapter)], self._settings.timeout_s)
+
+    async def stop_serving(self, name: str) -> None:
+        """Have the replicas drop an adapter of `serve_beside`.
+
+        Raises:
+            WeightSyncError: no replica did so in time.
+        """
+        await self._replicas.release(name, self._settings.timeout_s)
 
     async def _send_weights(self, version: int) -> dict[str, list[float] | None]:
         """Publish a version of the weights, and have the learners send it. Return the replicas' log-probs of

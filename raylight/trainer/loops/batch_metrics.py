@@ -119,7 +119,7 @@ def _model_metrics(sampled: list[FinishedRollout], content: BatchReport) -> Metr
     """Return the number of calls of each model in a run with several."""
     if not content.models:
         return {}
-    calls = Counter(call.model for item in sampled for call in item.generations)
+    calls = Counter(call.model.partition("@")[0] for item in sampled for call in item.generations)
     counts = {name: float(calls[name]) for name in sorted(calls.keys() | set(content.models))}
     return {f"model/{name}/calls": count for name, count in counts.items()} | {
         "train/other_models": float(content.other_models)

@@ -25,6 +25,7 @@ from raylight.experience.batch import BatchReport, TrainBatch, build_batch
 from raylight.experience.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
+from raylight.trainer.components.opponents import ServedOpponents
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.batch_metrics import describe, explain_no_signal, raise_if_hopeless
 from raylight.trainer.loops.evaluation import Evaluator, PinnedEvaluation
@@ -103,6 +104,11 @@ class PolicyLoop(StepLoop):
         self._beside = PinnedEvaluation(self._evaluator, self._learners.publications, report)
         self._cut_off: int | None = (start.evaluation or {}).get("beside")
         """Step of an evaluation that was in progress beside training when the starting point was saved."""
+        self._opponents: ServedOpponents | None = None
+        if (self_play := algorithm.opponents) is not None:
+            publications, seed = self._learners.publications, run.settings.seed
+            self._opponents = ServedOpponents(self_play, seed, publications, report.folder)
+            self._rollouts.opponents = self._opponents
         self._publication: asyncio.Task[Metrics] | None = None
         """The last publication of weights, which may be in progress."""
         self._published: int | None = None
@@ -114,6 +120,9 @@ class PolicyLoop(StepLoop):
     async def _prepared(self) -> AsyncIterator[None]:
         self._begin()
         await self._rollouts.add_resources()
+        if self._opponents is not None:
+            await self._opponents.restore(self._run.start.opponents)
+            await self._rollouts.offer_opponents()
         await self._groups.load()
         watching = self._loads.watching() if self._is_asynchronous else contextlib.nullcontext()
         async with self._groups.dispatching(), self._beside_training(), watching:
@@ -126,6 +135,8 @@ class PolicyLoop(StepLoop):
         is_new, samples_next = step > self._reported, not self._groups.is_recorded(step + 1)
         if step > self._total or (is_new and self._stop_reason is not None):
             return await self._finish()
+        if step > 0:
+            await self._add_opponent(step - 1)
         if not self._groups.is_recorded(step):
             await self._let_sample(step - 1)
         metrics, has_signal = await self._learn(step) if step else ({}, True)
@@ -168,6 +179,8 @@ class PolicyLoop(StepLoop):
                 "async/publish_lag": float(self._learners.version - self._learners.publications.published),
                 "async/dropped_rollouts": float(len(self._groups.dropped_ids(step))),
             }
+        if self._opponents is not None:
+            metrics |= self._opponents.record(rollouts, algorithm.failure_reward)
         report.batch(content)
         if not content.has_signal:
             return metrics, False
@@ -272,6 +285,17 @@ class PolicyLoop(StepLoop):
         if not self._is_asynchronous:
             self._groups.publish(step)
 
+    async def _add_opponent(self, step: int) -> None:
+        """Make the policy after a step an opponent, if one is due."""
+        opponents = self._opponents
+        if opponents is None or not opponents.pool.is_due(step):
+            return
+        is_repeated = self._groups.is_recorded(step + 1)
+        if not is_repeated:
+            await self._publish(step, waits=True)
+        await self._until_failure(opponents.add(step, self._learners.version, is_repeated))
+        await self._rollouts.offer_opponents()
+
     async def _publish(self, step: int, waits: bool) -> Metrics:
         """Publish the weights after a step; return the metrics of the last publication that ended.
 
@@ -328,6 +352,7 @@ class PolicyLoop(StepLoop):
             "steps_without_signal": self._steps_without_signal,
             "evaluation": self._evaluator.state_dict() | {"beside": self._beside.step},
             "ledger": self._ledger.state_dict(),
+            "opponents": {} if self._opponents is None else self._opponents.pool.state_dict(),
         }
 
     async def _until_failure(self, work: Awaitable[T], *others: Awaitable[Any]) -> T:
@@ -362,4 +387,6 @@ class PolicyLoop(StepLoop):
     async def _return_to(self, point: ResumePoint) -> None:
         await super()._return_to(point)
         self._ledger.load_state_dict(point.ledger)
+        if self._opponents is not None:
+            await self._opponents.restore(point.opponents)
         await self._groups.reload_steps(point.step)

@@ -11,7 +11,9 @@ from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
 from raylight.errors import StoreError
+from raylight.experience.opponents import OPPONENT
 from raylight.tasks.task_set import Draw
+from raylight.trainer.components.opponents import ServedOpponents
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.components.store import cancel_undecided
 from raylight.trainer.loops.awaited_rollouts import CANCEL_TIMEOUT_S, Progress, wait_for_sound
@@ -48,9 +50,14 @@ class PolicyRollouts:
         self._run, self._store, self._start = run, run.store, run.start
         self._grader = GroupGrader.of(run, note)
         self._algorithm, self._trained_agents = run.training.algorithm, run.training.trained_agents
-        names = tuple(self._algorithm.models) or (MODEL_NAME,)
+        names = self._algorithm.served_models or (MODEL_NAME,)
         self._served = {name: name for name in names}
         """Name under which each model is served."""
+        self.opponents: ServedOpponents | None = None
+        """Opponents of the policy, with self-play."""
+        self._against: dict[str, str] = {}
+        """Id of the resources of training rollouts against an opponent, by the name under which it is
+        served."""
         self._resources: ResourcesUpdate
         """Resources of training rollouts."""
         self._greedy_id: str | None = None
@@ -89,6 +96,13 @@ class PolicyRollouts:
         await self._store.update_resources(own.resources_id, own.resources)
         return added.resources_id
 
+    async def offer_opponents(self) -> None:
+        """Add the resources of training rollouts against each opponent that is served."""
+        assert self.opponents is not None, "the run has opponents"
+        for name in self.opponents.names.values():
+            if name not in self._against:
+                self._against[name] = await self._add_resources({}, {OPPONENT: name})
+
     def group_ids(self, group: int) -> list[str]:
         """Return the ids of the rollouts of a training group."""
         prefix = f"{self._start.lineage}-train-{group}"
@@ -100,7 +114,12 @@ class PolicyRollouts:
         ids = self.group_ids(group)
         metadata: dict[str, Any] = {} if draw.source is None else {SOURCE: draw.source}
         metadata |= {DRAW: draw.place} if draw.place else {}
-        own: dict[str, Any] = {"resources_id": self._resources.resources_id, "metadata": metadata}
+        resources_id = self._resources.resources_id
+        if self.opponents is not None:
+            step = self.opponents.pool.draw(group)
+            metadata |= {OPPONENT: step}
+            resources_id = self._against[self.opponents.names[step]]
+        own: dict[str, Any] = {"resources_id": resources_id, "metadata": metadata}
         greedy: dict[str, Any] = {"resources_id": self._greedy_id, "metadata": metadata | {GREEDY: True}}
         return [
             EnqueueRolloutRequest(
@@ -141,6 +160,8 @@ class PolicyRollouts:
                 one.
         """
         resources_id = self._val_id or self._resources.resources_id
+        if self.opponents is not None:
+            names = {OPPONENT: self.opponents.initial}
         if names is not None:
             resources_id = await self._add_resources(self._algorithm.val_sampling_parameters or {}, names)
         requests = [
@@ -164,7 +185,7 @@ class PolicyRollouts:
 
         repeats_lost = not 0 < step <= self._start.completed_step
         try:
-            if names is None:
+            if names is None or self.opponents is not None:
                 await self.enqueue(requests, repeats_lost)
             else:
                 await self._enqueue_share(requests, repeats_lost, ids)

@@ -166,8 +166,11 @@ class OnlineRun(ServedTrainingRun):
         Raises:
             ConfigError, ModelNotFoundError, BrokenPackageError: the run could not work.
         """
-        if algorithm.models:
-            raise ConfigError("sessions train one model; leave models out, or train several with Trainer.fit")
+        if algorithm.served_models:
+            raise ConfigError(
+                "sessions train one model without opponents; leave models and opponents out, or use "
+                "Trainer.fit"
+            )
         trained = plan_training(settings, algorithm, requested, SESSION_TASKS, None)
         check_has_run(resume, requested)
         serving = replace(trained.serving, route="/", session_rules=SessionRules(algorithm.group_size))

@@ -55,8 +55,11 @@ PROGRESS_KEYS = (
     "ledger",
     "steps_without_signal",
     "evaluation",
+    "opponents",
 )
 """Fields of a ResumePoint that are stored with a training state."""
+ADDED_KEYS = {"opponents": {}}
+"""Values of those that an older state lacks."""
 STORE_TIMEOUT_S = 30.0
 
 
@@ -77,6 +80,7 @@ class ResumePoint:
         ledger: result of `Ledger.state_dict` after that step.
         steps_without_signal: number of steps, up to that step, that in a row gave nothing to learn.
         evaluation: state of the Evaluator; None starts a fresh one.
+        opponents: state of the OpponentPool after that step.
         parent_lineage: the lineage that was abandoned if this point starts a new one in the same run
             directory.
         same_run: True if the state is of the run in this directory, whose store has the rollouts after
@@ -95,6 +99,7 @@ class ResumePoint:
     ledger: dict[str, Any] = field(default_factory=dict)
     steps_without_signal: int = 0
     evaluation: dict[str, Any] | None = None
+    opponents: dict[str, Any] = field(default_factory=dict)
     parent_lineage: str | None = None
     same_run: bool = False
     completed_step: int = 0
@@ -282,6 +287,7 @@ def _todays_form(config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_progress(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the values of `PROGRESS_KEYS`; raise ConfigError if another version wrote other keys."""
+    metadata = ADDED_KEYS | metadata
     if missing := [name for name in PROGRESS_KEYS if name not in metadata]:
         raise ConfigError(
             f"the training state was written by another version of raylight: it has no {', '.join(missing)}; "

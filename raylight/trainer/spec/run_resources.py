@@ -66,7 +66,10 @@ def _named(llm: LLM, resource: str, model: str, models: Sequence[str]) -> LLM:
     """Return the served model that a resource stands for."""
     if not models:
         return llm
-    if (found := next((name for name in (model, resource) if name in models), None)) is None:
+    found = next((name for name in (model, resource) if name in models), None)
+    if found is None and llm.model in models:  # the policy, which has opponents
+        return llm
+    if found is None:
         raise ConfigError(
             f"the resource `{resource}` names none of the run's models, which are {', '.join(models)}; "
             f"declare it with a name, such as @rollout({resource}=LLM(name={models[0]!r}))"

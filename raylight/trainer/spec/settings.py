@@ -23,6 +23,7 @@ from raylight.config import (
     SessionConfig,
     StoreConfig,
 )
+from raylight.experience.opponents import POLICY
 from raylight.learner.protocol import LearnerSettings, ModelSettings
 from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import ScoringModel
@@ -31,7 +32,7 @@ from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
 from raylight.types import RolloutConfig
 
-MODEL_NAME = "policy"
+MODEL_NAME = POLICY
 """The name under which a run serves its model."""
 PACKAGES = ("ray", "torch", "transformers", "verl")
 """Required packages whose versions are part of a run's configuration."""

@@ -129,8 +129,9 @@ def test_the_ledger_closes_in_all_and_for_each_model(
     row = resumed.row(TokenTotals(sum(tokens.values()), 0, 0))
     assert row.unaccounted == 0
     found = resumed.model_metrics()
-    for name in ("planner", "coder", "judge", "policy@step-3"):
-        sampled = 2 * sum(calls.count(name) for calls, _, _ in played)
+    names = {name: name for name in ("planner", "coder", "judge")} | {"opponent": "policy@step-3"}
+    for name, served in names.items():
+        sampled = 2 * sum(calls.count(served) for calls, _, _ in played)
         own = {
             fate: found.get(f"ledger/model/{name}/{fate}", 0.0)
             for fate in ("sampled", "trained", "untrained")

@@ -235,7 +235,7 @@ def test_several_models_are_adapters_that_engines_serve(tmp_path: Path):
         LearnerConfig(lora=LoraConfig(serve="merged")),
         LearnerConfig(kind="local", lora=LoraConfig()),
     ):
-        with pytest.raises(ConfigError, match="several models are LoRA adapters of one base"):
+        with pytest.raises(ConfigError, match="several models, and opponents, are LoRA adapters"):
             check_models(several, learner)
         check_models(GRPO(model="m"), learner)
     learner = LearnerConfig(lora=LoraConfig())
