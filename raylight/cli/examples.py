@@ -59,7 +59,7 @@ def examples(
         Path | None, typer.Argument(help="New folder; ./NAME by default.", show_default=False)
     ] = None,
 ) -> None:
-    """List the examples, or copy one: `raylight examples sql ./mine`."""
+    """List the examples, or copy one: `raylight examples real_model ./mine`."""
     if name is not None:
         target = folder or Path(name)
         copy_example(name, target)

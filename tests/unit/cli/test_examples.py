@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_modules import run_copy
 from typer.testing import CliRunner
 
 from raylight.cli import app
@@ -35,11 +36,10 @@ def test_a_copy_has_the_files(tmp_path: Path) -> None:
 
 
 def test_a_copy_runs_outside_of_the_checkout(tmp_path: Path) -> None:
-    copy = copy_example("real_model", tmp_path / "mine")
-    for program in ("train.py", "after_sft.py"):
-        command = [sys.executable, str(copy / program), "--help"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    run_copy("real_model", tmp_path, "--help")
+    command = [sys.executable, str(tmp_path / "mine" / "after_sft.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_cannot_be_copied_is_an_error(tmp_path: Path) -> None:
