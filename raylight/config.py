@@ -319,6 +319,10 @@ class LearnerConfig(Config):
     """Coefficient of the loss that balances the load of a mixture's experts (Switch Transformers,
     https://arxiv.org/abs/2101.03961), as transformers computes it: over all layers together, and over the
     tokens of all rows. It is added to the loss of a policy or of supervised training; 0 leaves it out."""
+    router_replay: bool = False
+    """Send each token to the experts that the engine's routers chose for it, in all passes of the policy and
+    of the initial model (R3, https://arxiv.org/abs/2510.11370). For mixtures of experts and the transformers
+    engine, whose routes are recorded with the tokens."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
     """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
     dropped."""
@@ -376,6 +380,11 @@ class LearnerConfig(Config):
             raise ValueError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef:g} cannot be computed by ranks that share "
                 "a sequence; set ulysses=1, or leave it out"
+            )
+        if self.router_replay and (self.torch_compile or self.ulysses > 1):
+            raise ValueError(
+                "router_replay cannot be computed with torch_compile, or by ranks that share a sequence; "
+                "leave out torch_compile and ulysses, or router_replay"
             )
         if self.num_gpus > 1 or (self.n > 1 and 0 < self.num_gpus <= 0.5):
             raise ValueError(

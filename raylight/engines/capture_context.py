@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from raylight.experience.off_policy import is_replayable
-from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, TokenSets
+from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, RouteArray, TokenSets
 
 CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
@@ -69,6 +69,8 @@ class Sample:
     """True if the request truncates or penalises, and its tokens may be trained."""
     candidates: list[TokenSets] = field(default_factory=list)
     """Tokens that could have been sampled, a part for each output of the engine."""
+    routes: list[RouteArray] = field(default_factory=list)
+    """Parts of the routes of prompt and output, in the order of the tokens, if the engine records them."""
     finish_reason: FinishReason = "aborted"
     """"aborted" until the engine sets another reason."""
 
@@ -76,6 +78,14 @@ class Sample:
     def token_ids(self) -> IntArray:
         """Token ids of the prompt and of what is sampled so far."""
         return np.concatenate([self.prompt_ids, np.array(self.output_ids, np.int32)])
+
+    @property
+    def routed_experts(self) -> RouteArray | None:
+        """Routes of all tokens but the last; None if one of them is missing."""
+        computed = len(self.prompt_ids) + len(self.output_ids) - 1
+        if not self.output_ids or sum(map(len, self.routes)) < computed:
+            return None
+        return np.concatenate(self.routes)[:computed]
 
 
 @dataclass

@@ -19,6 +19,7 @@ from raylight.types import (
     LogprobArray,
     MaskArray,
     PenalisedRange,
+    RouteArray,
     TokenSets,
     Trajectory,
     VersionArray,
@@ -95,6 +96,10 @@ class PackedRows:
     weight_versions: VersionArray
     teacher_logprobs: LogprobArray | None
     """None for an update without a teacher."""
+    routed: list[int]
+    """Number of the first tokens of each row that have routes."""
+    routed_experts: RouteArray | None
+    """Routes of these tokens; None if no row has any."""
     candidates: TokenSets
     """Tokens that could have been sampled, for each response token; empty if no row has any."""
     penalised: list[tuple[PenalisedRange, ...]]
@@ -261,6 +266,7 @@ def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np
 def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> PackedRows:
     chosen = [batch.rows[index] for index in indices]
     prompts, teacher = [row.prompt_length for row in chosen], batch.teacher_logprobs
+    routes = [row.routed_experts for row in chosen if row.routed_experts is not None]
 
     def join(name: str) -> Any:
         parts = [getattr(row, name)[start:] for row, start in zip(chosen, prompts, strict=True)]
@@ -279,6 +285,8 @@ def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> P
         candidates=_join_candidates(chosen),
         penalised=[row.penalised for row in chosen],
         observed=_observed(chosen) if learns_observations else None,
+        routed=[0 if row.routed_experts is None else len(row.routed_experts) for row in chosen],
+        routed_experts=np.concatenate(routes) if routes else None,
     )
 
 

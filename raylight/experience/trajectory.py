@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from raylight.types import Generation, IntArray, PenalisedRange, Penalties, TokenSets, Trajectory
+from raylight.types import Generation, IntArray, PenalisedRange, Penalties, RouteArray, TokenSets, Trajectory
 
 Relation: TypeAlias = Literal[
     "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
@@ -319,6 +319,7 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
         _join_candidates(replayed, len(tokens)),
         tuple(_penalised_ranges(replayed)),
         observed,
+        _join_routes(branch),
     )
 
 
@@ -338,3 +339,16 @@ def _penalised_ranges(replayed: list[Generation]) -> Iterator[PenalisedRange]:
         if call.penalties != Penalties():
             start = len(call.prompt_ids)
             yield PenalisedRange(start, start + len(call.output_ids), call.penalties)
+
+
+def _join_routes(branch: list[Generation]) -> RouteArray | None:
+    """Return the routes of a row: of each token those of the first call that computed it, on whose keys and
+    values the later ones rest. None if a call has none."""
+    parts: list[RouteArray] = []
+    known = 0
+    for call in branch:
+        if call.routed_experts is None:
+            return None
+        parts.append(call.routed_experts[known:])
+        known = len(call.routed_experts)
+    return np.concatenate(parts)

@@ -60,6 +60,11 @@ def build_policy(
         adapted_layers(model_path, config.lora)  # raises before weights are loaded
     if config.router_aux_loss_coef:
         _check_routers(model_path, config)
+    if config.router_replay and isinstance(settings, SupervisedSettings):
+        raise ConfigError(
+            "nothing reads learner.router_replay in supervised training, whose tokens no engine sampled; "
+            "leave it out"
+        )
     _warn_about_unused_offload(config)
     cls = RaylightEngine if module is None else functools.partial(LocalEngine, module)
     return _build(cls, model_path, config, settings, total_steps)
@@ -86,11 +91,12 @@ def build_reward_model(
         ConfigError: transformers has no such models of the architecture.
     """
     hf_config = AutoConfig.from_pretrained(model_path)
-    if config.router_aux_loss_coef:
-        raise ConfigError(
-            f"nothing reads learner.router_aux_loss_coef={config.router_aux_loss_coef:g} in the training of "
-            "a reward model; leave it out"
-        )
+    unread = {"router_aux_loss_coef": config.router_aux_loss_coef, "router_replay": config.router_replay}
+    for name, value in unread.items():
+        if value:
+            raise ConfigError(
+                f"nothing reads learner.{name}={value} in the training of a reward model; leave it out"
+            )
     kinds = (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
     if not all(type(hf_config) in kind for kind in kinds):
         raise ConfigError(

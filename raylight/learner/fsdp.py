@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from raylight.config import LearnerConfig
+from raylight.engines.expert_routes import ExpertRoutes
 from raylight.errors import ConfigError
 from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
@@ -47,6 +48,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
         self._learner, self._is_resident = learner, False
+        self._routes: ExpertRoutes | None = None
         self.keeps_dropout = True
         """True if the model's own dropout is active in training."""
         super().__init__(**configs)
@@ -60,6 +62,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def collective_device(self) -> torch.device:
         """Device of the tensors that ranks reduce."""
         return self.device
+
+    @property
+    def replays_routes(self) -> bool:
+        """True if tokens go to the experts that the engine chose."""
+        return self._routes is not None
 
     @property
     def _is_whole(self) -> bool:
@@ -117,7 +124,10 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def _add_head(self, module: Any) -> None:
         """Make the model return log-probs instead of logits."""
-        LogprobHead(module.get_base_model() if self._is_lora else module)
+        model = module.get_base_model() if self._is_lora else module
+        LogprobHead(model)
+        if self._learner.router_replay:
+            self._routes = ExpertRoutes(model)
 
     def _build_fsdp_module(self, module: Any) -> Any:
         forward_only = self.engine_config.forward_only
@@ -339,6 +349,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         tokens, and of observed ones if they are learned."""
         inputs, pad_size = self._model_inputs(batch)
         targets = batch.targets()
+        if self._routes is not None:
+            self._routes.replay(batch.routes())
         if not self.use_ulysses_sp:
             output = self.module(**inputs, sampled=targets, use_cache=False)
         else:

@@ -207,6 +207,23 @@ class MicroBatch:
         found = torch.cat(kept) if self.packed else pad_sequence(kept, batch_first=True).flatten()
         return found.to(self.device)
 
+    def routes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the experts of the tokens of the model's input, and True for those that have some; None if
+        none has any."""
+        found = [row.routes for row in self.rows]
+        some = next((routes for routes in found if routes is not None), None)
+        if some is None:
+            return None
+        width = None if self.packed else max(row.tokens for row in self.rows)
+        lengths = [width or row.tokens for row in self.rows]
+        padded = some.new_zeros(sum(lengths), *some.shape[1:])
+        known = torch.zeros(len(padded), dtype=torch.bool)
+        for start, routes in zip(itertools.accumulate(lengths, initial=0), found, strict=False):
+            if routes is not None:
+                padded[start : start + len(routes)] = routes
+                known[start : start + len(routes)] = True
+        return padded.to(self.device), known.to(self.device)
+
     def _sequences(self) -> list[torch.Tensor]:
         return [torch.cat([row.prompt, row.response]) for row in self.rows]
 

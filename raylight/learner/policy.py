@@ -21,6 +21,7 @@ from raylight.learner.rows import (
     TrainRow,
     build_minibatches,
     build_rows,
+    check_routes,
     record_row,
 )
 from raylight.learner.trained_model import TrainedModel
@@ -83,6 +84,8 @@ class Policy(TrainedModel):
         minibatches = build_minibatches(rows, shard.minibatches)
         critic_minibatches = build_minibatches(rows, shard.critic_minibatches)
         own_rows = [row for minibatch in minibatches for row in minibatch.rows]
+        if self.engine.replays_routes:
+            check_routes(own_rows)
         critic_rows = [row for minibatch in critic_minibatches for row in minibatch.rows]
         trains = self.critic is None or not self.critic.warming_up
         # the training pass cannot supply old log-probs under dropout or during critic warm-up

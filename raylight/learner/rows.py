@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from raylight.errors import ConfigError
 from raylight.experience.shards import MinibatchShard, PackedRows
 from raylight.experience.token_records import RowRecord
 from raylight.types import LogprobArray, PenalisedRange, TokenSets
@@ -56,6 +58,8 @@ class TrainRow:
     """Place of an interpolated proximal policy between the engine's (0) and the trained one (1)."""
     observed: torch.Tensor | None = None
     """1 for tokens that the environment returned; None if the update does not learn them."""
+    routes: torch.Tensor | None = None
+    """Experts that its first tokens were sent to, shape (tokens, layers of experts, experts of a token)."""
     rollout_fraction: float = 1.0
     """Fraction of the rollout's sampled tokens that are in this row."""
 
@@ -84,6 +88,7 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
         _split_sets(packed.candidates, lengths),
         packed.penalised,
         [None] * len(lengths) if packed.observed is None else _split(packed.observed, torch.long, lengths),
+        _split_routes(packed),
     )
     return {
         index: TrainRow(
@@ -99,10 +104,22 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
             candidates=sets,
             penalised=ranges,
             observed=seen,
+            routes=routes,
         )
-        for index, temperature, start, tokens, mask, logprobs, versions, scores, sets, ranges, seen in zip(
-            *fields, strict=True
-        )
+        for (
+            index,
+            temperature,
+            start,
+            tokens,
+            mask,
+            logprobs,
+            versions,
+            scores,
+            sets,
+            ranges,
+            seen,
+            routes,
+        ) in zip(*fields, strict=True)
     }
 
 
@@ -114,6 +131,14 @@ def _split_sets(joined: TokenSets, lengths: list[int]) -> list[TokenSets | None]
 
 def _split(values: Any, dtype: torch.dtype, lengths: Iterable[int]) -> tuple[torch.Tensor, ...]:
     return torch.tensor(values, dtype=dtype).split(list(lengths))
+
+
+def _split_routes(packed: PackedRows) -> list[torch.Tensor | None]:
+    """Return the routes of each row."""
+    if packed.routed_experts is None:
+        return [None] * len(packed.indices)
+    routes = torch.from_numpy(packed.routed_experts.astype(np.int16)).split(packed.routed)
+    return [part if len(part) else None for part in routes]
 
 
 class Minibatch(NamedTuple):
@@ -136,6 +161,19 @@ def mask_all(row: TrainRow) -> TrainRow:
     """Return a copy of a row without sampled tokens and observations."""
     none = torch.zeros_like(row.mask)
     return replace(row, mask=none, observed=None if row.observed is None else none)
+
+
+def check_routes(rows: Iterable[TrainRow]) -> None:
+    """Check that all rows have routes.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    if missing := [row.index for row in rows if row.routes is None]:
+        raise ConfigError(
+            f"learner.router_replay: row {missing[0]} has no routes, because a call of it was recorded "
+            "without them; start fresh in another output_dir, or set learner.router_replay=False"
+        )
 
 
 def make_probe_row(ids: Sequence[int]) -> TrainRow:

@@ -25,7 +25,16 @@ from raylight.errors import StoreError
 from raylight.semconv import INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
 from raylight.store.payloads import damaged, decode_payload, pack
 from raylight.store.rows import Row, call_span_row
-from raylight.types import CallKey, FinishReason, Generation, HistoryNote, IntArray, Span, TokenSets
+from raylight.types import (
+    CallKey,
+    FinishReason,
+    Generation,
+    HistoryNote,
+    IntArray,
+    RouteArray,
+    Span,
+    TokenSets,
+)
 
 CALL = "call_id, rollout_id, attempt_id, base, shared, generation"
 """Columns of a recorded call. `base` is the id of a call of the same attempt, or NULL; `shared` is the number
@@ -38,8 +47,9 @@ CallId = tuple[str, str]
 """`(attempt_id, call_id)`."""
 
 
-def generation_bytes(call: Generation, shared: int = 0) -> bytes:
-    """A generation without its key, and without the first `shared` tokens of its prompt.
+def generation_bytes(call: Generation, shared: int = 0, routed: int = 0) -> bytes:
+    """A generation without its key, and without the first `shared` tokens of its prompt and the routes of its
+    first `routed` tokens.
 
     Raises:
         TypeError: its sampling parameters cannot be stored.
@@ -62,6 +72,7 @@ def generation_bytes(call: Generation, shared: int = 0) -> bytes:
             call.policy_logprobs.tobytes(),
             call.allowed.tobytes(),
             *([_compress(candidates.sizes), _compress(candidates.values)] if len(candidates) else ()),
+            *([] if call.routed_experts is None else [_route_fields(call.routed_experts, routed)]),
         ]
     )
 
@@ -75,6 +86,11 @@ def _compress(values: IntArray) -> bytes:
 def _decompress(data: bytes) -> IntArray:
     planes = np.frombuffer(zlib.decompress(data), np.uint8).reshape(4, -1)
     return np.ascontiguousarray(planes.T).view(np.int32).ravel().cumsum(dtype=np.int32)
+
+
+def _route_fields(routes: RouteArray, start: int) -> list[Any]:
+    """Return the routes from a token on, with its index, their type and their shape."""
+    return [start, routes.dtype.str, *routes.shape[1:], routes[start:].tobytes()]
 
 
 def sampled_tokens(generation: bytes) -> tuple[int, FinishReason]:
@@ -112,7 +128,7 @@ def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:
 class _StoredCall:
     """A call as its row has it, and its prompt once that is complete."""
 
-    __slots__ = ("added", "base", "fields", "key", "length", "output", "prompt", "shared")
+    __slots__ = ("added", "base", "fields", "key", "length", "output", "prompt", "routed", "routes", "shared")
 
     def __init__(self, row: Row) -> None:
         call_id, rollout_id, attempt_id, base, shared, data = row
@@ -125,11 +141,17 @@ class _StoredCall:
         self.length = shared + len(self.added)
         """Number of tokens of the prompt."""
         self.prompt: IntArray = self.added
+        self.routed = 0
+        """Number of its first tokens that have the routes of its base."""
+        self.routes: RouteArray | None = None
+        if len(self.fields) % 2 == 0:  # candidates are two fields, or none
+            self.routed, dtype, layers, top_k, routes = self.fields.pop()
+            self.routes = np.frombuffer(routes, dtype).reshape(-1, layers, top_k)
 
     def generation(self) -> Generation:
         model, _, _, logprobs, versions, reason, start, end, sampling, agent = self.fields[:10]
         history, policy_logprobs, allowed = self.fields[10:13]
-        candidates = map(_decompress, self.fields[13:])  # none in calls of earlier releases
+        candidates = map(_decompress, self.fields[13:15])  # none in calls of earlier releases
         if isinstance(versions, int):
             weight_versions = np.full(len(self.output), versions, np.int64)
         else:
@@ -150,6 +172,7 @@ class _StoredCall:
             policy_logprobs=np.frombuffer(policy_logprobs, np.float32),
             allowed=np.frombuffer(allowed, np.int32),
             candidates=TokenSets(*candidates),
+            routed_experts=self.routes,
         )
 
 
@@ -183,6 +206,7 @@ def _join_prompts(calls: dict[CallId, _StoredCall]) -> None:
 def _join_chain(chain: list[_StoredCall], calls: dict[CallId, _StoredCall]) -> None:
     """Complete the prompts of calls that continue one another."""
     head = chain[0]
+    _join_routes(chain, calls)
     if len(chain) == 1 and head.base is None:
         return
     tokens = np.empty(chain[-1].length, np.int32)
@@ -196,6 +220,30 @@ def _join_chain(chain: list[_StoredCall], calls: dict[CallId, _StoredCall]) -> N
     tokens.flags.writeable = False
     for call in chain:
         call.prompt = tokens[: call.length]
+
+
+def _join_routes(chain: list[_StoredCall], calls: dict[CallId, _StoredCall]) -> None:
+    """Complete the routes of calls that continue one another. They are parts of one array, unless a call's
+    end is not part of the next one's prompt."""
+    known = None if chain[0].base is None else calls[chain[0].base].routes
+    buffer: RouteArray | None = None
+    last = max((i for i, call in enumerate(chain) if call.routes is not None), default=-1)
+    for call, after in zip(chain[: last + 1], [*chain[1:], None], strict=False):
+        if call.routes is None:
+            known = buffer = None
+            continue
+        end = call.routed + len(call.routes)
+        if buffer is None or len(buffer) < end:
+            buffer = np.empty(
+                (chain[last].length + len(chain[last].output), *call.routes.shape[1:]), call.routes.dtype
+            )
+            if call.routed:
+                assert known is not None, "a call has its base's routes only if that has some"
+                buffer[: call.routed] = known[: call.routed]
+        buffer[call.routed : end] = call.routes
+        call.routes = known = buffer[:end]
+        if after is not None and after.routes is not None and after.routed < end:
+            buffer = None
 
 
 def _first_tokens(prompt: IntArray, output: IntArray, count: int) -> IntArray:
@@ -226,6 +274,8 @@ class _Branch:
     span_id: str
     """Id of its span; "" if it has none."""
     texts: dict[str, str]
+    routed: int
+    """Number of its tokens that have routes."""
     size: int
     """Memory in bytes."""
 
@@ -290,7 +340,8 @@ class CallDeltas:
         base, shared, data, tokens = None, 0, None, 0
         if generation is not None:
             base, shared = _find_base(branches, generation.prompt_ids)
-            data, tokens = generation_bytes(generation, shared), len(generation.output_ids)
+            routed = min(shared, base.routed) if base is not None else 0
+            data, tokens = generation_bytes(generation, shared, routed), len(generation.output_ids)
         texts = {} if span is None else _texts_of(span)
         row, continued = (None, None) if span is None else _span_delta(branches, span, texts)
         if generation is not None or span is not None:
@@ -328,7 +379,9 @@ def _branch(call_id: str, generation: Generation | None, span: Span | None, text
     size = OVERHEAD + sum(map(sys.getsizeof, texts.values()))
     tokens = () if generation is None else (generation.prompt_ids, generation.output_ids)
     size += sum(part.nbytes for part in tokens)
-    return _Branch(call_id, tokens, span.span_id if span else "", texts, size)
+    routes = None if generation is None else generation.routed_experts
+    routed = 0 if routes is None else len(routes)
+    return _Branch(call_id, tokens, span.span_id if span else "", texts, routed, size)
 
 
 def _find_base(branches: list[_Branch], prompt: IntArray) -> tuple[_Branch | None, int]:

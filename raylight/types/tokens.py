@@ -33,6 +33,9 @@ LogprobArray: TypeAlias = NDArray[np.float32]
 """Log-probs, float32 of shape (tokens,)."""
 MaskArray: TypeAlias = NDArray[np.int8]
 """0 or 1 for each token, int8 of shape (tokens,)."""
+RouteArray: TypeAlias = NDArray[np.unsignedinteger[Any]]
+"""Experts that tokens were sent to by each layer of experts, uint8 for up to 256 experts and else uint16, of
+shape (tokens, layers of experts, experts of a token)."""
 
 
 REPEATED = "+"
@@ -94,6 +97,9 @@ class Generation:
     candidates: TokenSets = field(default_factory=TokenSets)
     """Tokens that could have been sampled at each position, after truncation and constraint, with which a
     learner computes `logprobs` again. Empty unless the request truncates or penalises."""
+    routed_experts: RouteArray | None = None
+    """Routes of all tokens of prompt and output but the last, which the engine did not compute; None if they
+    were not recorded (`LearnerConfig.router_replay`)."""
 
     @property
     def is_replayed(self) -> bool:
@@ -149,6 +155,14 @@ class Generation:
                 f"generation {self.key.call_id}: {len(self.candidates)} sets of candidates must be none, or "
                 f"as many as the {len(self.output_ids)} tokens"
             )
+        if self.routed_experts is not None:
+            _set_array(self, "routed_experts", self.routed_experts.dtype.type)
+            computed = len(self.prompt_ids) + len(self.output_ids) - 1
+            if len(self.routed_experts) != computed:
+                raise ValueError(
+                    f"generation {self.key.call_id}: {len(self.routed_experts)} routes must be those of the "
+                    f"{computed} tokens before the last"
+                )
 
     def __eq__(self, other: object) -> bool:
         return _equal_fields(self, other)
@@ -203,6 +217,8 @@ class Trajectory:
     """The tokens that were sampled with penalties, in order."""
     observed: MaskArray = field(default_factory=lambda: np.empty(0, np.int8), compare=False)
     """1 for tokens between two responses, which the environment returned; empty if they are not known."""
+    routed_experts: RouteArray | None = None
+    """Routes of its first tokens, of all but the last one in general; None if they were not recorded."""
 
     @property
     def prompt_length(self) -> int:
@@ -217,7 +233,9 @@ class Trajectory:
     def first_tokens(self, end: int) -> Trajectory:
         """Return the row's first tokens."""
         names = ("token_ids", "mask", "logprobs", "weight_versions", "candidates", "observed")
-        return replace(self, **{name: getattr(self, name)[:end] for name in names})
+        routes = None if self.routed_experts is None else self.routed_experts[:end]
+        parts = {name: getattr(self, name)[:end] for name in names}
+        return replace(self, **parts, routed_experts=routes)
 
     def __post_init__(self) -> None:
         _set_array(self, "token_ids", np.int32)
@@ -225,6 +243,8 @@ class Trajectory:
             _set_array(self, name, np.int8)
         _set_array(self, "logprobs", np.float32)
         _set_array(self, "weight_versions", np.int64)
+        if self.routed_experts is not None:
+            _set_array(self, "routed_experts", self.routed_experts.dtype.type)
 
     def __eq__(self, other: object) -> bool:
         return _equal_fields(self, other)

@@ -6,16 +6,19 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from raylight.engines.expert_routes import ExpertRoutes
 from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, check_state
 from raylight.engines.transformers.prefixes import PrefixCache, count_kept_sequences
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
 from raylight.errors import EngineStartError
+from raylight.types import IntArray
 
 CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Mean difference of log-probs with and without the cache above which an architecture is refused, by type."""
@@ -37,9 +40,12 @@ class Decoder:
         device: torch device.
         slots: number of sequences in the cache.
         longest: tokens of the longest sequence.
+        record_routes: record the experts that each token is sent to.
     """
 
-    def __init__(self, path: str, dtype: str, device: str, slots: int, longest: int) -> None:
+    def __init__(
+        self, path: str, dtype: str, device: str, slots: int, longest: int, record_routes: bool = False
+    ) -> None:
         # transformers chooses "sdpa", or "eager" for an architecture without it
         module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
@@ -58,6 +64,7 @@ class Decoder:
         """Sequences in the cache, by slot."""
         self.prefixes = PrefixCache(count_kept_sequences(slots) * longest)
         self._cache = self._empty_cache()
+        self._routes = ExpertRoutes(self.module) if record_routes else None
         self._check_cache()
 
     def _empty_cache(self) -> SlotCache:
@@ -87,9 +94,11 @@ class Decoder:
         if repeated:
             slots = [(first + i, first + len(computed) + n) for n, (_, i) in enumerate(repeated)]
             self._cache.copy(slots, max(sequence.length for sequence, _ in repeated))
+            for sequence, i in repeated:
+                sequence.record_routes(computed[i].sample.routes, 0)
         for slot, sequence in enumerate(computed, first):
             if self._keeps_prefixes and self.count_missing(sequence) > 1:
-                self.prefixes.keep(sequence.adapter, sequence.ids, self._cache.read(slot, sequence.length))
+                self._keep(sequence, slot, sequence.ids)
         return logits[place]
 
     def _compute(self, admitted: list[Sequence], first: int) -> torch.Tensor:
@@ -117,12 +126,16 @@ class Decoder:
         for slot, (prefix, count) in enumerate(found, first):
             if prefix is not None:
                 self._cache.write(slot, prefix.states, count)
+                if prefix.routes is not None:
+                    admitted[slot - first].record_routes([prefix.routes[:count]], 0)
         positions = (starts[:, None] + torch.arange(width)).to(self.device)
         same = self._cache.window.positions is None
         mask = self._masks.build(positions[:1] if same else positions, self._cache.window.width)
         # logits only at positions where some row ends
         ends, end_of_row = (lengths - starts - 1).unique(return_inverse=True)
-        logits = self._forward(admitted, ids.to(self.device), positions, mask, ends.to(self.device))
+        logits = self._forward(
+            admitted, ids.to(self.device), positions, mask, ends.to(self.device), starts.tolist()
+        )
         return logits[torch.arange(rows, device=self.device), end_of_row.to(self.device)]
 
     def decode(self) -> torch.Tensor:
@@ -132,7 +145,7 @@ class Decoder:
         self._cache.decode(positions)
         first = torch.zeros(1, dtype=torch.long, device=self.device)
         mask = self._masks.build(positions[:, None], self._cache.window.width)
-        return self._forward(self.active, ids, positions[:, None], mask, first)[:, 0]
+        return self._forward(self.active, ids, positions[:, None], mask, first, positions.tolist())[:, 0]
 
     def _forward(
         self,
@@ -141,8 +154,21 @@ class Decoder:
         positions: torch.Tensor,
         mask: Masks,
         keep: torch.Tensor,
+        starts: list[int] | None = None,
     ) -> torch.Tensor:
-        """Return logits of shape (rows, len(keep), vocabulary) at the indices `keep`."""
+        """Return logits of shape (rows, len(keep), vocabulary) at the indices `keep`.
+
+        Args:
+            starts: position of the first token of each row; None does not record the routes.
+        """
+        if self._routes is not None and starts is not None:
+            with self._routes.recording() as routes:
+                logits = self._forward(sequences, ids, positions, mask, keep)
+            rows = routes().reshape(*ids.shape, self._routes.layers, self._routes.top_k)
+            for sequence, found, start in zip(sequences, rows, starts, strict=True):
+                assert sequence is not None
+                sequence.record_routes([found[: sequence.length - start]], start)
+            return logits
         return self.adapters.forward(
             [s.adapter if s else None for s in sequences],
             input_ids=ids,
@@ -203,9 +229,13 @@ class Decoder:
         adapter = sequence.adapter
         is_current = adapter is None or self.adapters.find(adapter.name) is adapter
         if self._keeps_prefixes and is_current:
-            slot, ids = self.active.index(sequence), sequence.ids[:-1]
-            self.prefixes.keep(adapter, ids, self._cache.read(slot, len(ids)))
+            self._keep(sequence, self.active.index(sequence), sequence.ids[:-1])
         self.remove(sequence)
+
+    def _keep(self, sequence: Sequence, slot: int, ids: IntArray) -> None:
+        """Keep what is computed of the first tokens `ids` of a sequence."""
+        routes = np.concatenate(sequence.sample.routes)[: len(ids)] if self._routes is not None else None
+        self.prefixes.keep(sequence.adapter, ids, self._cache.read(slot, len(ids)), routes)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; the last active one moves into its slot, so that slots stay dense."""

@@ -48,7 +48,7 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
     """Make the engine of a replica.
 
     Args:
-        args: `tool_parser`, `reasoning` and `max_new_tokens` of the engine.
+        args: `tool_parser`, `reasoning`, `max_new_tokens` and `record_routes` of the engine.
 
     Raises:
         ConfigError: `max_new_tokens` is no positive integer.
@@ -92,6 +92,7 @@ class TransformersEngine:
             `<think>` and `</think>`; "auto" detects it from the chat template.
         max_new_tokens: longest response, in tokens; a request can only lower it. None: no limit.
         transport: name of the transport of weights.
+        record_routes: record the experts that each token is sent to.
     """
 
     workers = 1
@@ -115,10 +116,11 @@ class TransformersEngine:
         reasoning: bool | Literal["auto"] = "auto",
         max_new_tokens: int | None = None,
         transport: str = "auto",
+        record_routes: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._decoder = Decoder(path, dtype, device, slots, max_model_len)
+        self._decoder = Decoder(path, dtype, device, slots, max_model_len, record_routes)
         config = self._decoder.module.config.get_text_config()
         self.max_model_len = min(max_model_len, config.max_position_embeddings)
         self._max_new_tokens = max_new_tokens or self.max_model_len

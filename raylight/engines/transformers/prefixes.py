@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from raylight.engines.transformers.adapters import LoadedAdapter
-from raylight.types import IntArray
+from raylight.types import IntArray, RouteArray
 
 SLOTS_PER_PREFIX = 4
 """Slots for each longest sequence for whose tokens there is room: groups of rollouts are rarely smaller."""
@@ -33,11 +33,13 @@ class Prefix:
 
     Attributes:
         keys: hashes of its first blocks, the last one of all tokens.
+        routes: routes of its tokens, if they are recorded.
     """
 
     ids: IntArray
     states: LayerStates
     keys: list[int]
+    routes: RouteArray | None = None
 
 
 class PrefixCache:
@@ -65,9 +67,15 @@ class PrefixCache:
         self._use(found)
         return found, min(_count_common(found.ids, ids), len(ids) - 1)
 
-    def keep(self, adapter: LoadedAdapter | None, ids: IntArray, states: LayerStates) -> None:
+    def keep(
+        self,
+        adapter: LoadedAdapter | None,
+        ids: IntArray,
+        states: LayerStates,
+        routes: RouteArray | None = None,
+    ) -> None:
         """Add a prefix. It replaces those that it continues."""
-        prefix = Prefix(ids, states, list(_keys(adapter, ids)))
+        prefix = Prefix(ids, states, list(_keys(adapter, ids)), routes)
         for shorter in {self._index[key] for key in prefix.keys if key in self._index}:
             if _count_common(shorter.ids, ids) == len(shorter.ids):
                 self._remove(shorter)

@@ -14,7 +14,7 @@ from raylight.engines.capture_context import Sample
 from raylight.engines.transformers.adapters import LoadedAdapter
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.text import TextStream
-from raylight.types import IntArray, TokenSets
+from raylight.types import IntArray, RouteArray, TokenSets
 
 
 @dataclass(eq=False)
@@ -39,6 +39,8 @@ class Sequence:
     """State of the response within the grammar of `params`."""
     stop_words: TextStream | None = None
     """Detects the stop words of `params`."""
+    routed: int = 0
+    """Number of its tokens whose routes are recorded."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """Per token, the most probable tokens and their log-probabilities, if requested."""
     ended: bool = False
@@ -88,6 +90,17 @@ class Sequence:
                 if candidates is not None:
                     self.sample.candidates.append(candidates)
                 self.sample.weight_versions.append(version)
+
+    def record_routes(self, parts: list[RouteArray], start: int) -> None:
+        """Add routes of the tokens from `start` on, except for those that are recorded, which were computed
+        before."""
+        for part in parts:
+            known = self.routed - start
+            assert known >= 0, "tokens are computed in their order"
+            if known < len(part):
+                self.sample.routes.append(part[known:])
+                self.routed += len(part) - known
+            start += len(part)
 
     def cancel(self) -> None:
         """Stop sampling.

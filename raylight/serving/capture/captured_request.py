@@ -50,7 +50,7 @@ START_AFTER_S = 1.0
 OWN_ATTRIBUTES = frozenset({"messages", "prompt", "tools"})
 """Fields of a request that have attributes of their own; the others share `REQUEST_PARAMETERS`."""
 
-SAMPLED = ("output_ids", "logprobs", "weight_versions", "policy_logprobs", "allowed")
+SAMPLED = ("output_ids", "logprobs", "weight_versions", "policy_logprobs", "allowed", "routed_experts")
 """Lists of a sample, which become arrays of the generation."""
 _OK = TraceStatus(status_code="OK")
 

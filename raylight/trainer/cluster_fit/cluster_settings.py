@@ -30,6 +30,7 @@ from raylight.trainer.cluster_fit.memory_check import PLANNED_ENGINES, check_mem
 from raylight.trainer.cluster_fit.policy_checks import (
     engine_on_device,
     engine_with_adapter,
+    engine_with_routes,
     engine_with_transport,
     idle_hardware,
     with_mismatch_limit,
@@ -248,7 +249,7 @@ def finish_trained(settings: TrainedSettings) -> TrainedSettings:
     """Return the settings with those that follow from the final engine and learners.
 
     Raises:
-        ConfigError: the transport, the limit of mismatches or the adapter does not fit.
+        ConfigError: the transport, the limit of mismatches, the adapter or router replay does not fit.
     """
     serving, training = settings.serving, settings.training
     learner, overlaps = training.learner, training.algorithm.max_staleness > 0
@@ -259,5 +260,7 @@ def finish_trained(settings: TrainedSettings) -> TrainedSettings:
         if opponents is not None:  # the initial one stays for validation, and one is exchanged for another
             served += opponents.pool + 2
         engine = engine_with_adapter(engine, serving.model_path, lora, served)
+    if learner.router_replay:
+        engine = engine_with_routes(engine, serving.model_path)
     settings = _with_parts(settings, engine, learner)
     return replace(settings, training=replace(training, algorithm=algorithm))

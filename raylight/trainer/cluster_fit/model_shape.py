@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raylight.config import LoraConfig
+from raylight.engines.expert_routes import route_bytes
 from raylight.errors import ConfigError
 from raylight.learner.adapter import peft_config
 from raylight.learner.micro_batch import activation_bytes
@@ -34,6 +35,7 @@ class ModelShape:
         hidden: size of a hidden state.
         cache_per_token: key and value elements per token, over all layers that keep every token.
         token_activations: bytes of the activations of a token, in float32, about.
+        route_bytes: bytes of the routes of a token through a mixture of experts; 0 for other models.
         context: longest context of the model, in tokens; None if the model states none.
     """
 
@@ -48,6 +50,7 @@ class ModelShape:
     hidden: int
     cache_per_token: int
     token_activations: int
+    route_bytes: int
     context: int | None
 
 
@@ -102,6 +105,7 @@ def read_shape(path: str) -> ModelShape:
         hidden=text.hidden_size,
         cache_per_token=_cache_per_token(text, len(layers)),
         token_activations=activation_bytes(model),
+        route_bytes=route_bytes(model),
         context=getattr(text, "max_position_embeddings", None),
     )
 

@@ -165,6 +165,24 @@ def engine_with_adapter(
     return engine.model_copy(update=update)
 
 
+def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:
+    """Return the settings of an engine that records the experts of each token, for router replay.
+
+    Raises:
+        ConfigError: it cannot, or the model is no mixture of experts.
+    """
+    if engine.kind != "transformers":
+        raise ConfigError(
+            f"learner.router_replay=True: an engine of kind {engine.kind!r} does not record the experts of "
+            "each token; set engine.kind='transformers', or leave router_replay out"
+        )
+    if not _has_experts(model_path):
+        raise ConfigError(
+            f"learner.router_replay=True: {model_path} is no mixture of experts; leave the setting out"
+        )
+    return engine.model_copy(update={"args": {"record_routes": True} | engine.args})
+
+
 def engine_on_device(engine: EngineConfig, learner: LearnerConfig) -> EngineConfig:
     """Return the settings of the engine of a local learner, with the data type for its device.
 

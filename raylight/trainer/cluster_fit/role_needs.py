@@ -30,6 +30,8 @@ from raylight.trainer.spec.settings import ServingSettings
 
 FLOAT32 = 4
 """Bytes of a float32."""
+INT64 = 8
+"""Bytes of an index of torch."""
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -108,6 +110,9 @@ def learner_memory(
     if config.num_gpus and config.lora is None:
         largest = shape.vocabulary * shape.hidden * DTYPES[sent].itemsize
         items.append(Item("transfer buffer", max(TRANSFER_BUFFER, largest), stays=True))
+    if config.router_replay:
+        routes = config.max_tokens_per_micro_batch * shape.route_bytes * INT64
+        items.append(Item("routes of a pass", routes, grows=True))
     items += _with_gaps(_pass(path, shape, config, trained, longest), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
 
@@ -247,8 +252,11 @@ def engine_memory(
         cache = config.max_concurrent * length * per_token
     items.append(Item("key-value cache", cache, grows=kind == "transformers"))
     if kind == "transformers":
-        prefixes = count_kept_sequences(config.max_concurrent) * length * per_token
-        items.append(Item("kept prefixes", prefixes, grows=True))
+        kept = count_kept_sequences(config.max_concurrent)
+        items.append(Item("kept prefixes", kept * length * per_token, grows=True))
+        if config.args.get("record_routes"):
+            routes = (config.max_concurrent + kept) * length * shape.route_bytes
+            items.append(Item(f"routes of experts, {shape.route_bytes} bytes a token", routes, "host"))
         rows = max(min(config.max_concurrent, PREFILL_TOKENS // length), 1)
         prefill = measure_prefill(path, rows, length, DTYPES[config.dtype])
         logits = LOGIT_COPIES * FLOAT32 * config.max_concurrent * shape.vocabulary

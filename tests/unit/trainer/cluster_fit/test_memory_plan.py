@@ -275,3 +275,13 @@ def test_an_unknown_architecture_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ConfigError, match="'vit'"):
         read_shape(str(tmp_path))
+
+
+def test_router_replay_needs_memory_for_routes(mixture):
+    assert read_shape(mixture).route_bytes == 4 * 8  # layers, experts of a token, a byte each
+    engine = EngineConfig(max_model_len=128, max_concurrent=8, args={"record_routes": True})
+    run = replace(planned(mixture, router_replay=True), kind="transformers", engine=engine)
+    learner, engine_role = make_plan(run, H100S).roles[:2]
+    assert next(item.size for item in learner.items if item.name == "routes of a pass") == 16384 * 32 * 8
+    name = "routes of experts, 32 bytes a token"
+    assert next(item.size for item in engine_role.items if item.name == name) == (8 + 2) * 128 * 32

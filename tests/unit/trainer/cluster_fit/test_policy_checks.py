@@ -249,3 +249,21 @@ def test_several_models_are_adapters_that_engines_serve(tmp_path: Path):
     check_models(several, learner)
     settings = policy_settings(str(STARTER_MODEL), EngineConfig(kind="vllm"), learner, several)
     assert finish_trained(settings).serving.engine.max_adapters == 2
+
+
+def with_replay(model: str, **engine: Any) -> EngineConfig:
+    """Return the engine of a run with router replay."""
+    learner = LearnerConfig(router_replay=True)
+    settings = policy_settings(model, EngineConfig(**engine), learner, GRPO(model="m"))
+    return finish_trained(settings).serving.engine
+
+
+def test_router_replay_needs_a_mixture_and_an_engine_that_records_routes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 4}))
+    mixture = str(tmp_path)
+    assert with_replay(mixture, kind="transformers").args == {"record_routes": True}
+    for kind in ("vllm", "package.module:Engine"):
+        with pytest.raises(ConfigError, match=f"kind '{kind}' does not record the experts of each token"):
+            with_replay(mixture, kind=kind)
+    with pytest.raises(ConfigError, match="is no mixture of experts; leave the setting out"):
+        with_replay(str(STARTER_MODEL), kind="transformers")
