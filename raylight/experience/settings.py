@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.base_config import Config
+from raylight.errors import ConfigError
 from raylight.experience import advantages, losses
 from raylight.experience.advantages import ADVANTAGES, AnyAdvantage, BaselineKind
 from raylight.experience.correction_settings import CorrectionSettings
@@ -29,8 +30,14 @@ TABLES = (ADVANTAGES, LOSSES)
 
 
 class OptimizerSettings(Config):
-    """Settings of AdamW and its learning-rate schedule."""
+    """Settings of the optimizer and its learning-rate schedule."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: torch's Muon (https://arxiv.org/abs/2502.16982) for the matrices of the layers, and
+    AdamW for embeddings, output layer, heads and vectors. Its updates are scaled so that `lr` and
+    `weight_decay` are those of AdamW. It needs a full model, not an adapter."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon's matrices."""
     lr: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0, le=MAX_COUNT)
@@ -49,7 +56,17 @@ class OptimizerSettings(Config):
                 "min_lr_ratio applies to the cosine schedule only, and lr_schedule is 'constant'; set "
                 "lr_schedule='cosine'"
             )
+        if self.optimizer != "muon" and self.muon_momentum != 0.95:
+            raise ValueError("nothing reads muon_momentum with optimizer='adamw'; set optimizer='muon'")
         return self
+
+    def check_adapter(self, adapted: bool) -> None:
+        """Raise a ConfigError if the optimizer does not fit a learner that trains an adapter."""
+        if adapted and self.optimizer == "muon":
+            raise ConfigError(
+                "optimizer='muon' makes all directions of a matrix's update equally large, and the matrices "
+                "of an adapter (learner.lora) have few; set optimizer='adamw', or train the full model"
+            )
 
 
 class ModelConfig(Config):

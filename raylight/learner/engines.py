@@ -116,6 +116,7 @@ def _build(
 ) -> Any:
     if config.packed:
         _check_layers(model_path)
+    settings.check_adapter(config.lora is not None and not forward_only)
     on_gpu = torch.cuda.is_available()
     lora = None if forward_only else config.lora
     parts = ["model"] if forward_only else ["model", "optimizer", "extra"]
@@ -163,7 +164,9 @@ def _build(
 
 def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     """Convert the optimizer's settings to verl's."""
+    muon = settings.optimizer == "muon"
     return verl.FSDPOptimizerConfig(
+        optimizer="Muon" if muon else "AdamW",
         lr=settings.lr,
         lr_scheduler_type=settings.lr_schedule,
         lr_warmup_steps=settings.lr_warmup_steps,
@@ -172,7 +175,7 @@ def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
         weight_decay=settings.weight_decay,
         betas=settings.betas,
         clip_grad=settings.grad_clip,
-        override_optimizer_config={"fused": True},
+        override_optimizer_config={"momentum": settings.muon_momentum} if muon else {"fused": True},
     )
 
 

@@ -22,6 +22,7 @@ from raylight.experience.token_budgets import plan_micro_batches
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.micro_batch import MicroBatch, activation_bytes, host_tokens, place
+from raylight.learner.muon import MuonWithAdamW
 from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.learner.rows import Minibatch, TrainRow, mask_all
@@ -105,6 +106,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         if settings.enable_gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         return module
+
+    def _build_optimizer(self, module: torch.nn.Module) -> Any:
+        config = self.optimizer_config
+        if config.optimizer != "Muon":
+            return super()._build_optimizer(module)
+        momentum = config.override_optimizer_config["momentum"]
+        return MuonWithAdamW(module, config.lr, config.weight_decay, momentum, config.betas)
 
     def _build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         """Build verl's schedule with a warm-up that starts above 0, so that its first step trains."""

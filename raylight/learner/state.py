@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import CheckpointError
+from raylight.learner.muon import MUON_MOMENT, MuonWithAdamW
 from raylight.learner.policy_set import PolicySet
 from raylight.learner.state_files import StateReader, Tensors, document, parse_document
 from raylight.learner.trained_model import TrainedModel
@@ -172,6 +173,13 @@ def _moments(reader: StateReader, engine_name: str, engine: Any) -> Tensors:
         name, _, moment = full_name.rpartition("/")
         saved.setdefault(name, []).append(moment)
     optimizer = engine.optimizer
+    was_muon = any(MUON_MOMENT in moments for moments in saved.values())
+    if saved and was_muon != isinstance(optimizer, MuonWithAdamW):
+        was, now = ("muon", "adamw") if was_muon else ("adamw", "muon")
+        raise CheckpointError(
+            f"the training state has the moments of optimizer={was!r}, and the {engine_name} has "
+            f"optimizer={now!r}; resume with optimizer={was!r}, or start from the model that was saved"
+        )
     for name, param in _trained(engine).items():
         optimizer.state.pop(param, None)
         for moment in saved.get(name, ()):

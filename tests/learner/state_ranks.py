@@ -30,6 +30,7 @@ def make_policy(kind: str, ranks: int):
     settings_of = {
         "full": {"mini_batches": 2},
         "lora": {},
+        "muon": {"optimizer": "muon"},
         "ppo": {
             "adv_estimator": "gae",
             "critic": {"lr": 1e-3},

@@ -26,7 +26,7 @@ def run(ranks: int, folder: Path, kind: str, load: int, updates: int) -> dict:
     ("kind", "before", "after"),
     [
         pytest.param(kind, *ranks, marks=pytest.mark.slow)
-        for kind in ("full", "lora", "ppo")
+        for kind in ("full", "lora", "muon", "ppo")
         for ranks in ((1, 2), (2, 1), (2, 2), (2, 3))
     ],
 )
@@ -44,8 +44,16 @@ def test_a_resumed_run_continues_with_any_number_of_ranks(kind: str, before: int
         assert (joined, second["probe"]) == (whole["steps"], whole["probe"])
     for one, other in zip(joined, whole["steps"], strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
-    assert second["probe"] == pytest.approx(whole["probe"], rel=5e-6, abs=1e-5)
-    assert first["probe"] != pytest.approx(whole["probe"], abs=1e-3)  # it moved meanwhile
+    # Muon computes in bfloat16, and amplifies the rounding of gradients that other ranks sum
+    rounding = 5e-3 if kind == "muon" else 1e-5
+    assert second["probe"] == pytest.approx(whole["probe"], rel=5e-6, abs=rounding)
+    assert first["probe"] != pytest.approx(whole["probe"], abs=max(rounding, 1e-3))  # it moved meanwhile
+
+
+def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:
+    run(1, tmp_path, "muon", 0, 1)
+    with pytest.raises(CheckpointError, match="resume with optimizer='muon'"):
+        run(1, tmp_path, "full", 1, 1)
 
 
 @pytest.fixture

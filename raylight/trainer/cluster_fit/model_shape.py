@@ -16,6 +16,7 @@ from raylight.engines.expert_routes import route_bytes
 from raylight.errors import ConfigError
 from raylight.learner.adapter import peft_config
 from raylight.learner.micro_batch import activation_bytes
+from raylight.learner.muon import muon_matrices
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ModelShape:
     Attributes:
         architecture: name of the model's class.
         parameters: all weights; a tied weight counts once.
+        matrices: weights that Muon updates.
         root: weights outside the layers, such as the embedding and the output layer. FSDP gathers them as one
             group.
         layer: weights of the largest layer. FSDP gathers each layer as a group.
@@ -41,6 +43,7 @@ class ModelShape:
 
     architecture: str
     parameters: int
+    matrices: int
     root: int
     layer: int
     layers: int
@@ -96,6 +99,7 @@ def read_shape(path: str) -> ModelShape:
     return ModelShape(
         architecture=type(model).__name__,
         parameters=count(model),
+        matrices=sum(model.get_parameter(name).numel() for name in muon_matrices(model)),
         root=sum(param.numel() for param in model.parameters() if id(param) not in in_layers),
         layer=max(count(layer) for layer in layers),
         layers=len(layers),

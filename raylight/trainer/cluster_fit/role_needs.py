@@ -13,7 +13,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings import OptimizerSettings, PolicySettings
 from raylight.learner.micro_batch import host_tokens
 from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
 from raylight.trainer.cluster_fit.cluster_shape import GIB, MIB
@@ -93,18 +93,20 @@ def learner_memory(
     if config.num_gpus:
         items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
     trained = adapter_parameters(path, config.lora) if config.lora else shape.parameters
-    items += _states("policy", shape, config, trained, computes=True)
+    moments = _moments(settings, shape, trained)
+    items += _states("policy", shape, config, trained, moments, computes=True)
     if settings.needs_reference and not config.lora:
-        items += _states("reference", shape, config, 0)
+        items += _states("reference", shape, config, 0, 0)
     if settings.critic is not None:
-        items += _states("critic", shape, config, trained)
-    models = adapters if settings.critic is None else 2
-    if adapters > 1:  # weights and two moments of each
-        others = (adapters - 1) * 3 * trained * FLOAT32 // shards_of(config)
-        items.append(Item("adapters of other models", others, stays=True))
-    items.append(
-        Item("copy of the training state", models * 3 * trained * FLOAT32 // shards_of(config), "host")
-    )
+        of_critic = _moments(settings.critic, shape, trained)
+        items += _states("critic", shape, config, trained, of_critic)
+        moments += trained + of_critic
+    others = (adapters - 1) * 3 * trained  # weights and two moments of each
+    if others:
+        size = others * FLOAT32 // shards_of(config)
+        items.append(Item("adapters of other models", size, stays=True))
+    copied = (trained + moments + others) * FLOAT32 // shards_of(config)
+    items.append(Item("copy of the training state", copied, "host"))
     if settings.max_staleness:
         items.append(Item("snapshot of the weights", _snapshot(shape, config, trained, sent), "host"))
     if config.num_gpus and config.lora is None:
@@ -131,14 +133,20 @@ def _snapshot(shape: ModelShape, config: LearnerConfig, trained: int, sent: str)
     return (frozen + trained * FLOAT32) // shards_of(config)
 
 
+def _moments(settings: OptimizerSettings, shape: ModelShape, trained: int) -> int:
+    """Return the number of moments of a model's optimizer: two of a parameter, or one with Muon."""
+    return 2 * trained - (shape.matrices if settings.optimizer == "muon" else 0)
+
+
 def _states(
-    name: str, shape: ModelShape, config: LearnerConfig, trained: int, computes: bool = False
+    name: str, shape: ModelShape, config: LearnerConfig, trained: int, moments: int, computes: bool = False
 ) -> Iterator[Item]:
     """Yield what a rank keeps of a model: its shards. Those that are offloaded are in host memory, and on the
     GPU while the model computes.
 
     Args:
         trained: number of trained parameters; an adapter's are beside the model's.
+        moments: number of its optimizer's moments.
         computes: True for the model that computes at the peak.
     """
     shards, compute = shards_of(config), DTYPES[config.dtype].itemsize
@@ -148,8 +156,8 @@ def _states(
     if trained:
         if computes:  # those of another model are freed after its update
             yield Item(f"{name} gradients", trained * FLOAT32 // shards)
-        moments = 2 * trained * FLOAT32 // shards
-        yield from _shards(f"{name} optimizer", moments, config, config.optimizer_offload, computes)
+        size = moments * FLOAT32 // shards
+        yield from _shards(f"{name} optimizer", size, config, config.optimizer_offload, computes)
 
 
 def _shards(name: str, size: int, config: LearnerConfig, offload: bool, computes: bool) -> Iterator[Item]:

@@ -215,6 +215,7 @@ def plan_training(
     engine, learner, checkpoint = requested.engine, requested.learner, requested.checkpoint
     check_lengths(engine, learner)
     check_models(algorithm, learner)
+    algorithm.check_adapter(learner.lora is not None)
     check_packages()
     serving = ServingSettings(
         resolve_model(algorithm.model),

@@ -60,6 +60,7 @@ class SupervisedRun(TrainingRun[SupervisedRunSettings, SupervisedComponents]):
                 f"learner.kind={learner.kind!r} needs an engine, and {type(algorithm).__name__} has none; "
                 "leave kind out"
             )
+        algorithm.check_adapter(learner.lora is not None)
         check_has_run(resume, requested)
         check_packages()
         model_path = resolve_model(algorithm.model)

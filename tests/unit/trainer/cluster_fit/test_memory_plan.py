@@ -121,6 +121,15 @@ def test_a_reference_and_a_critic_need_memory(dense):
     assert "critic gradients" not in with_critic  # freed after the critic's update
 
 
+def test_muon_keeps_one_moment_of_the_matrices_of_layers(dense):
+    shape, adamw = read_shape(dense), learner_items(planned(dense, n=1))
+    muon = learner_items(planned(dense, PolicySettings(optimizer="muon"), n=1))
+    layer = 3584 * (3584 + 2 * 512 + 3584 + 3 * 18944)  # attention, and the three of the feed-forward part
+    assert shape.matrices == 28 * layer
+    assert adamw["policy optimizer"] - muon["policy optimizer"] == 4 * shape.matrices
+    assert adamw["copy of the training state"] - muon["copy of the training state"] == 4 * shape.matrices
+
+
 def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
     engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", max_concurrent=128)
 
