@@ -119,7 +119,7 @@ class PolicyRun(ServedTrainingRun):
             raise ConfigError("nothing reads patience: there are no validation tasks; give a val_dataset")
         check_validation_size(len(val_tasks), algorithm.val_samples, "val_samples")
         modes = ("train", "val") if val_tasks else ("train",)
-        served = with_policy(settings.resources, LLM(model=MODEL_NAME), tuple(algorithm.models))
+        served = with_policy(settings.resources, LLM(model=MODEL_NAME), algorithm.served_models)
         inputs.agent.check(served, modes)
         agents = trained_agents_pattern(inputs.agent, adapter, algorithm)
         trained = plan_training(settings, algorithm, requested, tasks, agents)
@@ -222,7 +222,7 @@ def plan_training(
         trainable_engine(engine, learner),
         sampling_parameters=algorithm.sampling_parameters,
         training_temperature=algorithm.training_temperature,
-        models=tuple(algorithm.models),
+        models=algorithm.served_models,
     )
     if tasks.size is None and algorithm.n_steps is None:
         raise ConfigError(
