@@ -40,6 +40,7 @@ from raylight._utils.no_proxy import LOOPBACK
 from raylight.errors import ConfigError, QueryError, RaylightError, UnknownIdError
 from raylight.http.request import is_own_host
 from raylight.http.slow_clients import ImpatientProtocol
+from raylight.http.sse import sse_bytes
 from raylight.ui import rollout_view, token_view
 from raylight.ui.rollout_view import plain
 from raylight.ui.run_folder import REFRESH_S, RunFolder, ShownRun, find_runs, name_runs
@@ -467,7 +468,7 @@ async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
         if last.get(kind) == data:
             return []
         last[kind] = data
-        return [_event(kind, data)]
+        return [sse_bytes(json_text(data), kind)]
 
     yield b"retry: 2000\n\n"
     while True:
@@ -477,7 +478,7 @@ async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
         if len(folder.metrics.rows) > sent:
             columns = folder.metrics.columns(start=sent)
             sent = len(folder.metrics.rows)
-            yield _event("metrics", {"columns": columns})
+            yield sse_bytes(json_text({"columns": columns}), "metrics")
         for event in changed("run", card):
             yield event
         is_complete = True
@@ -491,14 +492,10 @@ async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
             for event in events:
                 yield event
         if card["status"] != "running" and is_complete:
-            yield _event("end", {})
+            yield sse_bytes("{}", "end")
             return
         yield b": alive\n\n"
         await pause(REFRESH_S)  # files of another process raise no event
-
-
-def _event(kind: str, data: Any) -> bytes:
-    return f"event: {kind}\ndata: {json_text(data)}\n\n".encode()
 
 
 def json_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A tiny random model, built once and never downloaded."""
+"""A tiny random model, built once and never downloaded, and fixtures of several packages."""
 
 from __future__ import annotations
 
@@ -50,6 +50,16 @@ def make_engine(tied_model: str) -> Iterator[Callable[..., Any]]:
     yield start
     for engine in started:
         engine.close()
+
+
+@pytest.fixture
+def no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unset OpenTelemetry's global tracer provider for a test."""
+    from opentelemetry import trace
+    from opentelemetry.util._once import Once
+
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", Once())
 
 
 @pytest.fixture

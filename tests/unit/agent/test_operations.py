@@ -14,7 +14,6 @@ import pytest
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.util._once import Once
 
 from raylight.agent.emit import emit_message, get_message_value
 from raylight.agent.operations import MAX_ITEMS, operation
@@ -27,15 +26,11 @@ from raylight.types import Span, SpanCoreFields
 IN, OUT, NAME = (f"agentlightning.operation.{key}" for key in ("input", "output", "name"))
 
 
-@pytest.fixture(autouse=True)
-def _no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start every test without a global tracer provider."""
-    monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
-    monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
+pytestmark = pytest.mark.usefixtures("no_provider")
 
 
 @pytest.fixture
-def tracer(_no_provider: None) -> Iterator[OtelTracer]:
+def tracer(no_provider: None) -> Iterator[OtelTracer]:
     made = OtelTracer()
     made.setup()
     yield made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import httpx
 from dialect_helpers import FakeChat, Say
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from unit_helpers import within
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
 from raylight.engines.capture_context import SCOPE, AttemptScope
@@ -21,8 +21,6 @@ from raylight.serving.gateway.metrics import Metrics
 from raylight.traces.otlp import traces_route
 from raylight.types import Span
 
-DEADLINE_S = 60.0
-"""Longest wait of a unit test, in seconds; correct ones take milliseconds."""
 SECRET = "run-secret"
 CHAT = "/v1/chat/completions"
 MINE = attempt_path("ro-1", "at-1")
@@ -62,10 +60,6 @@ def value_of(metrics: Metrics, name: str, **labels: str) -> float | None:
     ]
     assert len(found) <= 1
     return found[0] if found else None
-
-
-def within(seconds: float = DEADLINE_S) -> Any:
-    return asyncio.timeout(seconds)
 
 
 class StubEngine:

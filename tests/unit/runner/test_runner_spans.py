@@ -14,7 +14,6 @@ import psutil
 import pytest
 import unit_helpers
 from opentelemetry import trace as otel
-from opentelemetry.util._once import Once
 from unit_helpers import enqueue, make_key, run_all, serving, until, wait_and_read
 
 from raylight.agent.emit import emit_message, emit_reward
@@ -30,10 +29,7 @@ from raylight.types import TRAINABLE_AGENTS, Rollout, Span
 
 
 @pytest.fixture
-def tracer(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtelTracer]:
-    """In a process without a tracer provider."""
-    monkeypatch.setattr(otel, "_TRACER_PROVIDER", None)
-    monkeypatch.setattr(otel, "_TRACER_PROVIDER_SET_ONCE", Once())
+def tracer(no_provider: None) -> Iterator[OtelTracer]:
     made = OtelTracer()
     yield made
     made.teardown()
