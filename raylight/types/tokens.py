@@ -110,9 +110,8 @@ class Generation:
     @property
     def penalties(self) -> Penalties:
         """Penalties of the request."""
-        defaults = Penalties()
-        values = [self.sampling.get(f"{name}_penalty", value) for name, value in defaults._asdict().items()]
-        return Penalties(*map(float, values))
+        given = {name: self.sampling.get(f"{name}_penalty") for name in Penalties._fields}
+        return Penalties(**{name: float(value) for name, value in given.items() if value is not None})
 
     @property
     def temperature(self) -> float:

@@ -17,7 +17,6 @@ from raylight.algorithms.policy_gradient import GSPO
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
 from raylight.learner.model_check import read_shapes
 from raylight.types import Trajectory
 from raylight.weights.source import WeightSource
@@ -144,13 +143,15 @@ def test_gspo_teaches_a_mixture_a_task(tmp_path):
 
     path = build_model("qwen3_moe", tmp_path)
     torch.manual_seed(0)
-    gspo = {
-        name: field.default
-        for name, field in GSPO.model_fields.items()
-        if name in PolicySettings.model_fields
-    }
-    settings = gspo | {"lr": 3e-3, "mini_batches": 2, "clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
-    policy = Policy(path, LearnerConfig(), PolicySettings(**settings | {"max_logprob_mismatch": 1e-3}), 40)
+    gspo = GSPO(
+        model=path,
+        lr=3e-3,
+        mini_batches=2,
+        clip_ratio_low=0.03,
+        clip_ratio_high=0.04,
+        max_logprob_mismatch=1e-3,
+    )
+    policy = Policy(path, LearnerConfig(), gspo.policy_settings(), 40)
     sampler = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompts = torch.tensor([[90, 84], [20, 31]]).repeat_interleave(8, 0)
     means = []

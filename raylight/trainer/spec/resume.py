@@ -58,7 +58,7 @@ PROGRESS_KEYS = (
     "opponents",
 )
 """Fields of a ResumePoint that are stored with a training state."""
-ADDED_KEYS = {"opponents": {}}
+ADDED_KEYS: dict[str, Any] = {"opponents": {}}
 """Values of those that an older state lacks."""
 STORE_TIMEOUT_S = 30.0
 

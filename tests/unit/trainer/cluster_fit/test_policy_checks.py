@@ -24,6 +24,7 @@ from raylight.trainer.cluster_fit.policy_checks import (
     check_models,
     engine_with_transport,
     idle_hardware,
+    trainable_engine,
     trained_agents_pattern,
     with_mismatch_limit,
 )
@@ -77,6 +78,13 @@ def test_an_unknown_transport_is_refused_before_ray(hollow_model: str) -> None:
     trainer = Trainer(algorithm=GRPO(model=hollow_model), engine={"weight_transfer": "ncl"})
     with pytest.raises(ConfigError, match="no transport 'ncl'"):
         trainer.fit(lambda task, llm: 1.0, [1, 2, 3])
+
+
+def test_speculative_decoding_is_refused_to_a_trained_engine() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = EngineConfig(kind="vllm", args={"speculative_config": drafts})
+    with pytest.raises(ConfigError, match=r"speculative_config.*leave it out to train"):
+        trainable_engine(engine, LearnerConfig())
 
 
 def test_a_transport_that_the_cluster_cannot_use_is_refused(
