@@ -111,6 +111,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         config = self.optimizer_config
         if config.optimizer != "Muon":
             return super()._build_optimizer(module)
+        assert config.override_optimizer_config is not None
         momentum = config.override_optimizer_config["momentum"]
         return MuonWithAdamW(module, config.lr, config.weight_decay, momentum, config.betas)
 

@@ -109,7 +109,7 @@ class ServedOpponents:
         config, weights = ADAPTER_FILES
         with atomic_folder(self._path(step)) as folder:
             (folder / config).write_text(json.dumps(adapter.config, indent=2) + "\n")
-            save_file(adapter.weights, folder / weights)
+            save_file(dict(adapter.weights), folder / weights)
 
     def _read(self, step: int) -> LoraAdapter:
         path = self._path(step)

@@ -200,13 +200,13 @@ def evaluated_model(chosen: EvalSettings, engine: EngineConfig) -> ServingSettin
                 "lora_adapter: an upstream model takes no adapter from raylight; leave it out, or serve the "
                 "model with raylight"
             )
-        is_one = isinstance(chosen.lora_adapter, str)
-        given = {ADAPTER_NAME: chosen.lora_adapter} if is_one else chosen.lora_adapter
+        adapters = chosen.lora_adapter
+        given = {ADAPTER_NAME: adapters} if isinstance(adapters, str) else adapters
         update = {"max_adapters": max(engine.max_adapters, len(given))}
         serving = replace(
             serving,
             engine=serving.engine.model_copy(update=update),
-            models=() if is_one else tuple(given),
+            models=() if isinstance(adapters, str) else tuple(given),
             lora_adapters={name: find_adapter(folder) for name, folder in given.items()},
             lora_adapter_timeout_s=chosen.lora_adapter_timeout_s,
         )
