@@ -25,6 +25,7 @@ from raylight.experience.opponents import OPPONENT, POLICY, SelfPlay
 from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import ModelConfig, PolicySettings
 from raylight.experience.staleness import StaleMask
+from raylight.experience.teacher_choice import TeacherChoice
 from raylight.experience.trajectory import TrajectorySelection
 from raylight.experience.unused_settings import unused_settings
 from raylight.traces.rewards import MAX_REWARD
@@ -279,7 +280,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        if self.has_teacher and self.teacher_model is None:
+        if self.has_teacher and not self.teacher_models:
             raise ValueError(
                 f"adv_estimator {self.advantage.name!r} needs a teacher; use rl.OPD(teacher=...)"
             )
@@ -333,9 +334,23 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return True
 
     @property
-    def teacher_model(self) -> TeacherConfig | None:
-        """The model that scores sampled tokens; None if there is none."""
+    def teacher_models(self) -> dict[str, TeacherConfig]:
+        """The teachers by name; none for most algorithms."""
+        return {}
+
+    @property
+    def teacher_choice(self) -> TeacherChoice | None:
+        """Key or function that chooses a task's teacher; None if there are not several."""
         return None
+
+    def with_teachers(self, teachers: Mapping[str, TeacherConfig]) -> Self:
+        """Return a copy with other settings of its teachers."""
+        return self
+
+    @property
+    def has_local_teacher(self) -> bool:
+        """True if the teachers are on the learners' ranks."""
+        return False
 
     @property
     def needs_spans(self) -> bool:
@@ -346,7 +361,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     @property
     def needs_messages(self) -> bool:
         """True if the messages of calls are needed to train on them, not only their tokens."""
-        return self.teacher_model is not None and self.teacher_model.prompt is not None
+        return any(
+            teacher.prompt is not None or teacher.tokenizer == "aligned"
+            for teacher in self.teacher_models.values()
+        )
 
     @property
     def min_group(self) -> int:

@@ -7,19 +7,22 @@ trained policy to that under the policy that sampled it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
-from raylight.algorithms.teacher import TeacherConfig
+from raylight.algorithms.teacher import NamedFunction, TeacherConfig
+from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.experience import advantages, losses
 from raylight.experience.losses import AnyLoss
 from raylight.experience.rewards import LengthPenalty, RewardRules
-from raylight.experience.settings import CriticSettings, KlType, LossAggregation
+from raylight.experience.settings import CriticSettings, KlType, LossAggregation, PolicySettings
+from raylight.experience.teacher_choice import TeacherChoice
 
 
 class DrGRPO(GRPO):
@@ -287,6 +290,7 @@ class PPO(PolicyAlgorithm):
     critic: CriticSettings | None = Field(default_factory=CriticSettings)
 
 
+LOG_RATIO_CLIP = advantages.OPDAdvantage.model_fields["log_ratio_clip"].default
 OPD_REWARD_SETTINGS = (
     "credit",
     "failure_reward",
@@ -302,13 +306,20 @@ class OPD(PolicyAlgorithm):
 
     A teacher gives the log-prob of each token that the trained model has sampled. A = log of the ratio of the
     teacher's probability to the trained model's: the negative reverse KL divergence of the token, as its
-    advantage. `reward_coef` adds GRPO's advantages, with this weight.
+    advantage. With another `divergence` the loss is that of the next-token distributions instead, from the
+    teacher's whole vocabulary or its `teacher_top_k`. `reward_coef` adds GRPO's advantages, with this weight.
 
     Args:
         teacher: folder or name of the teacher's model, or its settings.
     """
 
-    teacher: TeacherConfig
+    teacher: TeacherConfig | None = None
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Several teachers by name, each a model or its settings, instead of `teacher`. All are on the learners'
+    ranks, or all in engines."""
+    teacher_of: TeacherChoice | None = None
+    """Key of a task whose value is the name of its teacher; or a function from the task to the name, or its
+    dotted name, package.module:function. It is read with `teachers`."""
     advantage: advantages.OPDAdvantage = advantages.OPDAdvantage(gamma=0.0)
     group_size: int = Field(default=4, ge=1, le=MAX_SAMPLES)
 
@@ -316,6 +327,94 @@ class OPD(PolicyAlgorithm):
     @classmethod
     def _parse_teacher(cls, value: Any) -> Any:
         return {"model": str(value)} if isinstance(value, str | PurePath) else value
+
+    @field_validator("teachers", mode="before")
+    @classmethod
+    def _parse_teachers(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {name: cls._parse_teacher(teacher) for name, teacher in value.items()}
+
+    @field_validator("teacher_of", mode="before")
+    @classmethod
+    def _parse_choice(cls, value: Any) -> Any:
+        if not isinstance(value, str) or ":" not in value:
+            return value
+        try:
+            return import_dotted_name(value, "teacher_of")
+        except NotImportedError:
+            return NamedFunction(value, "teacher_of")
+
+    @field_serializer("teacher_of", when_used="json")
+    def _name_choice(self, value: TeacherChoice | None) -> str | None:
+        if isinstance(value, NamedFunction):
+            return value.name
+        return value if value is None or isinstance(value, str) else dotted_name(value)
+
+    @model_validator(mode="after")
+    def _check_teachers(self) -> Self:
+        if (self.teacher is None) == (not self.teachers):
+            raise ValueError("rl.OPD needs teacher=..., or several by name in teachers=..., not both")
+        if bool(self.teachers) != (self.teacher_of is not None):
+            raise ValueError(
+                "teachers and teacher_of need each other: teacher_of is the key of a task, or a function of "
+                "it, that gives the name of its teacher; set both or neither"
+            )
+        if len({*map(self._is_local, self.teacher_models.values())}) > 1:
+            raise ValueError(
+                "some teachers are on the learners' ranks and some in engines; give all of them "
+                "kind='learner', or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_divergence(self) -> Self:
+        kind = self.advantage.divergence
+        if kind == "sampled":
+            if self.has_local_teacher:
+                raise ValueError(
+                    "a teacher with kind='learner' gives distributions, and divergence='sampled' reads "
+                    "log-probs from an engine; set divergence='reverse_kl', or kind='auto'"
+                )
+            return self
+        if any(teacher.tokenizer == "aligned" for teacher in self.teacher_models.values()):
+            raise ValueError(
+                f"divergence={kind!r} compares the probabilities of tokens, and a teacher with "
+                "tokenizer='aligned' has others; set divergence='sampled', which compares those of texts"
+            )
+        unread = ["gamma"] if self.advantage.gamma else []
+        unread += ["log_ratio_clip"] if self.advantage.log_ratio_clip != LOG_RATIO_CLIP else []
+        if unread:
+            raise ValueError(
+                f"nothing reads {', '.join(unread)} with divergence={kind!r}; set divergence='sampled', or "
+                "leave it out"
+            )
+        if not self.has_local_teacher and self.advantage.teacher_top_k is None:
+            raise ValueError(
+                f"divergence={kind!r} needs the teacher's whole distributions, and engines send only its "
+                "most probable tokens; set teacher_top_k, or the teacher's kind='learner'"
+            )
+        return self
+
+    @property
+    def has_local_teacher(self) -> bool:
+        """True if the teachers are on the learners' ranks."""
+        return all(map(self._is_local, self.teacher_models.values()))
+
+    def _is_local(self, teacher: TeacherConfig) -> bool:
+        return teacher.kind == "learner" or (
+            teacher.kind == "auto"
+            and self.divergence is not None
+            and self.advantage.teacher_top_k is None
+            and not teacher.model_fields_set - {"model", "kind"}
+        )
+
+    def policy_settings(self, model: str | None = None) -> PolicySettings:
+        """Return the settings that the learners read."""
+        settings = super().policy_settings(model)
+        if not self.has_local_teacher:
+            return settings
+        return settings.with_local_teachers([teacher.model for teacher in self.teacher_models.values()])
 
     @model_validator(mode="after")
     def _check_rewards_read(self) -> Self:
@@ -333,8 +432,18 @@ class OPD(PolicyAlgorithm):
         return self
 
     @property
-    def teacher_model(self) -> TeacherConfig | None:
-        return self.teacher
+    def teacher_models(self) -> dict[str, TeacherConfig]:
+        return self.teachers if self.teacher is None else {"teacher": self.teacher}
+
+    @property
+    def teacher_choice(self) -> TeacherChoice | None:
+        return self.teacher_of
+
+    def with_teachers(self, teachers: Mapping[str, TeacherConfig]) -> Self:
+        """Return a copy with other settings of its teachers."""
+        if self.teacher is None:
+            return self.model_copy(update={"teachers": dict(teachers)})
+        return self.model_copy(update={"teacher": teachers["teacher"]})
 
     @property
     def needs_rewards(self) -> bool:
@@ -348,4 +457,8 @@ class OPD(PolicyAlgorithm):
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that construct an equal algorithm, as JSON values."""
         # defaults of the hardware replace what is not set
-        return super().arguments() | {"teacher": self.teacher.model_dump(mode="json", exclude_unset=True)}
+        given = {
+            name: teacher.model_dump(mode="json", exclude_unset=True)
+            for name, teacher in self.teacher_models.items()
+        }
+        return super().arguments() | (given if self.teacher is not None else {"teachers": given})

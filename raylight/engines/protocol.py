@@ -33,6 +33,7 @@ from starlette.types import ASGIApp
 
 from raylight.config import EngineConfig
 from raylight.errors import WeightSyncError
+from raylight.types import TopLogprobs
 from raylight.weights.protocol import EngineLoad as EngineLoad
 from raylight.weights.protocol import LoraAdapter as LoraAdapter
 from raylight.weights.protocol import SyncedEngine
@@ -74,6 +75,17 @@ class Engine(SyncedEngine, Protocol):
 
     async def app(self) -> ASGIApp:
         """Return the ASGI application. Called once, when the engine is ready."""
+        ...
+
+    async def top_logprobs(self, ids: list[int], k: int, temperature: float = 1.0) -> TopLogprobs:
+        """Return the k most probable tokens in the place of each of `ids[1:]`, given the ids before it.
+
+        Args:
+            temperature: sampling temperature of the distribution, above 0.
+
+        Raises:
+            WeightSyncError: the engine cannot compute them.
+        """
         ...
 
     def load(self) -> EngineLoad:
@@ -130,6 +142,9 @@ class InferenceOnlyEngine:
     async def logprobs(
         self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
     ) -> list[float]:
+        raise WeightSyncError(self.not_trainable)
+
+    async def top_logprobs(self, ids: list[int], k: int, temperature: float = 1.0) -> TopLogprobs:
         raise WeightSyncError(self.not_trainable)
 
     async def sleep(self, level: int = 1) -> str | None:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from raylight._utils.bounds import MAX_FACTOR
+from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR
 from raylight.experience.variants import Variant, VariantTable
 
 __all__ = [
@@ -25,6 +25,8 @@ BaselineKind = Literal["group", "batch", "greedy", "none"]
 """Baseline of an estimator: the group, the batch, a greedy rollout of the same task, or none known here."""
 TurnGroups = Literal["state", "turn"]
 """Turns of a group's rollouts that are compared: those of equal states, or with the same number."""
+DivergenceKind = Literal["forward_kl", "reverse_kl", "js"]
+"""Divergence between the next-token distributions of a teacher and of the policy."""
 Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
 """Weight of a reward in a sum."""
 
@@ -125,6 +127,28 @@ class OPDAdvantage(Advantage):
     """Weight of GRPO's advantages, which are added; 0 needs no rewards."""
     norm_adv_by_std: bool = True
     """Divide GRPO's advantages by the group's deviation."""
+    divergence: Literal["sampled"] | DivergenceKind = "sampled"
+    """Divergence of the policy from the teacher. sampled: the log ratio at the sampled token alone, as its
+    advantage. The others are over the next-token distribution, and are minimised by their own gradient:
+    forward_kl, KL(teacher || policy); reverse_kl, KL(policy || teacher); js, their generalised Jensen-Shannon
+    divergence."""
+    js_beta: float = Field(default=0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of `divergence="js"`: towards 0 it is the forward KL divergence
+    (over beta), towards 1 the reverse one."""
+    teacher_top_k: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    """The teacher's most probable tokens that a divergence tells apart; all other tokens are one event. None:
+    the whole vocabulary."""
+
+    @model_validator(mode="after")
+    def _check_divergence_read(self) -> Self:
+        if self.divergence != "js" and self.js_beta != 0.5:
+            raise ValueError(f"js_beta is read with divergence='js'; it is {self.divergence!r}")
+        if self.divergence == "sampled" and self.teacher_top_k is not None:
+            raise ValueError(
+                "teacher_top_k is read with a divergence over the vocabulary; set divergence='forward_kl', "
+                "'reverse_kl' or 'js'"
+            )
+        return self
 
 
 class BatchBaseline(Advantage):

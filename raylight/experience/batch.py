@@ -36,7 +36,7 @@ from raylight.experience.staleness import StaleMask, TokenAges, describe_ages, o
 from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
 from raylight.experience.turns import CreditedTurn, build_turns
-from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, Trajectory
+from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, TopLogprobs, Trajectory
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class TrainBatch:
     """The teacher's log-probs of each row's tokens after its prompt (OPD)."""
     turns: list[CreditedTurn] = field(default_factory=list)
     """Turns of the rollouts, for an estimator that credits them (GiGPO); else empty."""
+    teacher_numbers: list[int] | None = None
+    """Number of each row's teacher, of several on the learners' ranks (OPD)."""
+    teacher_tops: list[TopLogprobs] | None = None
+    """The teacher's most probable tokens in the place of each row's tokens after its prompt (OPD)."""
     models: list[str] | None = None
     """Model of each rollout, in a run with several models."""
     signals: frozenset[str] = frozenset()

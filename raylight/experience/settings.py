@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -13,7 +13,7 @@ from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.base_config import Config
 from raylight.errors import ConfigError
 from raylight.experience import advantages, losses
-from raylight.experience.advantages import ADVANTAGES, AnyAdvantage, BaselineKind
+from raylight.experience.advantages import ADVANTAGES, AnyAdvantage, BaselineKind, DivergenceKind
 from raylight.experience.correction_settings import CorrectionSettings
 from raylight.experience.losses import LOSSES, AnyLoss
 
@@ -158,6 +158,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
     _estimator: Callable[..., Any] | None = PrivateAttr(default=None)
     _loss: Callable[..., Any] | None = PrivateAttr(default=None)
+    _local_teachers: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
     @classmethod
@@ -198,14 +199,36 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
         return self._loss
 
     @property
+    def local_teachers(self) -> tuple[str, ...]:
+        """Folders of the teachers on the learners' ranks."""
+        return self._local_teachers
+
+    def with_local_teachers(self, folders: Sequence[str]) -> Self:
+        """Return a copy with teachers on the learners' ranks."""
+        copy = self.model_copy()
+        copy._local_teachers = tuple(folders)
+        return copy
+
+    @property
     def baseline_kind(self) -> BaselineKind:
         """Baseline of the advantage estimator."""
         return self.advantage.baseline_kind
 
     @property
     def has_teacher(self) -> bool:
-        """True if the estimator needs the log-probs of a teacher."""
+        """True if there is a teacher."""
         return isinstance(self.advantage, advantages.OPDAdvantage)
+
+    @property
+    def divergence(self) -> DivergenceKind | None:
+        """Divergence from a teacher's distributions in the loss; None if there is none."""
+        kind = getattr(self.advantage, "divergence", "sampled")
+        return None if kind == "sampled" else kind
+
+    @property
+    def needs_teacher_logprobs(self) -> bool:
+        """True if the estimator needs a teacher's log-probs of the sampled tokens."""
+        return self.has_teacher and self.divergence is None
 
     @property
     def has_token_baselines(self) -> bool:

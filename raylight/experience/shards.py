@@ -21,6 +21,7 @@ from raylight.types import (
     PenalisedRange,
     RouteArray,
     TokenSets,
+    TopLogprobs,
     Trajectory,
     VersionArray,
 )
@@ -104,6 +105,10 @@ class PackedRows:
     """Tokens that could have been sampled, for each response token; empty if no row has any."""
     penalised: list[tuple[PenalisedRange, ...]]
     """Ranges of each row's tokens that were sampled with penalties."""
+    teachers: list[int]
+    """Number of each row's teacher on the learners' ranks."""
+    teacher_tops: TopLogprobs | None
+    """None for an update without a teacher of whole distributions in engines."""
     observed: MaskArray | None = None
     """None for an update that does not learn observations."""
 
@@ -265,7 +270,8 @@ def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np
 
 def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> PackedRows:
     chosen = [batch.rows[index] for index in indices]
-    prompts, teacher = [row.prompt_length for row in chosen], batch.teacher_logprobs
+    prompts = [row.prompt_length for row in chosen]
+    teacher, tops = batch.teacher_logprobs, batch.teacher_tops
     routes = [row.routed_experts for row in chosen if row.routed_experts is not None]
 
     def join(name: str) -> Any:
@@ -287,6 +293,8 @@ def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> P
         observed=_observed(chosen) if learns_observations else None,
         routed=[0 if row.routed_experts is None else len(row.routed_experts) for row in chosen],
         routed_experts=np.concatenate(routes) if routes else None,
+        teachers=[0 if batch.teacher_numbers is None else batch.teacher_numbers[i] for i in indices],
+        teacher_tops=None if tops is None else _join_tops([tops[index] for index in indices]),
     )
 
 
@@ -302,3 +310,9 @@ def _observed(rows: list[Trajectory]) -> MaskArray:
     """Join the masks of observed tokens after the prompts; rows without one have no such tokens."""
     masks = [row.observed if len(row.observed) else np.zeros(len(row.mask), np.int8) for row in rows]
     return np.concatenate([mask[row.prompt_length :] for mask, row in zip(masks, rows, strict=True)])
+
+
+def _join_tops(tops: list[TopLogprobs]) -> TopLogprobs:
+    return TopLogprobs(
+        np.concatenate([top.ids for top in tops]), np.concatenate([top.logprobs for top in tops])
+    )

@@ -63,11 +63,19 @@ def check_prompt_function(function: Any) -> None:
 
 
 def changed_prompts(
-    rows: Sequence[Trajectory], finished: Sequence[FinishedRollout], function: TeacherPrompt
+    rows: Sequence[Trajectory],
+    finished: Sequence[FinishedRollout],
+    function: TeacherPrompt | None,
+    renders_all: bool = False,
 ) -> list[ChangedPrompt | None]:
     """Return the changed prompt of each row; None for one whose messages the function left as they are.
 
     The function is called once for each call with which rows begin.
+
+    Args:
+        function: None leaves all messages as they are.
+        renders_all: also return the prompts of unchanged messages, which the teacher renders otherwise. None
+            is then for a call without messages.
 
     Args:
         finished: the rollouts of the rows, with their spans.
@@ -82,7 +90,7 @@ def changed_prompts(
         item = rollouts[row.rollout_id]
         call = first_call(row, item.generations)
         if call.key.call_id not in known:
-            known[call.key.call_id] = _change(call, item, function)
+            known[call.key.call_id] = _change(call, item, function, renders_all)
         found.append(known[call.key.call_id])
     return found
 
@@ -121,9 +129,16 @@ def replace_prompt(row: Trajectory, own: IntArray, prompt: Sequence[int]) -> tup
     return ids, start
 
 
-def _change(call: Generation, item: FinishedRollout, function: TeacherPrompt) -> ChangedPrompt | None:
+def _change(
+    call: Generation, item: FinishedRollout, function: TeacherPrompt | None, renders_all: bool
+) -> ChangedPrompt | None:
     rollout_id = item.rollout.rollout_id
-    request = _rendered_request(call, item)
+    attributes = _chat_attributes(call, item)
+    if function is None and attributes is None:
+        return None
+    request = _rendered_request(call, item, attributes)
+    if function is None:
+        return ChangedPrompt(rollout_id, call.prompt_ids, json.dumps(request), json.dumps(request))
     messages: list[Message] = request["messages"]
     try:
         changed = function(copy.deepcopy(item.rollout.input), copy.deepcopy(messages))
@@ -142,7 +157,7 @@ def _change(call: Generation, item: FinishedRollout, function: TeacherPrompt) ->
                 f"the teacher's prompt function returned {message!r:.80} as a message for rollout "
                 f"{rollout_id}; a message is a dict with role and content"
             )
-    if list(changed) == messages:
+    if list(changed) == messages and not renders_all:
         return None
     try:
         teacher = json.dumps(request | {"messages": list(changed)})
@@ -153,15 +168,22 @@ def _change(call: Generation, item: FinishedRollout, function: TeacherPrompt) ->
     return ChangedPrompt(rollout_id, call.prompt_ids, json.dumps(request), teacher)
 
 
-def _rendered_request(call: Generation, item: FinishedRollout) -> dict[str, Any]:
+def _chat_attributes(call: Generation, item: FinishedRollout) -> Mapping[str, Any] | None:
+    """Return the attributes of a call's span; None if it was none of chat."""
+    spans = (span.attributes for span in item.spans if span.attributes.get(CALL_ID) == call.key.call_id)
+    attributes = next((found for found in spans if DIALECT in found), {})
+    return None if attributes.get(DIALECT, "completions") == "completions" else attributes
+
+
+def _rendered_request(
+    call: Generation, item: FinishedRollout, attributes: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the fields of a chat request that its template reads.
 
     Raises:
         TeacherPromptError: the call was none of chat.
     """
-    spans = (span.attributes for span in item.spans if span.attributes.get(CALL_ID) == call.key.call_id)
-    attributes = next((found for found in spans if DIALECT in found), {})
-    if attributes.get(DIALECT, "completions") == "completions":
+    if attributes is None:
         raise TeacherPromptError(
             f"call {call.key.call_id} of rollout {item.rollout.rollout_id} has no messages that a teacher's "
             "prompt function could change, only a prompt as text or tokens; let the agent use chat "

@@ -21,6 +21,7 @@ from raylight.experience.advantages import GiGPOAdvantage, OPDAdvantage
 from raylight.experience.registry import select_arguments
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import BatchOutline, PlacedTurn
+from raylight.experience.token_alignment import NOT_JUDGED
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow
 
@@ -67,18 +68,21 @@ def estimate_opd(
     norm_adv_by_std_in_grpo: bool,
     gamma: float,
     teacher_log_ratios: torch.Tensor,
+    span_ends: torch.Tensor,
     reward_coef: float,
 ) -> torch.Tensor:
     """Return advantages of on-policy distillation: the log ratio of the teacher's probability of each token
     to the policy's, discounted over the tokens after it, and GRPO's advantages with a weight.
 
     Args:
-        teacher_log_ratios: bounded log ratios, shape (rollouts, tokens).
+        teacher_log_ratios: bounded log ratios, shape (rollouts, tokens); of a span at its last token.
+        span_ends: True for the last token of a span, same shape. All tokens of a span have its log ratio.
         reward_coef: the weight; 0 ignores the rewards.
     """
     advantages, later = torch.zeros_like(teacher_log_ratios), 0.0 * teacher_log_ratios[:, 0]
     for token in reversed(range(advantages.shape[1])):
-        later = advantages[:, token] = teacher_log_ratios[:, token] + gamma * later
+        discount = torch.where(span_ends[:, token], gamma, 1.0)
+        later = advantages[:, token] = teacher_log_ratios[:, token] + discount * later
     if reward_coef:
         of_rewards, _ = verl.get_adv_estimator_fn("grpo")(
             token_level_rewards=token_level_rewards,
@@ -128,6 +132,23 @@ def estimate_gigpo(
     for turn, value in zip(turns, of_turns[:, 0], strict=True):
         advantages[turn.rollout, turn.start : turn.end] += gigpo.turn_coef * value
     return advantages * response_mask
+
+
+def compare_spans(teacher: torch.Tensor, own: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `teacher_log_ratios`, of each span at its last token, and `span_ends`.
+
+    Args:
+        teacher: log-probs of a teacher, shape (rollouts, tokens); of one with other tokens, those of spans,
+            see `experience.token_alignment`.
+        own: log-probs of the tokens by the policy.
+    """
+    ends, ratios = ~teacher.isnan(), torch.zeros_like(own)
+    total = torch.zeros_like(own[:, 0])
+    for token in range(own.shape[1]):
+        total = total + own[:, token]
+        ratios[:, token] = torch.where(ends[:, token], teacher[:, token] - total, 0.0)
+        total = torch.where(ends[:, token], 0.0, total)
+    return {"teacher_log_ratios": ratios.where(teacher != NOT_JUDGED, 0.0), "span_ends": ends}
 
 
 DEFAULTS = {"gamma": 1.0, "lam": 1.0, "norm_adv_by_std": True}
@@ -260,18 +281,18 @@ def add_advantages(
     if settings.has_token_baselines:
         fields += ["old_logprobs", "sum_pi_squared"]
         fields += ["weights"] if settings.importance_level is not None else []
-    if settings.has_teacher and any(row.teacher_logprobs is None for row in rows):
+    if settings.needs_teacher_logprobs and any(row.teacher_logprobs is None for row in rows):
         raise ConfigError(
             f"adv_estimator {settings.advantage.name!r} was given rows without log-probs of a teacher; use "
             "rl.OPD(teacher=...) with raylight's own training loop"
         )
     # without a pass before the update, the engine's log-probs are the policy's
     own = "old_logprobs" if all(row.old_logprobs is not None for row in rows) else "engine_logprobs"
-    fields += ["teacher_logprobs", own] if settings.has_teacher else []
+    fields += ["teacher_logprobs", own] if settings.needs_teacher_logprobs else []
     sequences = RolloutSequences(outline)
     matrices = {name: sequences.matrix(_all_gather_field(rows, name)) for name in dict.fromkeys(fields)}
-    if settings.has_teacher:
-        matrices["teacher_log_ratios"] = matrices["teacher_logprobs"] - matrices[own]
+    if settings.needs_teacher_logprobs:
+        matrices |= compare_spans(matrices["teacher_logprobs"], matrices[own])
     result = estimate(outline, sequences, matrices, settings, kl)
     result.assign(rows)
     if settings.critic and (others := [row for row in rows if row.values is None]):
@@ -312,7 +333,7 @@ def estimate(
     metrics["learner/advantage_abs_mean"] = float(
         (advantages.abs() * sequences.mask).sum() / sequences.mask.sum().clamp(min=1)
     )
-    if settings.has_teacher:
+    if settings.needs_teacher_logprobs:
         kl_of_tokens = -matrices["teacher_log_ratios"] * sequences.mask
         metrics["learner/teacher_kl"] = float(kl_of_tokens.sum() / sequences.mask.sum().clamp(min=1))
     if settings.critic is not None:
@@ -376,8 +397,11 @@ def _run_estimator(
             )
         arguments |= {"turns": outline.turns, "gigpo": settings.turn_advantage}
     if isinstance(settings.advantage, OPDAdvantage):
-        bound = settings.advantage.log_ratio_clip
-        arguments["teacher_log_ratios"] = matrices["teacher_log_ratios"].double().clamp(-bound, bound)
+        # a divergence over the vocabulary is in the loss
+        bound, none = settings.advantage.log_ratio_clip, torch.zeros_like(sequences.mask)
+        log_ratios = matrices.get("teacher_log_ratios", none)
+        arguments["span_ends"] = matrices.get("span_ends", none == 0)
+        arguments["teacher_log_ratios"] = log_ratios.double().clamp(-bound, bound)
         arguments["reward_coef"] = settings.advantage.reward_coef
     if outline.baselines is not None:
         arguments["reward_baselines"] = torch.tensor(outline.baselines, dtype=torch.float64)

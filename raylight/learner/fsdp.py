@@ -26,10 +26,13 @@ from raylight.learner.muon import MuonWithAdamW
 from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.learner.rows import Minibatch, TrainRow, mask_all
+from raylight.learner.token_logprobs import TokenDivergence
 from raylight.learner.varlen_attention import VARLEN, row_bounds
 
 logger = logging.getLogger(__name__)
 
+Distill = Callable[[MicroBatch], contextlib.AbstractContextManager[TokenDivergence]]
+"""Function from a micro-batch to a context with its divergences, in which they can be computed."""
 LossFunction = Callable[[dict[str, torch.Tensor], MicroBatch], tuple[torch.Tensor, dict[str, Any]]]
 """Function from the outputs of a micro-batch, as its matrices, to its loss and metrics."""
 
@@ -52,6 +55,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         self._routes: ExpertRoutes | None = None
         self.keeps_dropout = True
         """True if the model's own dropout is active in training."""
+        self.head: LogprobHead
+        """Head that makes the model return log-probs; a value model has none."""
         super().__init__(**configs)
 
     @property
@@ -134,7 +139,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def _add_head(self, module: Any) -> None:
         """Make the model return log-probs instead of logits."""
         model = module.get_base_model() if self._is_lora else module
-        LogprobHead(model)
+        self.head = LogprobHead(model)
         if self._learner.router_replay:
             self._routes = ExpertRoutes(model)
 
@@ -230,6 +235,15 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
                 CLOCK.mark()
         return outputs
 
+    def infer_hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the hidden states that predict the sampled tokens of a micro-batch, shape (tokens, hidden
+        size). A collective."""
+        with self.eval_mode(), torch.no_grad(), self._autocast():
+            inputs, _ = self._model_inputs(batch)
+            targets = replace(batch.targets(), hidden=True, router_logits=False)
+            hidden: torch.Tensor = self.module(**inputs, sampled=targets, use_cache=False)["hidden"]
+        return hidden
+
     def train(
         self,
         minibatch: Minibatch,
@@ -238,6 +252,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         entropy: bool = False,
         entropy_grad: bool = False,
         observations: bool = False,
+        distill: Distill | None = None,
     ) -> dict[str, Any]:
         """Take an optimizer step; return the loss function's metrics, each of all micro-batches, and the
         gradient's norm. A collective.
@@ -245,6 +260,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         Args:
             entropy, entropy_grad: compute the entropies, and their gradient.
             observations: compute the log-probs of observed tokens too.
+            distill: gives the divergences of a micro-batch from a teacher, which are computed too.
         """
         metrics: dict[str, Any] = {}
         with self.train_mode():
@@ -252,9 +268,11 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             batches = self._micro_batches(minibatch, entropy, entropy_grad, observations=observations)
             balanced = self._count_real_tokens(minibatch.rows) if self._balances else 0
             for i, (indices, batch) in enumerate(batches):
-                with self._gradient_sync_context(is_last_micro_batch=i == len(batches) - 1):
+                is_last = i == len(batches) - 1
+                judged = contextlib.nullcontext() if distill is None else distill(batch)
+                with self._gradient_sync_context(is_last_micro_batch=is_last), judged as divergence:
                     with self._autocast():
-                        outputs = self._compute(batch)
+                        outputs = self._compute(batch, divergence)
                         loss, found = loss_function(outputs, batch)
                         if self._balances:
                             balance = self._router_balance(outputs["router_logits"], batch, balanced)
@@ -353,11 +371,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self._autocast_dtype)
 
-    def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return matrices `log_probs`, and `entropy` and `sum_pi_squared` if they are wanted, of the sampled
-        tokens, and of observed ones if they are learned."""
+    def _compute(
+        self, batch: MicroBatch, divergence: TokenDivergence | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return matrices `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are
+        wanted, of the sampled tokens, and of observed ones if they are learned."""
         inputs, pad_size = self._model_inputs(batch)
-        targets = batch.targets()
+        targets = replace(batch.targets(), divergence=divergence)
         if self._routes is not None:
             self._routes.replay(batch.routes())
         if not self.use_ulysses_sp:
@@ -403,7 +423,9 @@ class ValueEngine(RaylightEngine):
     _output, _auto_class = "values", AutoModelForTokenClassification
     _balances = False
 
-    def _compute(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    def _compute(
+        self, batch: MicroBatch, divergence: TokenDivergence | None = None
+    ) -> dict[str, torch.Tensor]:
         """Return the matrix `values`: for each response token, the value of the context before it."""
         inputs, pad_size = self._model_inputs(batch)
         values = self.module(**inputs, use_cache=False).logits.squeeze(-1)

@@ -37,7 +37,7 @@ class LocalEngine(RaylightEngine):
             self.module.gradient_checkpointing_enable({"use_reentrant": False})
         if not self.keeps_dropout:
             disable_dropout(self.module)
-        LogprobHead(self.module, SMALL_CHUNK)
+        self.head = LogprobHead(self.module, SMALL_CHUNK)
         if self._is_lora:
             self.module = self._build_lora_module(self.module)
         with contextlib.redirect_stdout(None):  # verl prints the schedule

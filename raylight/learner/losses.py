@@ -85,6 +85,10 @@ class PolicyLoss:
             entropy = self._aggregate(outputs["entropy"], batch)
             loss = loss - settings.entropy_coef * entropy
             metrics["actor/entropy_loss"] = verl.Metric("sum", entropy)
+        if "divergence" in outputs:
+            divergence = self._aggregate(outputs["divergence"], batch)
+            loss = loss + divergence
+            metrics["divergence"] = verl.Metric("sum", divergence)
         if settings.kl_coef > 0:
             own: Any = logprobs
             penalty = verl.kl_penalty(own, batch.matrix("ref_logprobs"), settings.kl_type)

@@ -21,6 +21,7 @@ POLICY_NAMES = {
     "kl_loss": "learner/kl",
     "router_aux_loss": "learner/router_aux_loss",
     "observation_loss": "learner/observation_loss",
+    "divergence": "learner/divergence",
 }
 CRITIC_NAMES = {
     "grad_norm": "critic/grad_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from raylight.experience.shards import BatchShard, shard_batch
 from raylight.learner import correction
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic
+from raylight.learner.distillation import Distiller
 from raylight.learner.fsdp import RaylightEngine
 from raylight.learner.losses import PolicyLoss
 from raylight.learner.metrics import all_reduce_metrics, mean_over_steps, rename_metrics
@@ -50,6 +52,7 @@ class Policy(TrainedModel):
         warmup = settings.critic.warmup_steps if settings.critic else 0
         super().__init__(model_path, config, settings, max(total_steps - warmup, 1), module, engine)
         self.critic = Critic(model_path, config, settings.critic, total_steps) if settings.critic else None
+        self._distiller = Distiller(settings, config) if settings.divergence else None
         self._kl = KlController(settings)
         self._has_dropout = config.lora is not None and config.lora.dropout > 0
 
@@ -107,7 +110,8 @@ class Policy(TrainedModel):
         if trains:
             keeps_all = settings.rollout_rs is None
             steps = [step for step in minibatches if keeps_all or correction.has_tokens(step.rows)]
-            with self.engine.resident():
+            teachers = contextlib.nullcontext() if self._distiller is None else self._distiller.resident()
+            with self.engine.resident(), teachers:
                 metrics |= mean_over_steps(list(map(self._step, steps * settings.ppo_epochs)))
         # without a pass before, only the first mini-batch has log-probs from before the first step
         measured = own_rows if infers else minibatches[0].rows
@@ -160,6 +164,7 @@ class Policy(TrainedModel):
             entropy=settings.calculate_entropy or settings.entropy_coef != 0,
             entropy_grad=settings.entropy_coef != 0,
             observations=settings.observation_coef > 0,
+            distill=self._distiller,
         )
         metrics = all_reduce_metrics(metrics)
         return rename_metrics(metrics) | self._gradients.check(metrics["grad_norm"])

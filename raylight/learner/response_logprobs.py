@@ -12,7 +12,7 @@ import torch
 
 from raylight.errors import ConfigError
 from raylight.learner.sampling_replay import SamplingReplay
-from raylight.learner.token_logprobs import chunk_tokens, squared_probs, token_logprobs
+from raylight.learner.token_logprobs import TokenDivergence, chunk_tokens, squared_probs, token_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,10 @@ class TargetTokens:
     """Return the logits of the routers too."""
     replay: SamplingReplay | None = None
     """Penalties and candidates of the tokens; None if they have neither."""
+    divergence: TokenDivergence | None = None
+    """Computes the divergences of the tokens' distributions from a teacher's too; None: not wanted."""
+    hidden: bool = False
+    """Return the hidden states that predict the tokens, and nothing else."""
 
 
 class LogprobHead:
@@ -73,9 +77,16 @@ class LogprobHead:
         model.forward = self._forward
         head.forward = self._chunked
 
+    @property
+    def layer(self) -> torch.nn.Module:
+        """The model's output layer."""
+        layer: torch.nn.Module = self._head
+        return layer
+
     def _forward(self, *args: Any, sampled: TargetTokens | None = None, **inputs: Any) -> Any:
-        """Return flat tensors `log_probs`, and `entropy` and `sum_pi_squared` if they are wanted, of the
-        sampled tokens, and `router_logits` of all tokens, shape (layers, tokens, experts)."""
+        """Return flat tensors `log_probs`, and those of `entropy`, `sum_pi_squared` and `divergence` that are
+        wanted, of the sampled tokens, and `router_logits` of all tokens, shape (layers, tokens, experts); or
+        only `hidden`."""
         if sampled is None:
             return self._own_forward(*args, **inputs)
         given = {name: value for name, value in inputs.items() if value is not None}
@@ -84,8 +95,15 @@ class LogprobHead:
         output = getattr(self._model, self._base_name)(**given)
         hidden = output[0]
         chosen = sampled.positions.flatten().nonzero()[:, 0].to(hidden.device)
-        logprobs, entropies, squares = self._head(hidden.flatten(0, 1)[chosen], sampled)
-        found = {"log_probs": logprobs, "entropy": entropies, "sum_pi_squared": squares}
+        if sampled.hidden:
+            return {"hidden": hidden.flatten(0, 1)[chosen]}
+        figures, squares = self._head(hidden.flatten(0, 1)[chosen], sampled)
+        found = {
+            "log_probs": figures.logprobs,
+            "entropy": figures.entropies,
+            "sum_pi_squared": squares,
+            "divergence": figures.divergences,
+        }
         if sampled.router_logits:
             found["router_logits"] = torch.stack(output.router_logits)
         return {name: values for name, values in found.items() if values is not None}
@@ -94,7 +112,7 @@ class LogprobHead:
         if sampled is None:
             return self._head_forward(hidden)
         chunk = self._chunk or chunk_tokens(self._vocabulary, hidden.device)
-        logprobs, entropies = token_logprobs(
+        figures = token_logprobs(
             self.logits,
             self._head.parameters(),
             hidden,
@@ -104,13 +122,14 @@ class LogprobHead:
             entropy=sampled.entropy,
             entropy_grad=sampled.entropy_grad,
             replay=sampled.replay,
+            divergence=sampled.divergence,
         )
         squares = None
         if sampled.squares:
             squares = squared_probs(
                 self.logits, hidden, sampled.temperatures, chunk=chunk, replay=sampled.replay
             )
-        return logprobs, entropies, squares
+        return figures, squares
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits that the model's own forward pass computes from the transformer's output."""

@@ -44,11 +44,16 @@ class TrainRow:
     """The learner's log-probs before the update, if `old_logprobs` are not. Without a pass before the update
     they are those of the first training pass."""
     ref_logprobs: torch.Tensor | None = None
+    teacher: int = 0
+    """Number of its teacher on the learners' ranks."""
     teacher_logprobs: torch.Tensor | None = None
     candidates: TokenSets | None = None
     """Tokens that could have been sampled at each position of the response; None: nothing was excluded."""
     penalised: tuple[PenalisedRange, ...] = ()
     """Ranges of the row's tokens that were sampled with penalties."""
+    teacher_top_ids: torch.Tensor | None = None
+    """The teacher's most probable tokens, shape (tokens, k)."""
+    teacher_top_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     sum_pi_squared: torch.Tensor | None = None
     """Sums over the vocabulary of the old policy's squared probabilities."""
@@ -75,7 +80,8 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
     Args:
         owners: rollout of each row of the batch.
     """
-    lengths, teacher = packed.response_lengths, packed.teacher_logprobs
+    lengths, known = packed.response_lengths, packed.teacher_logprobs
+    tops = (None, None) if packed.teacher_tops is None else packed.teacher_tops
     fields = (
         packed.indices,
         packed.temperatures,
@@ -84,11 +90,14 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
         _split(packed.mask, torch.long, lengths),
         _split(packed.logprobs, torch.float32, lengths),
         _split(packed.weight_versions, torch.long, lengths),
-        [None] * len(lengths) if teacher is None else _split(teacher, torch.float32, lengths),
+        [None] * len(lengths) if known is None else _split(known, torch.float32, lengths),
         _split_sets(packed.candidates, lengths),
         packed.penalised,
         [None] * len(lengths) if packed.observed is None else _split(packed.observed, torch.long, lengths),
         _split_routes(packed),
+        packed.teachers,
+        [None] * len(lengths) if tops[0] is None else _split(tops[0], torch.long, lengths),
+        [None] * len(lengths) if tops[1] is None else _split(tops[1], torch.float32, lengths),
     )
     return {
         index: TrainRow(
@@ -100,11 +109,14 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
             engine_logprobs=logprobs,
             versions=versions,
             temperature=temperature,
+            teacher=teacher,
             teacher_logprobs=scores,
             candidates=sets,
             penalised=ranges,
             observed=seen,
             routes=routes,
+            teacher_top_ids=top_ids,
+            teacher_top_logprobs=top_logprobs,
         )
         for (
             index,
@@ -119,6 +131,9 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
             ranges,
             seen,
             routes,
+            teacher,
+            top_ids,
+            top_logprobs,
         ) in zip(*fields, strict=True)
     }
 

@@ -4,7 +4,7 @@ bounded memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,31 @@ OutputLayer = Callable[[torch.Tensor], torch.Tensor]
 """Function from hidden states, shape (tokens, hidden size), to logits, shape (tokens, vocabulary)."""
 
 
+class TokenFigures(NamedTuple):
+    """Figures of tokens, float32, shape (tokens,)."""
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None
+    divergences: torch.Tensor | None
+
+
+class TokenDivergence(Protocol):
+    """Divergences of tokens from a teacher, computed from logits of the trained model."""
+
+    def load(self, part: slice) -> None:
+        """Prepare for a chunk of the tokens."""
+        ...
+
+    def __call__(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return the divergences of some tokens of the chunk, differentiable, shape (tokens,).
+
+        Args:
+            logits: of the trained model, over the sampling temperature, float32, shape (tokens, vocabulary).
+            rows: indices of the tokens.
+        """
+        ...
+
+
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Return the number of tokens whose logits are in memory at a time."""
     return max(CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"]) // vocabulary, 1)
@@ -41,8 +66,10 @@ def token_logprobs(
     entropy: bool = False,
     entropy_grad: bool = False,
     replay: SamplingReplay | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-probs of tokens, and with `entropy` the entropies of their distributions, both float32.
+    divergence: TokenDivergence | None = None,
+) -> TokenFigures:
+    """Return the log-probs of tokens, and if wanted the entropies of their distributions and the divergences
+    from a teacher's.
 
     Logits are computed chunk by chunk, and again in the backward pass, so that they are never in memory for
     more than a chunk. The last chunk is kept for the backward pass.
@@ -56,21 +83,11 @@ def token_logprobs(
         chunk: tokens of a chunk.
         entropy_grad: compute the gradient of the entropies too.
         replay: penalties and candidates of the targets; None if they have neither.
+        divergence: computes the divergences, of the distributions without penalties and exclusions.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    logprobs, entropies = _ChunkedLogprobs.apply(
-        head,
-        chunk,
-        entropy,
-        entropy_grad,
-        torch.is_grad_enabled(),
-        targets,
-        temperatures,
-        replay,
-        hidden,
-        *trained,
-    )
-    return logprobs, entropies if entropy else None
+    options = head, chunk, entropy, entropy_grad, divergence, torch.is_grad_enabled()
+    return TokenFigures(*_ChunkedLogprobs.apply(*options, targets, temperatures, replay, hidden, *trained))
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -86,21 +103,27 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
         entropy_grad: bool,
+        divergence: TokenDivergence | None,
         training: bool,
         targets: torch.Tensor,
         temperatures: torch.Tensor | None,
         replay: SamplingReplay | None,
         hidden: torch.Tensor,
         *parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         logprobs = hidden.new_empty(len(targets), dtype=torch.float32)
         entropies = torch.empty_like(logprobs) if entropy else None
+        divergences = torch.empty_like(logprobs) if divergence is not None else None
         for part in _slices(len(targets), chunk):
             inputs = hidden[part].detach().requires_grad_()
             logits = block = None  # frees those of the chunk before
             with torch.set_grad_enabled(training and part.stop >= len(targets)):
                 logits = head(inputs)
+            if divergence is not None:
+                divergence.load(part)
             for rows, block in _blocks(logits.detach(), part):
+                if divergence is not None and divergences is not None:
+                    divergences[rows] = divergence(_sampled_logits(block, temperatures, None, rows), rows)
                 found = _sampled_logits(block, temperatures, replay, rows).log_softmax(-1)
                 logprobs[rows] = found.gather(-1, targets[rows, None])[:, 0]
                 if entropies is not None:
@@ -109,7 +132,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if entropies is not None and not entropy_grad:
                 ctx.mark_non_differentiable(entropies)
             ctx.head, ctx.chunk, ctx.entropy_grad, ctx.parameters = head, chunk, entropy_grad, parameters
-            ctx.replay = replay
+            ctx.replay, ctx.divergence = replay, divergence
             device = hidden.device.type
             ctx.autocast = (
                 {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
@@ -118,11 +141,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
             )
             ctx.save_for_backward(targets, temperatures, hidden)
             ctx.last = inputs, logits
-        return logprobs, entropies
+        return logprobs, entropies, divergences
 
     @staticmethod
     def backward(
-        ctx: Any, grad: torch.Tensor, grad_entropy: torch.Tensor | None
+        ctx: Any,
+        grad: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
+        grad_divergence: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         targets, temperatures, hidden = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
@@ -131,6 +157,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             inputs, logits = ctx.last or _recompute(ctx, hidden[part])
             ctx.last = None
             grad_logits = logits.detach()
+            if grad_divergence is not None:
+                ctx.divergence.load(part)
             for rows, block in _blocks(grad_logits, part):
                 found = _grad_logits(
                     _sampled_logits(block, temperatures, ctx.replay, rows),
@@ -142,6 +170,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     found.div_(temperatures[rows, None])
                 if ctx.replay is not None:
                     ctx.replay.scale_grad(found, block.float(), rows)
+                if grad_divergence is not None:
+                    scaled = _sampled_logits(block, temperatures, None, rows)
+                    more = _grad_divergence(ctx.divergence, scaled, rows, grad_divergence[rows])
+                    found += more if temperatures is None else more.div_(temperatures[rows, None])
                 block.copy_(found)
             grad_hidden[part], *grads = torch.autograd.grad(
                 logits, [inputs, *ctx.parameters], grad_logits, allow_unused=True
@@ -152,7 +184,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None if total is None else total.to(parameter.dtype)
             for total, parameter in zip(totals, ctx.parameters, strict=True)
         ]
-        return *[None] * 8, grad_hidden, *summed
+        return *[None] * 9, grad_hidden, *summed
 
 
 @torch.no_grad()
@@ -226,6 +258,16 @@ def _grad_logits(
         entropies = _entropies(result.clone(), logprobs)[:, None]
         result.mul_(logprobs.add_(entropies).mul_(-grad_entropy[:, None]).sub_(grad[:, None]))
     return result.scatter_add_(-1, targets[:, None], grad[:, None])
+
+
+def _grad_divergence(
+    divergence: TokenDivergence, logits: torch.Tensor, rows: slice, grad: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of scaled logits, derived by autograd within the block."""
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        found: torch.Tensor = torch.autograd.grad(divergence(leaf, rows), leaf, grad)[0]
+    return found
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         Penalties,
         RouteArray,
         TokenSets,
+        TopLogprobs,
         Trajectory,
         VersionArray,
     )

@@ -38,6 +38,15 @@ RouteArray: TypeAlias = NDArray[np.unsignedinteger[Any]]
 shape (tokens, layers of experts, experts of a token)."""
 
 
+class TopLogprobs(NamedTuple):
+    """The most probable tokens at each of several places, most probable first."""
+
+    ids: NDArray[np.int32]
+    """int32 of shape (tokens, k)."""
+    logprobs: NDArray[np.float32]
+    """float32 of shape (tokens, k)."""
+
+
 REPEATED = "+"
 """End of the digest of a request that its client sends again."""
 

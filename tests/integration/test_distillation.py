@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_rows import plain_logprobs, random_rows
+from random_rows import plain_logprobs, plain_tops, random_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import raylight as rl
@@ -25,7 +25,7 @@ from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder
 from raylight.trainer.components.teacher import Teacher
-from raylight.trainer.spec.settings import ServingSettings
+from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
 from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span, Trajectory
 
 TRAIN, _ = additions(0)
@@ -33,7 +33,7 @@ TRAIN, _ = additions(0)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("connected")]
 
 
-def dying_teacher(folder: Path, max_model_len: int) -> ServingSettings:
+def dying_teacher(folder: Path, max_model_len: int, top_k: int | None = None, **config: Any) -> Any:
     """Return a teacher whose first replica dies when it scores."""
     engine = EngineConfig(
         kind="dying_engine:build_dying_engine",
@@ -42,7 +42,8 @@ def dying_teacher(folder: Path, max_model_len: int) -> ServingSettings:
         max_model_len=max_model_len,
         max_concurrent=1,
     )
-    return ServingSettings(STARTER_MODEL, engine, "teacher")
+    settings = rl.algorithms.TeacherConfig(model=STARTER_MODEL, timeout_s=300.0, **config)
+    return TeacherSettings(settings, ServingSettings(STARTER_MODEL, engine, "teacher"), top_k)
 
 
 async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tm
     batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
     model = dying_teacher(tmp_path, max_model_len=64)
     async with AsyncExitStack() as stack:
-        teacher = Teacher("distilled", model, 300.0, "secret", notes.append, False)
+        teacher = Teacher("distilled", model, "secret", notes.append, False)
         await teacher.service.open(stack)
         await teacher.service.start()
         scored, metrics = await teacher.score(batch, [])
@@ -59,6 +60,21 @@ async def test_a_teacher_whose_replica_dies_scores_as_plain_transformers_does(tm
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert metrics["teacher/retries"] >= 1
     assert any("a replica of the teacher was lost" in note for note in notes)
+
+
+async def test_a_teacher_gives_its_most_probable_tokens(tmp_path: Path) -> None:
+    rows = random_rows(6)
+    batch = TrainBatch([0.0] * 6, ["g"] * 6, rows, list(range(6)))
+    async with AsyncExitStack() as stack:
+        settings = dying_teacher(tmp_path, max_model_len=64, top_k=4)
+        teacher = Teacher("tops", settings, "secret", print, False)
+        await teacher.service.open(stack)
+        await teacher.service.start()
+        scored, _ = await teacher.score(batch, [])
+    assert scored.teacher_tops is not None
+    for found, expected in zip(scored.teacher_tops, plain_tops(STARTER_MODEL, rows, 4), strict=True):
+        np.testing.assert_array_equal(found.ids, expected.ids)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
 def with_sum(task: dict, messages: list[dict]) -> list[dict]:
@@ -99,9 +115,9 @@ async def test_a_teacher_with_the_answer_scores_as_plain_transformers_does(tmp_p
     tokenizer, finished, notes = AutoTokenizer.from_pretrained(STARTER_MODEL), asked(TRAIN[:24]), list[str]()
     rows = [build_trajectories(item.generations).rows[0] for item in finished]
     batch = TrainBatch([0.0] * 24, ["g"] * 24, rows, list(range(24)))
-    model = dying_teacher(tmp_path, max_model_len=128)
+    model = dying_teacher(tmp_path, max_model_len=128, prompt=with_sum)
     async with AsyncExitStack() as stack:
-        teacher = Teacher("prompted", model, 300.0, "secret", notes.append, False, with_sum)
+        teacher = Teacher("prompted", model, "secret", notes.append, False)
         await teacher.service.open(stack)
         await teacher.service.start()
         scored, metrics = await teacher.score(batch, finished)
@@ -141,10 +157,10 @@ async def unscored_adder(task: dict, llm: rl.LLM, rollout: rl.Rollout) -> None:
     await adder(task, llm.model_copy(update={"sampling_parameters": parameters}))
 
 
-def fit(folder: Path, teacher: str, n_steps: int, resume: Any = False, **settings: Any) -> list[dict]:
+def fit(folder: Path, teacher: Any, n_steps: int, resume: Any = False, **settings: Any) -> list[dict]:
     algorithm = rl.OPD(
         model=STARTER_MODEL,
-        teacher={"model": teacher, "num_cpus": 0.1},
+        teacher={"model": teacher, "num_cpus": 0.1} if isinstance(teacher, str) else teacher,
         group_size=4,
         tasks_per_step=4,
         n_steps=n_steps,
@@ -204,6 +220,16 @@ def test_a_student_equal_to_its_teacher_stays_at_another_temperature(tmp_path: P
     assert [row["learner/teacher_kl"] for row in rows] == pytest.approx([0.0] * 3, abs=1e-3)
     assert rows[0]["learner/advantage_abs_mean"] < 1e-5
     assert rows[0]["learner/grad_norm"] < 1e-4
+
+
+@pytest.mark.parametrize("top_k", [None, 8], ids=["learner", "engine"])
+def test_a_student_comes_closer_to_whole_distributions(
+    top_k: int | None, surer_model: str, tmp_path: Path
+) -> None:
+    teacher = {"model": surer_model} | ({} if top_k is None else {"num_cpus": 0.1})
+    rows = fit(tmp_path, teacher, 4, divergence="forward_kl", teacher_top_k=top_k, lr=5e-4)
+    assert rows[-1]["learner/divergence"] < 0.7 * rows[0]["learner/divergence"]
+    assert ("time/teacher_s" in rows[0]) == (top_k is not None)
 
 
 def test_rollouts_go_on_beside_the_teacher(surer_model: str, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import shard_batch
 from raylight.experience.turns import CreditedTurn
-from raylight.learner.advantages import Estimate, KlController, RolloutSequences, estimate
+from raylight.learner.advantages import (
+    Estimate,
+    KlController,
+    RolloutSequences,
+    compare_spans,
+    estimate,
+    estimate_opd,
+)
 from raylight.learner.rows import TrainRow, build_rows
 from raylight.types import Trajectory
 
@@ -37,6 +44,22 @@ def batch_of(rollouts: list[list[list[int]]], rewards=None, groups=None, **more)
     return TrainBatch(
         rewards or REWARDS[: len(rollouts)], groups or GROUPS[: len(rollouts)], rows, owners, **more
     )
+
+
+def test_a_span_of_a_teacher_with_other_tokens_has_one_log_ratio():
+    """Written out by hand: spans of two tokens, one, and one that is not judged."""
+    own = torch.tensor([[-1.0, -2.0, -0.5, -3.0, 0.0]])
+    teacher = torch.tensor([[torch.nan, -1.5, -1.0, torch.inf, torch.nan]])
+    found = compare_spans(teacher, own)
+    assert found["teacher_log_ratios"].tolist() == [[0.0, 1.5, -0.5, 0.0, 0.0]]
+    for gamma, expected in ((0.0, [1.5, 1.5, -0.5, 0.0]), (1.0, [1.0, 1.0, -0.5, 0.0])):
+        advantages = estimate_opd(
+            torch.zeros(1, 5), torch.ones(1, 5), np.array(["g"]), True, gamma, reward_coef=0.0, **found
+        )
+        assert advantages[0, :4].tolist() == pytest.approx(expected)
+    same = compare_spans(own - 1, own)
+    assert same["teacher_log_ratios"].tolist() == [[-1.0] * 5]
+    assert same["span_ends"].all()
 
 
 def policy_settings(adv_estimator: str, **given) -> PolicySettings:

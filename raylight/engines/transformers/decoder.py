@@ -18,7 +18,7 @@ from raylight.engines.transformers.prefixes import PrefixCache, count_kept_seque
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
 from raylight.errors import EngineStartError
-from raylight.types import IntArray
+from raylight.types import IntArray, TopLogprobs
 
 CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
 """Mean difference of log-probs with and without the cache above which an architecture is refused, by type."""
@@ -220,9 +220,20 @@ class Decoder:
         self, ids: list[int], adapter: LoadedAdapter | None, temperature: float = 1.0
     ) -> list[float]:
         """Return the log-probabilities of `ids[1:]` at a temperature, each given the ids before it."""
+        targets = torch.tensor(ids[1:], device=self.device)
+        return self._distributions(ids, adapter, temperature).gather(-1, targets[:, None])[:, 0].tolist()
+
+    def top_logprobs(self, ids: list[int], k: int, temperature: float) -> TopLogprobs:
+        """Return the k most probable tokens in the place of each of `ids[1:]`, given the ids before it."""
+        found = self._distributions(ids, None, temperature).topk(k)
+        return TopLogprobs(found.indices.int().cpu().numpy(), found.values.cpu().numpy())
+
+    def _distributions(
+        self, ids: list[int], adapter: LoadedAdapter | None, temperature: float
+    ) -> torch.Tensor:
         tokens = torch.tensor([ids], device=self.device)
         logits = self.adapters.forward([adapter], input_ids=tokens, use_cache=False).logits[0, :-1]
-        return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+        return (logits.float() / temperature).log_softmax(-1)
 
     def retire(self, sequence: Sequence) -> None:
         """Remove a sequence, and keep what is computed of it: all tokens but the last."""

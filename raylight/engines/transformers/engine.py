@@ -31,6 +31,7 @@ from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.bounds import check_answer_size
 from raylight.http.errors import ContextLengthError, RequestError
+from raylight.types import TopLogprobs
 from raylight.weights.transports import make_receiver
 
 logger = logging.getLogger(__name__)
@@ -334,22 +335,37 @@ class TransformersEngine:
     async def logprobs(
         self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
     ) -> list[float]:
-        if not 2 <= len(ids) <= self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise WeightSyncError(
-                f"log-probs need 2 to {self.max_model_len} token ids from 0 to {self.vocab_size - 1}"
-            )
+        self._check_scored(ids)
 
         def compute() -> list[float]:
             loaded = self._decoder.adapters.find(adapter) if adapter is not None else None
             if adapter is not None and loaded is None:
                 raise WeightSyncError(f"there is no adapter {adapter!r}")
-            if self._worker.asleep:
-                raise WeightSyncError("the engine is asleep; wake it first")
-            if self._incomplete:
-                raise WeightSyncError("an update of the weights was broken off; publish a new version")
+            self._check_scores()
             return self._decoder.logprobs(ids, loaded, temperature)
 
         return await self._run(compute)
+
+    async def top_logprobs(self, ids: list[int], k: int, temperature: float = 1.0) -> TopLogprobs:
+        self._check_scored(ids)
+
+        def compute() -> TopLogprobs:
+            self._check_scores()
+            return self._decoder.top_logprobs(ids, k, temperature)
+
+        return await self._run(compute)
+
+    def _check_scored(self, ids: list[int]) -> None:
+        if not 2 <= len(ids) <= self.max_model_len or min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise WeightSyncError(
+                f"log-probs need 2 to {self.max_model_len} token ids from 0 to {self.vocab_size - 1}"
+            )
+
+    def _check_scores(self) -> None:
+        if self._worker.asleep:
+            raise WeightSyncError("the engine is asleep; wake it first")
+        if self._incomplete:
+            raise WeightSyncError("an update of the weights was broken off; publish a new version")
 
     async def _run(self, action: Callable[[], T], mode: UpdateMode = "keep") -> T:
         """Run an action between two decoding steps; under "wait", when nothing is in flight."""

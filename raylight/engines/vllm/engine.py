@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -30,6 +31,7 @@ from raylight.engines.vllm.prompt_temperature import PROMPT_TEMPERATURE
 from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.transfer_worker import LOST
 from raylight.errors import WeightSyncError
+from raylight.types import TopLogprobs
 
 INCOMPLETE = "an update of the engine's weights was broken off; publish a new version"
 CLOSED = "the engine is shutting down"
@@ -206,6 +208,23 @@ class VllmEngine:
     async def logprobs(
         self, ids: list[int], adapter: str | None = None, temperature: float = 1.0
     ) -> list[float]:
+        entries = await self._prompt_logprobs(ids, 0, adapter, temperature)
+        return [entry[token].logprob for token, entry in zip(ids[1:], entries, strict=True)]
+
+    async def top_logprobs(self, ids: list[int], k: int, temperature: float = 1.0) -> TopLogprobs:
+        entries = await self._prompt_logprobs(ids, k, None, temperature)
+        # the token itself is there too, with its rank
+        tops = [
+            sorted((one.rank, token, one.logprob) for token, one in entry.items())[:k] for entry in entries
+        ]
+        found = np.array(tops, np.float64)
+        return TopLogprobs(found[..., 1].astype(np.int32), found[..., 2].astype(np.float32))
+
+    async def _prompt_logprobs(
+        self, ids: list[int], k: int, adapter: str | None, temperature: float
+    ) -> list[dict[int, Any]]:
+        """Return vLLM's log-probs in the place of each of `ids[1:]`, by token: of the k most probable
+        ones and of the id itself."""
         if not 2 <= len(ids) < (self.max_model_len or 0):
             raise WeightSyncError(
                 f"log-probs need 2 to {(self.max_model_len or 0) - 1} token ids, not {len(ids)}"
@@ -219,15 +238,15 @@ class VllmEngine:
             )
         params = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,
+            prompt_logprobs=k,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={PROMPT_TEMPERATURE: temperature},
         )
         name, lora = f"logprobs-{uuid.uuid4().hex}", self._adapters.find(adapter) if adapter else None
         outputs = [o async for o in self._client.generate(tokens_input(ids), params, name, lora_request=lora)]
-        logprobs = outputs[-1].prompt_logprobs
-        return [entry[token].logprob for token, entry in zip(ids[1:], logprobs[1:], strict=True)]
+        entries: list[dict[int, Any]] = outputs[-1].prompt_logprobs[1:]
+        return entries
 
     async def sleep(self, level: int = 1) -> str | None:
         config = self._client.vllm_config

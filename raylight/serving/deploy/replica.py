@@ -33,7 +33,7 @@ from raylight.serving.gateway.gateway import build_gateway
 from raylight.serving.gateway.metrics import Metrics
 from raylight.serving.gateway.sessions import SessionRules, SessionService
 from raylight.store.client import StoreClient
-from raylight.types import IntArray, LogprobArray
+from raylight.types import IntArray, LogprobArray, TopLogprobs
 from raylight.weights.client import GRACE_S, call_until_answered, wait_for_turn
 from raylight.weights.executor import OrderExecutor
 from raylight.weights.starts import derive_seed
@@ -247,6 +247,22 @@ class EngineReplica:
         return [
             np.asarray(logprobs[row.start - 1 :], np.float32)
             for row, logprobs in zip(rows, found, strict=True)
+        ]
+
+    async def top_logprobs(self, rows: list[ScoredRow], k: int) -> list[TopLogprobs]:
+        """Return the k most probable tokens, at the row's temperature, in the place of each token of a row
+        from its start on.
+
+        Raises:
+            WeightSyncError: the engine cannot compute them.
+        """
+        assert self._engine is not None, "the replica has started"
+        found = await asyncio.gather(
+            *(self._engine.top_logprobs(row.ids.tolist(), k, row.temperature) for row in rows)
+        )
+        return [
+            TopLogprobs(top.ids[row.start - 1 :], top.logprobs[row.start - 1 :])
+            for row, top in zip(rows, found, strict=True)
         ]
 
     async def render_chats(self, requests: list[str]) -> list[list[int]]:

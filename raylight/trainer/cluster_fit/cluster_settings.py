@@ -39,7 +39,7 @@ from raylight.trainer.cluster_fit.scoring_models import (
     fit_teacher,
     on_hardware,
     plan_reward_models,
-    plan_teacher,
+    plan_teachers,
 )
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.settings import (
@@ -190,7 +190,8 @@ def plan_settings(
             f"--set engine.kind={' or '.join(PLANNED_ENGINES)}"
         )
     requested = replace(requested, engine=requested.engine.model_copy(update={"kind": kind}))
-    teacher = plan_teacher(algorithm, model_path)
+    teachers = plan_teachers(algorithm, model_path)
+    algorithm = algorithm.with_teachers({name: one.config for name, one in teachers.items()})
     settings = TrainedSettings(
         name="plan",
         folder="",
@@ -203,7 +204,7 @@ def plan_settings(
         resources={},
         reward_models=plan_reward_models(group_reward),
         serving=ServingSettings(model_path, requested.engine),
-        training=TrainingSettings(algorithm, learner, requested.checkpoint, "", 0, None, teacher),
+        training=TrainingSettings(algorithm, learner, requested.checkpoint, "", 0, None, teachers),
     )
     settings, _ = fit_placed(settings, requested, PlannedFacts(cluster))
     return make_plan(PlannedRun.of(settings), cluster)
@@ -232,15 +233,17 @@ def _with_parts(settings: TrainedSettings, engine: EngineConfig, learner: Learne
 
 
 def fit_scoring_models(settings: TrainedSettings) -> TrainedSettings:
-    """Return the settings with those of the teacher and the reward models for the hardware and the engine.
+    """Return the settings with those of the teachers and the reward models for the hardware and the engine.
 
     Raises:
-        ConfigError: the teacher does not take rows as long as the policy's.
+        ConfigError: a teacher does not take rows as long as the policy's.
     """
     serving, training = settings.serving, settings.training
-    if training.teacher is not None:
-        teacher = fit_teacher(training.teacher, serving.model_path, serving.engine)
-        training = replace(training, teacher=teacher)
+    teachers = {
+        name: fit_teacher(teacher, serving.model_path, serving.engine)
+        for name, teacher in training.teachers.items()
+    }
+    training = replace(training, teachers=teachers)
     reward_models = tuple(map(on_hardware, settings.reward_models))
     return replace(settings, training=training, reward_models=reward_models)
 

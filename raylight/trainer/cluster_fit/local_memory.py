@@ -176,7 +176,7 @@ def _training(module: Any, rows: int, width: int) -> int:
         for tensor in [*module.parameters(), *module.buffers(), ids, positions, temperatures]:
             counter.ignore(tensor)
         hidden = module.base_model(input_ids=ids, use_cache=False)[0].flatten(0, 1)[positions]
-        logprobs, _ = token_logprobs(
+        logprobs, *_ = token_logprobs(
             head, head.parameters(), hidden, positions, temperatures, chunk=SMALL_CHUNK, entropy=True
         )
         logprobs.sum().backward()

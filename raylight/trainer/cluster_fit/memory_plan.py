@@ -40,7 +40,7 @@ class PlannedRun:
     Attributes:
         model_path: folder of the model.
         kind: the engine, "vllm" or "transformers".
-        teacher: None for a run without a teacher.
+        teachers: those in engines of their own.
         reward_models: those that the group reward calls.
     """
 
@@ -50,7 +50,7 @@ class PlannedRun:
     learner: LearnerConfig
     runner: RunnerConfig
     settings: PolicySettings
-    teacher: ServingSettings | None = None
+    teachers: tuple[ServingSettings, ...] = ()
     reward_models: tuple[ServingSettings, ...] = ()
     models: int = 1
     """Models that the learners train on one base."""
@@ -66,7 +66,7 @@ class PlannedRun:
             training.learner,
             settings.runner,
             training.algorithm.policy_settings(),
-            None if training.teacher is None else training.teacher.serving,
+            training.served_teachers,
             tuple(one.serving for one in settings.reward_models),
             max(len(training.algorithm.models), 1),
         )
@@ -115,7 +115,7 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
             run.models,
         ),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
-        *(() if run.teacher is None else (_teacher(run.teacher, cluster),)),
+        *(_teacher(teacher, cluster) for teacher in run.teachers),
         *map(reward_model_memory, run.reward_models),
         *other_memory(run.runner),
     ]

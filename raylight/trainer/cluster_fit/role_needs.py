@@ -24,6 +24,7 @@ from raylight.trainer.cluster_fit.model_shape import (
     measure_activations,
     measure_prefill,
     read_config,
+    read_shape,
 )
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory
 from raylight.trainer.spec.settings import ServingSettings
@@ -97,6 +98,8 @@ def learner_memory(
     items += _states("policy", shape, config, trained, moments, computes=True)
     if settings.needs_reference and not config.lora:
         items += _states("reference", shape, config, 0, 0)
+    for teacher in settings.local_teachers:
+        items += _local_teacher(read_shape(teacher), config)
     if settings.critic is not None:
         of_critic = _moments(settings.critic, shape, trained)
         items += _states("critic", shape, config, trained, of_critic)
@@ -158,6 +161,19 @@ def _states(
             yield Item(f"{name} gradients", trained * FLOAT32 // shards)
         size = moments * FLOAT32 // shards
         yield from _shards(f"{name} optimizer", size, config, config.optimizer_offload, computes)
+
+
+def _local_teacher(shape: ModelShape, config: LearnerConfig) -> Iterator[Item]:
+    """Yield what a rank keeps of a teacher while it computes divergences: its shards, its whole output layer,
+    and its logits of a chunk."""
+    yield from _states("teacher", shape, config, 0, 0, computes=True)
+    compute, device = DTYPES[config.dtype].itemsize, "cuda" if config.num_gpus else "cpu"
+    if config.num_gpus or shards_of(config) > 1:
+        outside = shape.root if shape.tied else shape.output
+        yield Item("gathered output layer of the teacher", compute * outside)
+    chunk = min(config.max_tokens_per_micro_batch * shape.vocabulary, CHUNK_LOGITS[device])
+    logits = compute * chunk + LOGIT_COPIES * FLOAT32 * min(chunk, BLOCK_LOGITS[device])
+    yield Item("logits of the teacher", logits, grows=True)
 
 
 def _shards(name: str, size: int, config: LearnerConfig, offload: bool, computes: bool) -> Iterator[Item]:

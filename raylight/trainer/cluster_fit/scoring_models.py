@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from raylight.algorithms.policy import PolicyAlgorithm
+from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import EngineConfig
 from raylight.engines.registry import choose_engine
 from raylight.errors import ConfigError
+from raylight.experience.token_alignment import load_aligner
 from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import ScoringModel, find_reward_models
 from raylight.trainer.cluster_fit.hardware import engine_on_gpu, longest_sequence
+from raylight.trainer.cluster_fit.model_shape import read_config
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.settings import RewardModelSettings, ServingSettings, TeacherSettings
 
@@ -21,29 +24,59 @@ ENGINE = "raylight.engines.reward_model.engine:RewardModelEngine"
 """The engine of reward models, which scores by transformers."""
 NO_LIMIT = 10**9
 """Tokenizers state a larger number if they know no limit."""
+VLLM_LOGPROBS = 20
+"""Log-probs of a token that vLLM gives by default."""
 PROMPT_ROOM = 1024
 """Tokens by which a teacher's own prompt may be longer than the policy's, if its model takes so many."""
 
 
-def plan_teacher(algorithm: PolicyAlgorithm, model_path: str) -> TeacherSettings | None:
-    """Return the settings of a run's teacher; None if it has none.
+def plan_teachers(algorithm: PolicyAlgorithm, model_path: str) -> dict[str, TeacherSettings]:
+    """Return the settings of a run's teachers by name.
 
     Args:
         model_path: folder of the policy's initial model.
 
     Raises:
         ModelNotFoundError: there is no such model.
-        ConfigError: its engine is not installed, or its tokens are not the policy's.
+        ConfigError: an engine is not installed, or the tokens of a teacher are not the policy's.
     """
-    if (teacher := algorithm.teacher_model) is None:
-        return None
-    path, engine = resolve_model(teacher.model), teacher.engine()
-    check_same_tokens(model_path, path)
-    engine = engine.model_copy(update={"kind": choose_engine(engine)})
+    return {
+        name: _plan_teacher(algorithm, teacher, model_path, f"{TEACHER_NAME}{f'-{number}' * (number > 1)}")
+        for number, (name, teacher) in enumerate(algorithm.teacher_models.items(), 1)
+    }
+
+
+def _plan_teacher(
+    algorithm: PolicyAlgorithm, teacher: TeacherConfig, model_path: str, app_name: str
+) -> TeacherSettings:
+    path = resolve_model(teacher.model)
+    aligned_to = model_path if teacher.tokenizer == "aligned" else None
+    if aligned_to is None:
+        check_same_tokens(model_path, path)
+    else:
+        load_aligner(aligned_to, path)
     # named by its folder, whatever the working directory
-    return TeacherSettings(
-        teacher.model_copy(update={"model": path}), ServingSettings(path, engine, TEACHER_NAME)
-    )
+    teacher = teacher.model_copy(update={"model": path})
+    if algorithm.has_local_teacher:
+        return TeacherSettings(teacher, None)
+    engine = teacher.engine()
+    engine = engine.model_copy(update={"kind": choose_engine(engine)})
+    top_k = getattr(algorithm.advantage, "teacher_top_k", None)
+    if top_k is not None:
+        _check_top_k(path, top_k)
+        if engine.kind == "vllm":
+            limit = max(top_k, engine.args.get("max_logprobs", VLLM_LOGPROBS))
+            engine = engine.model_copy(update={"args": engine.args | {"max_logprobs": limit}})
+    return TeacherSettings(teacher, ServingSettings(path, engine, app_name), top_k, aligned_to)
+
+
+def _check_top_k(path: str, top_k: int) -> None:
+    vocabulary = read_config(path).get_text_config().vocab_size
+    if top_k >= vocabulary:
+        raise ConfigError(
+            f"teacher_top_k={top_k} is no part of the {vocabulary} tokens of the teacher {path}; lower it, "
+            "or leave it out for a teacher on the learners' ranks"
+        )
 
 
 def check_stays(teacher_path: str, folder: str) -> None:
@@ -80,8 +113,8 @@ def check_same_tokens(model_path: str, teacher_path: str) -> None:
         raise ConfigError(
             f"the teacher {teacher_path} has another tokenizer than {model_path}: {len(different)} of "
             f"{len(own)} tokens differ, such as {first!r}, which is {own[first]} here and "
-            f"{others.get(first, 'no token')} there; choose a teacher of the same family, or learn its "
-            "answers as text with rl.SFT"
+            f"{others.get(first, 'no token')} there; choose a teacher of the same family, compare texts by "
+            "TeacherConfig(tokenizer='aligned'), or learn its answers as text with rl.SFT"
         )
 
 
@@ -97,8 +130,10 @@ def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig)
         ConfigError: its model takes only shorter ones, or its `max_model_len` is shorter.
     """
     own = longest_sequence(Path(model_path))
-    row = min(policy.max_model_len, own or policy.max_model_len)
-    engine, path = fitted_engine(teacher, row), teacher.serving.model_path
+    row, path = min(policy.max_model_len, own or policy.max_model_len), teacher.config.model
+    if teacher.serving is None:
+        return _check_local_length(teacher, row)
+    engine = fitted_engine(teacher.config, teacher.serving.engine, row)
     limit = longest_sequence(Path(path))
     if limit is not None and limit < engine.max_model_len:
         needed, one_more = longest_row(engine), ", to which vLLM adds one" if engine.kind == "vllm" else ""
@@ -115,7 +150,18 @@ def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig)
     return replace(teacher, serving=replace(teacher.serving, engine=engine))
 
 
-def fitted_engine(teacher: TeacherSettings, row: int) -> EngineConfig:
+def _check_local_length(teacher: TeacherSettings, row: int) -> TeacherSettings:
+    path = teacher.config.model
+    limit = longest_sequence(Path(path))
+    if limit is not None and limit < row:
+        raise ConfigError(
+            f"the teacher {path} takes {limit} tokens, and rows of the policy have up to {row} "
+            f"(engine.max_model_len); set engine={{'max_model_len': {limit}}}, or choose another teacher"
+        )
+    return teacher
+
+
+def fitted_engine(config: TeacherConfig, engine: EngineConfig, row: int) -> EngineConfig:
     """Return the settings of a teacher's engine that scores the rows of a policy.
 
     vLLM samples a token after each row. The transformers engine scores one row at a time and needs no cache.
@@ -126,13 +172,12 @@ def fitted_engine(teacher: TeacherSettings, row: int) -> EngineConfig:
     Raises:
         ConfigError: the teacher's `max_model_len` is shorter.
     """
-    config, engine = teacher.config, teacher.serving.engine
     engine = engine_on_gpu(engine, None, None) if engine.num_gpus else engine
     more = int(engine.kind == "vllm")
     longest = config.max_model_len
     if longest is None:
-        limit = longest_sequence(Path(teacher.serving.model_path))
-        room = PROMPT_ROOM if config.prompt is not None else 0
+        limit = longest_sequence(Path(config.model))
+        room = PROMPT_ROOM if config.prompt is not None or config.tokenizer == "aligned" else 0
         longest = row + (room if limit is None else max(min(room, limit - more - row), 0))
     if longest < row:
         raise ConfigError(

@@ -22,7 +22,7 @@ from raylight.trainer.components.run_metrics import ComponentMetrics
 from raylight.trainer.components.runners import OutsideAgents, Runners
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.components.store import RunStore, cancel_undecided
-from raylight.trainer.components.teacher import Teacher
+from raylight.trainer.components.teacher import Teachers
 from raylight.trainer.ray_session.cluster_monitor import drop_if_lost
 from raylight.trainer.spec.resume import ResumePoint, fresh_start
 from raylight.trainer.spec.settings import (
@@ -224,8 +224,8 @@ class PolicyComponents(RolloutComponents):
 
     settings: TrainedSettings
     learners: Learners
-    teacher: Teacher | None = None
-    """The model that scores the tokens of the policy, if there is one."""
+    teachers: Teachers | None = None
+    """The models that score the tokens of the policy, if there are such."""
 
     @property
     def training(self) -> TrainingSettings:
@@ -236,7 +236,7 @@ class PolicyComponents(RolloutComponents):
         self.learners = Learners(self.settings, self.start, self._show_stage)
         await self.learners.reserve(self._stack)
         await super()._open()
-        self._components += [self.learners, *(() if self.teacher is None else (self.teacher,))]
+        self._components += [self.learners, *(() if self.teachers is None else (self.teachers,))]
 
     async def _open_models(self) -> None:
         if self.start.same_run:
@@ -244,10 +244,11 @@ class PolicyComponents(RolloutComponents):
             await cancel_undecided(self.store, self.start, keeps)
         await super()._open_models()
         self.learners.open(self._stack, self.serving)
-        if self.training.teacher is not None:
+        if self.training.served_teachers or len(self.training.teachers) > 1:
+            settings, choice = self.training.teachers, self.training.algorithm.teacher_choice
             secret, show, owns_cluster = self.settings.secret, self._show_stage, self._owns_cluster
-            self.teacher = Teacher(self._name, self.training.teacher, secret, show, owns_cluster)
-            await self.teacher.service.open(self._stack)
+            self.teachers = Teachers(self._name, settings, choice, secret, show, owns_cluster)
+            await self.teachers.open(self._stack)
 
     def _make_serving(self) -> Serving:
         settings, learner = self.settings, self.training.learner
@@ -263,6 +264,6 @@ class PolicyComponents(RolloutComponents):
 
     async def _start_models(self) -> None:
         await self.serving.start()
-        if self.teacher is not None:
-            await self.teacher.service.start()
+        if self.teachers is not None:
+            await self.teachers.start()
         await self.reward_models.start()

@@ -1,22 +1,27 @@
-"""The teacher of a run that distils: a fixed model in engines of its own, which scores sampled tokens."""
+"""The teachers of a run that distils: fixed models in engines of their own, which score sampled tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from raylight._utils.aio import task_group
 from raylight.errors import RowTooLongError, TeacherPromptError
 from raylight.experience.batch import TrainBatch
+from raylight.experience.teacher_choice import TeacherChoice, choose_teachers
 from raylight.experience.teacher_prompts import (
     ChangedPrompt,
     changed_prompts,
     replace_prompt,
 )
+from raylight.experience.token_alignment import AlignedTokens, load_aligner, span_logprobs
 from raylight.rewards.group import run_plain
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit.scoring_models import longest_row
@@ -31,8 +36,8 @@ REQUESTS_PER_REPLICA = 2
 """Requests in flight for each replica, so that none waits for the next one to arrive."""
 
 
-class Teacher(Component):
-    """The teacher's deployment, and the requests to it, which find a lost teacher.
+class Teacher:
+    """A teacher's deployment, and the requests to it, which find a lost teacher.
 
     Args:
         run_name: name of the run.
@@ -51,6 +56,10 @@ class Teacher(Component):
         owns_cluster: bool,
     ) -> None:
         model, self._timeout_s = settings.serving, settings.config.timeout_s
+        assert model is not None, "a teacher on the learners' ranks has no deployment"
+        self._top_k = settings.top_k
+        aligned_to = settings.aligned_to
+        self._aligner = load_aligner(aligned_to, model.model_path) if aligned_to is not None else None
         self._show_stage = show_stage
         self._prompt, self._noted = settings.config.prompt, False
         self._most_tokens = longest_row(model.engine)
@@ -66,14 +75,11 @@ class Teacher(Component):
             owns_cluster=owns_cluster,
         )
 
-    async def counts(self) -> dict[str, int]:
-        """Return the number of repeated requests."""
-        return {"teacher_retries": self.service.retries}
-
     async def score(
         self, batch: TrainBatch, finished: Sequence[FinishedRollout]
     ) -> tuple[TrainBatch, dict[str, float]]:
-        """Return a batch with the teacher's log-probs at each row's sampling temperature, and metrics.
+        """Return a batch with the teacher's log-probs, of the sampled tokens or of its most probable ones, at
+        each row's sampling temperature, and metrics.
 
         Args:
             finished: the rollouts of the batch; with spans if the teacher has a prompt function.
@@ -86,12 +92,18 @@ class Teacher(Component):
         started = time.perf_counter()
         rows = [ScoredRow(row.token_ids, row.prompt_length, row.temperature) for row in batch.rows]
         metrics: dict[str, float] = {}
+        if self._aligner is not None:
+            return await self._score_aligned(batch, await self._changes(batch.rows, finished))
         if self._prompt is not None:
             rows, metrics = await self._change(batch.rows, rows, await self._changes(batch.rows, finished))
-        logprobs = await self._send("token_logprobs", rows, [len(row.ids) for row in rows])
+        lengths, top_k = [len(row.ids) for row in rows], self._top_k
+        if top_k is None:
+            batch = replace(batch, teacher_logprobs=await self._send("token_logprobs", rows, lengths))
+        else:
+            batch = replace(batch, teacher_tops=await self._send("top_logprobs", rows, lengths, top_k))
         retries = float(self.service.retries)
         metrics |= {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
-        return replace(batch, teacher_logprobs=logprobs), metrics
+        return batch, metrics
 
     async def _changes(
         self, rows: list[Trajectory], finished: Sequence[FinishedRollout]
@@ -99,7 +111,8 @@ class Teacher(Component):
         """Return the changed prompt of each row, from the user's function."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await run_plain(changed_prompts, rows, finished, self._prompt)
+                aligned = self._aligner is not None
+                return await run_plain(changed_prompts, rows, finished, self._prompt, aligned)
         except TimeoutError:
             raise TeacherPromptError(
                 f"the teacher's prompt function did not return within {self._timeout_s:g} s for all of "
@@ -110,9 +123,9 @@ class Teacher(Component):
         self, rows: list[Trajectory], unchanged: list[ScoredRow], changes: list[ChangedPrompt | None]
     ) -> tuple[list[ScoredRow], dict[str, float]]:
         """Return the rows with the teacher's prompts, and metrics."""
-        texts = sorted({text for change in changes if change for text in (change.own, change.teacher)})
-        tokens = await self._send("render_chats", texts, list(map(len, texts)))
-        rendered = dict(zip(texts, tokens, strict=True))
+        rendered = await self._render(
+            text for change in changes if change for text in (change.own, change.teacher)
+        )
         scored, differing = list(unchanged), 0
         for index, change in enumerate(changes):
             if change is None:
@@ -121,12 +134,7 @@ class Teacher(Component):
             row = rows[index]
             replaced = replace_prompt(row, change.tokens, rendered[change.teacher])
             scored[index] = ScoredRow(*replaced, row.temperature)
-            if (length := len(scored[index].ids)) > self._most_tokens:
-                raise RowTooLongError(
-                    f"with the teacher's prompt, a row of rollout {change.rollout_id} has {length} tokens, "
-                    f"and the teacher takes {self._most_tokens}; return shorter messages, raise the "
-                    "max_model_len of the teacher, or lower that of the engine"
-                )
+            self._check_length(change.rollout_id, len(scored[index].ids))
         if differing and not self._noted:
             self._noted = True
             self._show_stage(
@@ -141,17 +149,168 @@ class Teacher(Component):
             "teacher/other_renderings": float(differing),
         }
 
-    async def _send(self, method: str, items: list[Any], lengths: Sequence[int]) -> list[Any]:
+    def _check_length(self, rollout_id: str, length: int) -> None:
+        if length > self._most_tokens:
+            raise RowTooLongError(
+                f"with the teacher's prompt, a row of rollout {rollout_id} has {length} tokens, "
+                f"and the teacher takes {self._most_tokens}; return shorter messages, raise the "
+                "max_model_len of the teacher, or lower that of the engine"
+            )
+
+    async def _score_aligned(
+        self, batch: TrainBatch, changes: list[ChangedPrompt | None]
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Return the batch with the log-probs of a teacher with other tokens, at the ends of spans."""
+        started = time.perf_counter()
+        rendered = await self._render(change.teacher for change in changes if change)
+        prompts = [
+            (len(change.tokens), rendered[change.teacher]) if change else (0, []) for change in changes
+        ]
+        aligned = await asyncio.to_thread(self._align, batch.rows, [own for own, _ in prompts])
+        rows = []
+        for row, one, (own, prompt) in zip(batch.rows, aligned, prompts, strict=True):
+            ids = np.array(prompt + one.ids, np.int32)
+            self._check_length(row.rollout_id, len(ids))
+            rows.append(ScoredRow(ids, len(prompt) + one.place(row.prompt_length - own), row.temperature))
+        found = await self._send("token_logprobs", rows, [len(row.ids) for row in rows])
+        logprobs = [
+            span_logprobs(one, values, row.start - len(prompt))[original.prompt_length - own :]
+            for original, one, row, values, (own, prompt) in zip(
+                batch.rows, aligned, rows, found, prompts, strict=True
+            )
+        ]
+        spans = [len(one.spans) for one in aligned]
+        return replace(batch, teacher_logprobs=logprobs), {
+            "time/teacher_s": time.perf_counter() - started,
+            "teacher/retries": float(self.service.retries),
+            "teacher/tokens_per_span": sum(one.spans[-1][0] for one in aligned) / sum(spans),
+        }
+
+    def _align(self, rows: list[Trajectory], prompts: list[int]) -> list[AlignedTokens]:
+        """Return the tokens of rows after prompts of these lengths in the teacher's tokens."""
+        assert self._aligner is not None, "only a teacher with other tokens is aligned"
+        return [
+            self._aligner.align(row.token_ids[own:], row.mask[own:])
+            for row, own in zip(rows, prompts, strict=True)
+        ]
+
+    async def _render(self, requests: Iterable[str]) -> dict[str, list[int]]:
+        """Return the tokens of chat requests, by request."""
+        texts = sorted(set(requests))
+        tokens = await self._send("render_chats", texts, list(map(len, texts)))
+        return dict(zip(texts, tokens, strict=True))
+
+    async def _send(
+        self, method: str, items: list[Any], lengths: Sequence[int], *arguments: Any
+    ) -> list[Any]:
         """Have the replicas answer for items, which are divided among them by their lengths."""
 
         async def ask(part: range) -> list[Any]:
             sent = items[part.start : part.stop]
-            answers: list[Any] = await self.service.ask(method, f"{len(sent)} rows", sent)
+            answers: list[Any] = await self.service.ask(method, f"{len(sent)} rows", sent, *arguments)
             return answers
 
         async with task_group() as tasks:
             asked = [tasks.create_task(ask(part)) for part in split_rows(lengths, self.service.slots)]
         return [answer for task in asked for answer in task.result()]
+
+
+class Teachers(Component):
+    """The teachers of a run, of which each row has one, chosen by its task.
+
+    Args:
+        settings: the teachers by name; all on the learners' ranks, or all in engines.
+        choice: key or function that gives a task's teacher; None for a single teacher.
+
+    The others are those of `Teacher`.
+    """
+
+    def __init__(
+        self,
+        run_name: str,
+        settings: Mapping[str, TeacherSettings],
+        choice: TeacherChoice | None,
+        secret: str | None,
+        show_stage: Callable[[str], None],
+        owns_cluster: bool,
+    ) -> None:
+        self._names, self._choice = list(settings), choice
+        self._served = [
+            Teacher(run_name, one, secret, show_stage, owns_cluster)
+            for one in settings.values()
+            if one.serving is not None
+        ]
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Start the deployments of the teachers, which the stack ends."""
+        for teacher in self._served:
+            await teacher.service.open(stack)
+
+    async def start(self) -> None:
+        """Wait until all deployments are up."""
+        for teacher in self._served:
+            await teacher.service.start()
+
+    async def counts(self) -> dict[str, int]:
+        """Return the number of repeated requests."""
+        return {"teacher_retries": sum(teacher.service.retries for teacher in self._served)}
+
+    async def score(
+        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Return a batch with what its teachers say of each row, and metrics; see `Teacher.score`.
+
+        Raises:
+            ConfigError: a task has no teacher.
+        """
+        if self._choice is None:
+            return await self._served[0].score(batch, finished)
+        numbers = await run_plain(choose_teachers, batch.rows, finished, self._names, self._choice)
+        parts = [[i for i, one in enumerate(numbers) if one == number] for number in range(len(self._names))]
+        counts = {
+            f"teacher/rows/{name}": float(len(part)) for name, part in zip(self._names, parts, strict=True)
+        }
+        if not self._served:
+            return replace(batch, teacher_numbers=numbers), counts
+        async with task_group() as tasks:
+            asked = [
+                tasks.create_task(teacher.score(replace(batch, rows=[batch.rows[i] for i in part]), finished))
+                for teacher, part in zip(self._served, parts, strict=True)
+                if part
+            ]
+        scored = [task.result() for task in asked]
+        order = np.argsort([i for part in parts for i in part]).tolist()
+        return _merge(batch, [part for part, _ in scored], order), _sum_up([m for _, m in scored]) | counts
+
+
+def _merge(batch: TrainBatch, parts: list[TrainBatch], order: list[int]) -> TrainBatch:
+    """Return a batch with the scores of its parts.
+
+    Args:
+        order: place of each row of the batch in the parts.
+    """
+    for name in ("teacher_logprobs", "teacher_tops"):
+        values = [value for part in parts for value in getattr(part, name) or ()]
+        if values:
+            batch = replace(batch, **{name: [values[place] for place in order]})
+    return batch
+
+
+def _sum_up(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of all teachers, which have scored at the same time."""
+    names = dict.fromkeys(name for found in metrics for name in found)
+    total = {name: sum(found.get(name, 0.0) for found in metrics) for name in names}
+    if "time/teacher_s" in total:
+        total["time/teacher_s"] = max(found["time/teacher_s"] for found in metrics)
+    if changed := total.get("teacher/changed_prompts"):
+        total["teacher/added_tokens"] = (
+            sum(
+                found.get("teacher/added_tokens", 0.0) * found.get("teacher/changed_prompts", 0.0)
+                for found in metrics
+            )
+            / changed
+        )
+    return total
 
 
 def split_rows(lengths: Sequence[int], parts: int) -> Iterator[range]:

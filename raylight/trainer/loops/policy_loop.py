@@ -184,9 +184,9 @@ class PolicyLoop(StepLoop):
         report.batch(content)
         if not content.has_signal:
             return metrics, False
-        if (teacher := self._run.teacher) is not None:
+        if (teachers := self._run.teachers) is not None:
             with report.phase("scoring by the teacher"):
-                batch, found = await self._until_failure(teacher.score(batch, rollouts))
+                batch, found = await self._until_failure(teachers.score(batch, rollouts))
             metrics |= found
         started = time.perf_counter()
         with report.phase("update of the weights"):

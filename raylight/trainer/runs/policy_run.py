@@ -25,7 +25,7 @@ from raylight.trainer.cluster_fit.policy_checks import (
     trainable_engine,
     trained_agents_pattern,
 )
-from raylight.trainer.cluster_fit.scoring_models import check_stays, plan_reward_models, plan_teacher
+from raylight.trainer.cluster_fit.scoring_models import check_stays, plan_reward_models, plan_teachers
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.policy_loop import PolicyLoop, StopRequest
 from raylight.trainer.loops.session_groups import SessionGroups
@@ -234,13 +234,18 @@ def plan_training(
             "nothing reads the rewards of turns that group_reward=each_turn(...) gives; set "
             f"turn_rewards=True of {type(algorithm).__name__}"
         )
-    teacher = plan_teacher(algorithm, serving.model_path)
-    if teacher is not None:
-        check_stays(teacher.serving.model_path, settings.folder)
-        algorithm = algorithm.model_copy(update={"teacher": teacher.config})
+    teachers = plan_teachers(algorithm, serving.model_path)
+    for teacher in teachers.values():
+        check_stays(teacher.config.model, settings.folder)
+        if teacher.serving is None and learner.kind == "local":
+            raise ConfigError(
+                "a local learner has no ranks that a teacher could be on; remove learner.kind='local', or "
+                "set divergence='sampled', which a teacher in engines of its own can give"
+            )
+    algorithm = algorithm.with_teachers({name: one.config for name, one in teachers.items()})
     url = resolve_state_url(checkpoint.path or str(Path(settings.folder, "state")))
     steps = algorithm.steps(tasks.size or 0)
-    training = TrainingSettings(algorithm, learner, checkpoint, url, steps, trained_agents, teacher)
+    training = TrainingSettings(algorithm, learner, checkpoint, url, steps, trained_agents, teachers)
     return TrainedSettings.extending(
         settings,
         rollout=algorithm.rollout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
@@ -78,7 +79,12 @@ class TeacherSettings:
     """The teacher of a run that distils, and the engine that scores by it."""
 
     config: TeacherConfig
-    serving: ServingSettings
+    serving: ServingSettings | None
+    """None: the teacher is on the learners' ranks."""
+    top_k: int | None = None
+    """The teacher's most probable tokens that it gives; None: it scores the sampled ones."""
+    aligned_to: str | None = None
+    """Folder of the policy's initial model, if the teacher has other tokens; None: it has the same."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,8 @@ class TrainingSettings(LearningSettings):
     algorithm: PolicyAlgorithm
     trained_agents: str | None = None
     """Regular expression for the agents whose calls are trained on; None for all."""
-    teacher: TeacherSettings | None = None
-    """The model that scores sampled tokens; None if there is none."""
+    teachers: Mapping[str, TeacherSettings] = field(default_factory=dict)
+    """The teachers by name."""
 
     @property
     def learner_settings(self) -> LearnerSettings:
@@ -143,6 +149,11 @@ class TrainingSettings(LearningSettings):
             name: ModelSettings(algorithm.policy_settings(name), model.adapter)
             for name, model in algorithm.models.items()
         }
+
+    @property
+    def served_teachers(self) -> tuple[ServingSettings, ...]:
+        """The teachers in engines of their own."""
+        return tuple(one.serving for one in self.teachers.values() if one.serving is not None)
 
     @property
     def served_lora(self) -> LoraConfig | None:
@@ -270,9 +281,8 @@ class TrainedSettings(ServedSettings):
 
     @property
     def scoring_models(self) -> tuple[ServingSettings, ...]:
-        """The teacher and the reward models."""
-        teacher = self.training.teacher
-        return (*(() if teacher is None else (teacher.serving,)), *super().scoring_models)
+        """The teachers and the reward models."""
+        return (*self.training.served_teachers, *super().scoring_models)
 
     @property
     def shares_gpus(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -245,11 +246,74 @@ def test_the_prompt_of_a_teacher_is_a_function_or_its_dotted_name() -> None:
             "reward_coef adds the advantages of groups, and group_size=1",
         ),
         ({"lam": 0.9}, "nothing reads lam"),
+        (
+            {"divergence": "js", "teacher_top_k": 4, "teacher": {"model": "t", "tokenizer": "aligned"}},
+            "a teacher with tokenizer='aligned' has others; set divergence='sampled'",
+        ),
+        ({"teacher": None}, "needs a teacher"),
+        ({"teachers": {"a": "t"}}, "or several by name in teachers=.*, not both"),
+        ({"teacher_of": "domain"}, "teachers and teacher_of need each other"),
+        ({"teacher": None, "teachers": {"a": "t"}}, "teachers and teacher_of need each other"),
+        (
+            {
+                "teacher": None,
+                "teachers": {"a": {"model": "t", "kind": "learner"}, "b": {"model": "t", "num_cpus": 1}},
+                "teacher_of": "domain",
+                "divergence": "js",
+                "teacher_top_k": 8,
+            },
+            "some teachers are on the learners' ranks and some in engines",
+        ),
+        ({"divergence": "js", "gamma": 1.0}, "nothing reads gamma with divergence='js'"),
+        ({"divergence": "js", "log_ratio_clip": 5.0}, "nothing reads log_ratio_clip with divergence='js'"),
+        ({"divergence": "forward_kl", "js_beta": 0.1}, "js_beta is read with divergence='js'"),
+        ({"teacher_top_k": 8}, "teacher_top_k is read with a divergence over the vocabulary"),
+        (
+            {"divergence": "js", "teacher": {"model": "t", "kind": "vllm"}},
+            "divergence='js' needs the teacher's whole distributions, and engines send only its most",
+        ),
+        ({"teacher": {"model": "t", "kind": "learner"}}, "'sampled' reads log-probs from an engine"),
+        (
+            {"divergence": "js", "teacher": {"model": "t", "kind": "learner", "num_gpus": 1, "replicas": 2}},
+            "has no engine that reads num_gpus, replicas; remove them",
+        ),
     ],
 )
 def test_settings_that_a_distillation_does_not_read_are_an_error(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opd(**settings)
+
+
+def test_a_teacher_of_whole_distributions_is_on_the_learners_ranks() -> None:
+    for teacher, top_k in (("t", None), ({"model": "t", "kind": "learner"}, 16)):
+        algorithm = opd(divergence="reverse_kl", teacher_top_k=top_k, teacher=teacher)
+        assert algorithm.has_local_teacher
+        settings = pickle.loads(pickle.dumps(algorithm.policy_settings()))
+        assert (settings.divergence, settings.local_teachers) == ("reverse_kl", ("t",))
+        assert (settings.has_teacher, settings.needs_teacher_logprobs) == (True, False)
+    assert not opd(divergence="js", teacher_top_k=16).has_local_teacher
+    assert opd().policy_settings().local_teachers == ()
+    assert opd().policy_settings().needs_teacher_logprobs
+
+
+def teacher_of(task: Any) -> str:
+    return str(task["domain"])
+
+
+def test_tasks_choose_among_several_teachers() -> None:
+    teachers = {"math": "m1", "code": {"model": "m2", "num_gpus": 1}}
+    for choice in ("domain", teacher_of, f"{__name__}:teacher_of"):
+        algorithm = opd(teacher=None, teachers=teachers, teacher_of=choice)
+        assert list(algorithm.teacher_models) == ["math", "code"]
+        assert algorithm.teacher_choice == ("domain" if choice == "domain" else teacher_of)
+        written = algorithm.arguments()
+        assert written["teachers"] == {"math": {"model": "m1"}, "code": {"model": "m2", "num_gpus": 1}}
+        assert written["teacher_of"] == ("domain" if choice == "domain" else f"{__name__}:teacher_of")
+        assert written["teacher"] is None
+    local = opd(teacher=None, teachers={"a": "m1", "b": "m2"}, teacher_of="x", divergence="js")
+    assert local.policy_settings().local_teachers == ("m1", "m2")
+    moved = local.with_teachers({"a": local.teachers["b"], "b": local.teachers["a"]})
+    assert moved.policy_settings().local_teachers == ("m2", "m1")
 
 
 def test_a_teacher_needs_no_rewards_and_no_groups() -> None:

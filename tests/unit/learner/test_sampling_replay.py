@@ -91,7 +91,7 @@ def test_values_and_gradients_equal_the_reference(
     weights = torch.linspace(-1, 1, tokens)
     wanted = torch.autograd.grad((expected[0] * weights).sum() + (expected[1] * weights**2).sum(), leaves)
     options: dict[str, Any] = {"chunk": chunk, "replay": targets.replay}
-    logprobs, entropies = token_logprobs(
+    logprobs, entropies, _ = token_logprobs(
         head,
         head.parameters(),
         hidden,

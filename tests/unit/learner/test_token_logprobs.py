@@ -34,7 +34,7 @@ def test_chunks_change_neither_values_nor_gradients(case, chunk, entropy_grad, m
     weights = torch.linspace(-1, 1, TOKENS)
     penalty = (expected[1] * weights).sum() if entropy_grad else 0
     wanted = torch.autograd.grad((expected[0] * weights).sum() + penalty, leaves)
-    logprobs, entropies = token_logprobs(
+    logprobs, entropies, _ = token_logprobs(
         head,
         head.parameters(),
         hidden,
@@ -54,8 +54,8 @@ def test_chunks_change_neither_values_nor_gradients(case, chunk, entropy_grad, m
 def test_temperatures_of_one_may_be_left_out(case, tokens):
     head, hidden, targets, _ = case
     arguments = (head, head.parameters(), hidden[:tokens], targets[:tokens])
-    scaled, _ = token_logprobs(*arguments, torch.ones(tokens), chunk=4)
-    logprobs, entropies = token_logprobs(*arguments, None, chunk=4)
+    scaled, *_ = token_logprobs(*arguments, torch.ones(tokens), chunk=4)
+    logprobs, entropies, _ = token_logprobs(*arguments, None, chunk=4)
     assert torch.equal(logprobs, scaled)
     assert entropies is None
     logprobs.sum().backward()
@@ -65,7 +65,7 @@ def test_temperatures_of_one_may_be_left_out(case, tokens):
 def test_frozen_weights_have_no_gradient(case):
     head, hidden, targets, temperatures = case
     head.requires_grad_(False)
-    logprobs, _ = token_logprobs(head, head.parameters(), hidden, targets, temperatures, chunk=4)
+    logprobs, *_ = token_logprobs(head, head.parameters(), hidden, targets, temperatures, chunk=4)
     (found,) = torch.autograd.grad(logprobs.sum(), hidden)
     torch.testing.assert_close(found, torch.autograd.grad(plain(*case)[0].sum(), hidden)[0])
 
@@ -100,7 +100,7 @@ def test_autocast_holds_in_the_backward_pass(case):
         return logits
 
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = token_logprobs(recording, head.parameters(), hidden, targets, temperatures, chunk=6)
+        logprobs, *_ = token_logprobs(recording, head.parameters(), hidden, targets, temperatures, chunk=6)
     logprobs.sum().backward()
     assert logprobs.dtype == torch.float32
     assert set(dtypes) == {torch.bfloat16}
@@ -112,7 +112,7 @@ def test_tokens_of_probability_zero_add_nothing_to_entropy_and_gradient(case, en
     targets = torch.arange(TOKENS)
 
     def found(layer):
-        logprobs, entropies = token_logprobs(
+        logprobs, entropies, _ = token_logprobs(
             layer,
             head.parameters(),
             hidden,
@@ -141,7 +141,7 @@ def test_gradients_of_chunks_are_summed_without_the_rounding_of_16_bits() -> Non
     targets = torch.randint(0, VOCABULARY, (512,))
 
     def gradient(module: torch.nn.Module, states: torch.Tensor, chunk: int) -> torch.Tensor:
-        logprobs, _ = token_logprobs(module, module.parameters(), states, targets, None, chunk=chunk)
+        logprobs, *_ = token_logprobs(module, module.parameters(), states, targets, None, chunk=chunk)
         return torch.autograd.grad(logprobs.sum(), list(module.parameters()))[0].float()
 
     exact = gradient(copy.deepcopy(head).float(), hidden.float(), 512)

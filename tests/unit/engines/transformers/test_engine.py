@@ -300,6 +300,18 @@ async def test_the_log_probabilities_of_given_tokens(make_engine: MakeEngine, pl
     assert told == pytest.approx(logprobs_of(plain, ids[:1], ids[1:]), abs=1e-4)
 
 
+async def test_the_most_probable_tokens_in_the_place_of_given_ones(
+    make_engine: MakeEngine, plain: Any
+) -> None:
+    ids = prompts(1, seed=3)[0] + [7, 8]
+    async with within():
+        tops = await make_engine().top_logprobs(ids, 3, temperature=0.7)
+    with torch.no_grad():
+        expected = (plain(torch.tensor([ids])).logits[0, :-1] / 0.7).log_softmax(-1).topk(3)
+    assert tops.ids.tolist() == expected.indices.tolist()
+    assert tops.logprobs == pytest.approx(expected.values.numpy(), abs=1e-5)
+
+
 async def test_sleep_on_a_cpu_says_that_it_does_nothing(make_engine: MakeEngine, plain: Any) -> None:
     engine = make_engine()
     assert "only on a GPU" in (await engine.sleep() or "")

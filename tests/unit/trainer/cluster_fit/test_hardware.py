@@ -341,7 +341,9 @@ def test_the_gpus_of_a_teacher_or_a_reward_model_are_its_own(
     teacher = ServingSettings("t", EngineConfig(kind="transformers", num_gpus=1), "teacher")
     engine = EngineConfig(kind="transformers")
     settings = policy_settings(
-        str(tmp_path), engine, training={"teacher": TeacherSettings(TeacherConfig(model="t"), teacher)}
+        str(tmp_path),
+        engine,
+        training={"teachers": {"t": TeacherSettings(TeacherConfig(model="t"), teacher)}},
     )
     found, _ = fit_hardware(settings, engine, KnownFacts(gpus))
     assert (found.training.learner.num_gpus, found.serving.engine.num_gpus) == expected

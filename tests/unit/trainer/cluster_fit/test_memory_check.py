@@ -86,11 +86,14 @@ def test_a_teacher_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -
     planned = planned_runs(monkeypatch)
     engine = EngineConfig(kind="transformers", replicas=2)
     teacher = TeacherSettings(TeacherConfig(model=model), ServingSettings(model, engine, "teacher"))
-    memory_check.check_memory(policy_settings(str(STARTER_MODEL), training={"teacher": teacher}))
+    training = {"teachers": {"t": teacher}}
+    memory_check.check_memory(policy_settings(str(STARTER_MODEL), training=training))
     assert planned == []  # its kind is not known
     policy = EngineConfig(kind="transformers")
-    memory_check.check_memory(policy_settings(str(STARTER_MODEL), policy, training={"teacher": teacher}))
-    assert [run.teacher for run in planned] == [teacher.serving]
+    memory_check.check_memory(
+        policy_settings(str(STARTER_MODEL), policy, training={"teachers": {"t": teacher}})
+    )
+    assert [run.teachers for run in planned] == [(teacher.serving,)]
 
 
 def test_a_reward_model_is_planned_too(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,16 +148,26 @@ def test_what_vllm_keeps_free_for_a_step_is_not_its_cache(dense):
 
 def test_a_teacher_needs_memory_and_gpus(dense):
     engine = EngineConfig(kind="vllm", num_gpus=1, dtype="bfloat16", args={"tensor_parallel_size": 2})
-    plan = make_plan(replace(planned(dense), teacher=ServingSettings(dense, engine)), H100S)
+    plan = make_plan(replace(planned(dense), teachers=(ServingSettings(dense, engine),)), H100S)
     teacher = plan.roles[2]
     assert (teacher.role, teacher.processes, teacher.gpus) == ("teacher", 2, 1)
     assert {item.name: item.size for item in teacher.items}["weights"] == 7_615_616_512
     assert [shortage.what for shortage in plan.shortages] == ["GPUs"]  # 4 + 4 + 2 of 8
     on_cpu = EngineConfig(kind="transformers", max_concurrent=1, max_model_len=1024)
-    plan = make_plan(replace(planned(dense), teacher=ServingSettings(dense, on_cpu)), H100S)
+    plan = make_plan(replace(planned(dense), teachers=(ServingSettings(dense, on_cpu),)), H100S)
     items = {item.name: item.size for item in plan.roles[2].items}
     assert items["logits of a row"] == 3 * 4 * 1024 * 152064
     assert not plan.shortages
+
+
+def test_a_teacher_on_the_learners_ranks_needs_memory_there(dense):
+    run = planned(dense)
+    settings = PolicySettings(adv_estimator="opd", divergence="js").with_local_teachers([dense])
+    items = learner_items(replace(run, settings=settings))
+    assert items["teacher weights"] == 2 * items["policy weights"] // 4  # bfloat16 of float32
+    assert items["gathered output layer of the teacher"] == 2 * 152064 * 3584
+    assert items["logits of the teacher"] >= 2 * 2**27
+    assert "teacher" not in {role.role for role in make_plan(replace(run, settings=settings), H100S).roles}
 
 
 def test_a_reward_model_needs_memory_and_gpus(dense):

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, RayTaskError
 from training_world import FakeRun, World, live
-from unit_helpers import make_finished, make_generation, make_key
+from transformers import AutoTokenizer
+from unit_helpers import make_finished, make_generation, make_key, make_rollout
 
 import raylight as rl
 from raylight import semconv
@@ -32,14 +33,17 @@ from raylight.errors import (
     WeightSyncError,
 )
 from raylight.experience.batch import TrainBatch
+from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import shard_batch
 from raylight.experience.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
+from raylight.trainer.cluster_fit import scoring_models
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
-from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teacher
-from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, split_rows
+from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teachers
+from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, Teachers, split_rows
 from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
-from raylight.types import FinishedRollout, Span, Trajectory
+from raylight.types import FinishedRollout, Span, TopLogprobs, Trajectory
 
 
 @given(st.lists(st.integers(2, 2 * MOST_TOKENS), max_size=40), st.integers(1, 6))
@@ -59,8 +63,10 @@ class Handle:
     def __init__(self, fail: Callable[[int], Exception | None] = lambda call: None) -> None:
         self.call = self
         self.fail, self.calls, self.running, self.most = fail, 0, 0, 0
+        self.rows: list[int] = []
+        """First tokens of the scored rows."""
 
-    async def remote(self, method: str, rows: list[Any]) -> list[Any]:
+    async def remote(self, method: str, rows: list[Any], *arguments: int) -> list[Any]:
         self.calls, self.running = self.calls + 1, self.running + 1
         self.most = max(self.most, self.running)
         try:
@@ -70,9 +76,18 @@ class Handle:
                 raise error
             if method == "render_chats":
                 return [render(json.loads(request)["messages"]) for request in rows]
+            if method == "top_logprobs":
+                return [tops(row.ids[row.start :], *arguments) for row in rows]
+            self.rows = sorted([*self.rows, *(int(row.ids[0]) for row in rows)])
             return [-row.ids[row.start :].astype(np.float32) for row in rows]
         finally:
             self.running -= 1
+
+
+def tops(ids: Any, k: int) -> TopLogprobs:
+    """Return the tokens of the next k numbers as the most probable ones of each."""
+    found = ids[:, None] + np.arange(k, dtype=np.int32)
+    return TopLogprobs(found, -found.astype(np.float32))
 
 
 def render(messages: list[dict[str, Any]]) -> list[int]:
@@ -81,15 +96,29 @@ def render(messages: list[dict[str, Any]]) -> list[int]:
 
 
 def make_teacher(
-    handle: Handle, replicas: int = 2, timeout_s: float = 30.0, prompt: Any = None, longest: int = 2048
+    handle: Handle,
+    replicas: int = 2,
+    timeout_s: float = 30.0,
+    prompt: Any = None,
+    longest: int = 2048,
+    top_k: int | None = None,
 ) -> tuple[Teacher, list[str]]:
     notes: list[str] = []
     engine = EngineConfig(replicas=replicas, max_model_len=longest)
     model = ServingSettings(STARTER_MODEL, engine, "teacher")
     config = TeacherConfig(model=STARTER_MODEL, timeout_s=timeout_s, prompt=prompt)
-    teacher = Teacher("run-1", TeacherSettings(config, model), None, notes.append, True)
+    teacher = Teacher("run-1", TeacherSettings(config, model, top_k), None, notes.append, True)
     teacher.service._router = handle
     return teacher, notes
+
+
+def make_teachers(handles: dict[str, Handle], choice: Any) -> Teachers:
+    model = ServingSettings(STARTER_MODEL, EngineConfig(), "teacher")
+    settings = {name: TeacherSettings(TeacherConfig(model=STARTER_MODEL), model) for name in handles}
+    teachers = Teachers("run-1", settings, choice, None, print, True)
+    for teacher, handle in zip(teachers._served, handles.values(), strict=True):
+        teacher.service._router = handle
+    return teachers
 
 
 def make_batch(count: int = 16) -> TrainBatch:
@@ -109,6 +138,86 @@ async def test_each_row_has_the_log_probs_of_its_response() -> None:
     assert metrics["teacher/retries"] == 0
 
 
+async def test_each_row_has_the_most_probable_tokens_of_its_response() -> None:
+    teacher, _ = make_teacher(Handle(), top_k=3)
+    scored, _ = await teacher.score(make_batch(), [])
+    assert scored.teacher_logprobs is None
+    assert scored.teacher_tops is not None
+    assert [top.ids.tolist() for top in scored.teacher_tops] == [
+        [[8, 9, 10], [n + 1, n + 2, n + 3]] for n in range(16)
+    ]
+    shards = list(shard_batch(scored, PolicySettings(), 2))
+    parts = [shard.rows.teacher_tops for shard in shards]
+    assert sum(len(part.ids) for part in parts) == 32
+    assert all((part.logprobs == -part.ids).all() for part in parts)
+
+
+async def test_each_row_is_scored_by_the_teacher_of_its_task() -> None:
+    rows, finished = [], []
+    for n in range(6):
+        rollout = make_rollout(f"r{n}", task={"domain": ("math", "code", "math")[n % 3]})
+        finished.append(FinishedRollout(rollout, 1.0, [], []))
+        rows.append(Trajectory(f"r{n}", [n, 7, 8], [0, 0, 1], [0, 0, -1], [-1, -1, 0]))
+    batch = TrainBatch([0.0] * 6, ["g"] * 6, rows, list(range(6)))
+    handles = {"math": Handle(), "code": Handle(), "idle": Handle()}
+    teachers = make_teachers(handles, "domain")
+    scored, metrics = await teachers.score(batch, finished)
+    assert scored.rows == rows
+    assert [row.tolist() for row in scored.teacher_logprobs or []] == [[-8.0]] * 6
+    assert [handle.rows for handle in handles.values()] == [[0, 2, 3, 5], [1, 4], []]
+    assert [metrics[f"teacher/rows/{name}"] for name in handles] == [4, 2, 0]
+    assert (metrics["teacher/retries"], await teachers.counts()) == (0, {"teacher_retries": 0})
+    by_function = make_teachers(handles, lambda task: task["domain"])
+    assert (await by_function.score(batch, finished))[0].teacher_logprobs is not None
+    with pytest.raises(ConfigError, match=r"the task of rollout r0 has no key 'field', by which teacher_of"):
+        await make_teachers(handles, "field").score(batch, finished)
+    with pytest.raises(ConfigError, match=r"gives the teacher 'law' for rollout r0, and there are: math"):
+        await make_teachers(handles, lambda task: "law").score(batch, finished)
+    with pytest.raises(ConfigError, match=r"teacher_of raised KeyError for rollout r0"):
+        await make_teachers(handles, lambda task: task["field"]).score(batch, finished)
+
+
+async def test_teachers_on_the_learners_ranks_are_only_chosen() -> None:
+    batch, _ = prompted(3)
+    finished = [
+        FinishedRollout(make_rollout(row.rollout_id, task=n), None, [], [])
+        for n, row in enumerate(batch.rows)
+    ]
+    settings = {name: TeacherSettings(TeacherConfig(model=name), None) for name in "ab"}
+    teachers = Teachers("run-1", settings, lambda task: "ba"[task % 2], None, print, True)
+    scored, metrics = await teachers.score(batch, finished)
+    assert scored.teacher_numbers == [1, 0, 1]
+    assert metrics == {"teacher/rows/a": 1, "teacher/rows/b": 2}
+    (shard,) = shard_batch(scored, PolicySettings(), 1)
+    assert shard.rows.teachers == [1, 0, 1]
+
+
+async def test_a_teacher_with_other_tokens_scores_spans_of_text() -> None:
+    """Chats are in its own template, raw prompts as text."""
+    own, other = map(AutoTokenizer.from_pretrained, (STARTER_MODEL, TOOL_MODEL))
+    batch, finished = prompted(1)
+    answer = own.encode("The answer", add_special_tokens=False)
+    call = make_generation([0, 7], answer, key=finished[0].generations[0].key)
+    for with_messages in (True, False):
+        item = replace(finished[0], generations=[call], spans=finished[0].spans if with_messages else [])
+        mask = [0, 0] + [1] * len(answer)
+        row = Trajectory(call.key.rollout_id, [*call.prompt_ids, *answer], mask, np.zeros(len(mask)), mask)
+        settings = TeacherSettings(
+            TeacherConfig(model=TOOL_MODEL, tokenizer="aligned"),
+            ServingSettings(TOOL_MODEL, EngineConfig(), "teacher"),
+            aligned_to=STARTER_MODEL,
+        )
+        teacher = Teacher("run-1", settings, None, print, True)
+        teacher.service._router = Handle()
+        scored, metrics = await teacher.score(replace(batch, rows=[row]), [item])
+        (found,) = scored.teacher_logprobs or []
+        ids = other.encode("The answer", add_special_tokens=False)
+        assert len(found) == len(answer)
+        assert np.nansum(found) == -sum(ids)
+        assert np.count_nonzero(~np.isnan(found)) == len(ids)
+        assert metrics["teacher/tokens_per_span"] > 1
+
+
 async def test_a_lost_replica_costs_a_retry() -> None:
     lost = [ActorDiedError(), RayTaskError("score", "traceback", ActorDiedError())]  # of router, of replica
     handle = Handle(lambda call: lost[call - 2] if call in (2, 3) else None)
@@ -117,7 +226,7 @@ async def test_a_lost_replica_costs_a_retry() -> None:
     assert scored.teacher_logprobs is not None
     assert [row.tolist() for row in scored.teacher_logprobs] == [[-8.0, -(n + 1.0)] for n in range(16)]
     assert metrics["teacher/retries"] == 2
-    assert await teacher.counts() == {"teacher_retries": 2}
+    assert teacher.service.retries == 2
     assert "replica of the teacher was lost" in notes[0]
 
 
@@ -219,7 +328,7 @@ class TaughtRun(FakeRun):
 
     async def _open(self) -> None:
         await super()._open()
-        self.teacher, _ = make_teacher(Handle())
+        self.teachers, _ = make_teacher(Handle())
         update = self.learners.group.update
 
         async def update_with_scores(batch: TrainBatch) -> dict[str, float]:
@@ -241,14 +350,17 @@ async def test_each_step_is_scored_before_its_update(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"has another tokenizer .* tokens differ, such as .*rl\.SFT"):
-        plan_teacher(rl.OPD(model=STARTER_MODEL, teacher=TOOL_MODEL), STARTER_MODEL)
+    with pytest.raises(ConfigError, match=r"has another tokenizer .* differ, such as .*'aligned'.*rl\.SFT"):
+        plan_teachers(rl.OPD(model=STARTER_MODEL, teacher=TOOL_MODEL), STARTER_MODEL)
+    aligned = rl.OPD(model=STARTER_MODEL, teacher={"model": TOOL_MODEL, "tokenizer": "aligned"})
+    assert aligned.needs_messages
+    assert plan_teachers(aligned, STARTER_MODEL)["teacher"].aligned_to == STARTER_MODEL
 
 
 def test_a_missing_teacher_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no model folder"):
-        plan_teacher(rl.OPD(model=STARTER_MODEL, teacher=tmp_path / "none"), STARTER_MODEL)
-    assert plan_teacher(rl.GRPO(model=STARTER_MODEL), STARTER_MODEL) is None
+        plan_teachers(rl.OPD(model=STARTER_MODEL, teacher=tmp_path / "none"), STARTER_MODEL)
+    assert plan_teachers(rl.GRPO(model=STARTER_MODEL), STARTER_MODEL) == {}
 
 
 def test_a_model_that_the_run_itself_writes_is_refused(tmp_path: Path) -> None:
@@ -258,15 +370,44 @@ def test_a_model_that_the_run_itself_writes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is in the run directory, .* copy it to another folder"):
         rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")._plan(algorithm, agent, [1], None)
     found = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "next")._plan(algorithm, agent, [1], None)
-    assert found.settings.training.teacher.serving.model_path == str(tmp_path / "run" / "best")
+    assert found.settings.training.teachers["teacher"].serving.model_path == str(tmp_path / "run" / "best")
+
+
+def test_a_teacher_on_the_learners_ranks_has_no_engine(tmp_path: Path) -> None:
+    algorithm = rl.OPD(model=STARTER_MODEL, teacher=STARTER_MODEL, divergence="js", n_steps=1)
+    agent = rl.rollout(lambda task, llm: None)
+
+    def planned(**settings: Any) -> Any:
+        trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path, **settings)
+        return fit_scoring_models(trainer._plan(algorithm, agent, [1], None).settings)
+
+    found = planned()
+    assert found.training.teachers["teacher"].serving is None
+    assert found.training.algorithm.policy_settings().local_teachers == (str(STARTER_MODEL),)
+    assert found.scoring_models == ()
+    with pytest.raises(ConfigError, match=r"takes 2048 tokens, and rows of the policy have up to 4096"):
+        fit_teacher(found.training.teachers["teacher"], TOOL_MODEL, EngineConfig(max_model_len=4096))
+    with pytest.raises(ConfigError, match="a local learner has no ranks that a teacher could be on"):
+        planned(learner={"kind": "local"})
 
 
 def fitted(teacher: dict[str, Any], **policy: Any) -> EngineConfig:
     """Return the teacher's engine for a policy with such an engine."""
     algorithm = rl.OPD(model=STARTER_MODEL, teacher={"model": STARTER_MODEL} | teacher)
-    planned = plan_teacher(algorithm, STARTER_MODEL)
-    assert planned is not None
+    planned = plan_teachers(algorithm, STARTER_MODEL)["teacher"]
     return fit_teacher(planned, STARTER_MODEL, EngineConfig(kind="transformers", **policy)).serving.engine
+
+
+def test_a_teacher_in_vllm_may_give_as_many_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring_models, "choose_engine", lambda engine: engine.kind)
+    teacher = {"model": STARTER_MODEL, "kind": "vllm"}
+    for top_k, limit in ((64, 64), (4, 20)):
+        algorithm = rl.OPD(model=STARTER_MODEL, teacher=teacher, divergence="js", teacher_top_k=top_k)
+        planned = plan_teachers(algorithm, STARTER_MODEL)["teacher"]
+        assert (planned.top_k, planned.serving.engine.args) == (top_k, {"max_logprobs": limit})
+    algorithm = rl.OPD(model=STARTER_MODEL, teacher=teacher, divergence="js", teacher_top_k=10**6)
+    with pytest.raises(ConfigError, match=r"teacher_top_k=1000000 is no part of the \d+ tokens"):
+        plan_teachers(algorithm, STARTER_MODEL)
 
 
 def test_a_teacher_takes_rows_as_long_as_the_policys() -> None:
@@ -308,7 +449,7 @@ def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pyt
     run = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
     settings = fit_scoring_models(run.settings)
     assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
-    teacher = Teacher(settings.name, settings.training.teacher, None, print, True)
+    teacher = Teacher(settings.name, settings.training.teachers["teacher"], None, print, True)
     service = teacher.service
     assert (service._name, service._timeout_s) == (f"{settings.name}-teacher", 5)
     assert run.config(trainer._given)["algorithm"]["teacher"] == {
