@@ -16,7 +16,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
-from raylight.algorithms.teacher import NamedFunction, TeacherConfig
+from raylight.algorithms.teacher import UnimportedFunction, TeacherConfig
 from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.experience import advantages, losses
 from raylight.experience.losses import AnyLoss
@@ -343,11 +343,11 @@ class OPD(PolicyAlgorithm):
         try:
             return import_dotted_name(value, "teacher_of")
         except NotImportedError:
-            return NamedFunction(value, "teacher_of")
+            return UnimportedFunction(value, "teacher_of")
 
     @field_serializer("teacher_of", when_used="json")
     def _name_choice(self, value: TeacherChoice | None) -> str | None:
-        if isinstance(value, NamedFunction):
+        if isinstance(value, UnimportedFunction):
             return value.name
         return value if value is None or isinstance(value, str) else dotted_name(value)
 

@@ -14,7 +14,7 @@ from raylight.experience.teacher_prompts import TeacherPrompt, check_prompt_func
 
 
 @dataclass(frozen=True)
-class NamedFunction:
+class UnimportedFunction:
     """Function by its dotted name, for commands that only read a run file.
 
     Args:
@@ -70,13 +70,13 @@ class TeacherConfig(ScoringConfig):
             try:
                 function = import_dotted_name(value, "prompt")
             except NotImportedError:
-                return NamedFunction(value, "prompt")
+                return UnimportedFunction(value, "prompt")
         if callable(function):
             check_prompt_function(function)
         return function
 
     @field_serializer("prompt", when_used="json")
     def _name_prompt(self, value: TeacherPrompt | None) -> str | None:
-        if isinstance(value, NamedFunction):
+        if isinstance(value, UnimportedFunction):
             return value.name
         return None if value is None else dotted_name(value)
