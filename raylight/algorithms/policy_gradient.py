@@ -16,7 +16,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
-from raylight.algorithms.teacher import UnimportedFunction, TeacherConfig
+from raylight.algorithms.teacher import TeacherConfig, UnimportedFunction
 from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.experience import advantages, losses
 from raylight.experience.losses import AnyLoss
