@@ -226,7 +226,7 @@ def test_a_student_equal_to_its_teacher_stays_at_another_temperature(tmp_path: P
 def test_the_divergence_of_whole_distributions_is_measured(
     top_k: int | None, surer_model: str, tmp_path: Path
 ) -> None:
-    """A teacher on the learners' ranks and one in an engine see the same rollouts; few tokens are beyond 8."""
+    """Teachers on the learners' ranks and in an engine see the same rollouts; few tokens are beyond 8."""
     teacher = {"model": surer_model} | ({} if top_k is None else {"num_cpus": 0.1})
     (row,) = fit(tmp_path, teacher, 1, divergence="forward_kl", teacher_top_k=top_k)
     assert row["learner/divergence"] == pytest.approx(0.1206, abs=0.01)
