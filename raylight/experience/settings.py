@@ -222,8 +222,9 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
     @property
     def divergence(self) -> DivergenceKind | None:
         """Divergence from a teacher's distributions in the loss; None if there is none."""
-        kind = getattr(self.advantage, "divergence", "sampled")
-        return None if kind == "sampled" else kind
+        if not isinstance(self.advantage, advantages.OPDAdvantage) or self.advantage.divergence == "sampled":
+            return None
+        return self.advantage.divergence
 
     @property
     def needs_teacher_logprobs(self) -> bool:

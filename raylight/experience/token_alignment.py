@@ -75,11 +75,12 @@ class TokenAligner:
         for run in self._runs(ids.tolist(), mask.tolist()):
             start, base, end = end, len(found), end + len(run)
             if run[0] in self._specials:
-                more, pairs = self._special(run[0]), []
+                more = self._special(run[0])
+                pairs = [(len(run), len(more))]
             else:
                 more, pairs = self._text(run, unread, start)
+                pairs = pairs or [(len(run), len(more))]
             found += more
-            pairs = pairs or [(len(run), len(more))]
             spans += [(start + own, base + other) for own, other in pairs]
         return AlignedTokens(found, spans, frozenset(unread))
 

@@ -292,7 +292,8 @@ def _merge(batch: TrainBatch, parts: list[TrainBatch], order: list[int]) -> Trai
     for name in ("teacher_logprobs", "teacher_tops"):
         values = [value for part in parts for value in getattr(part, name) or ()]
         if values:
-            batch = replace(batch, **{name: [values[place] for place in order]})
+            chosen: dict[str, Any] = {name: [values[place] for place in order]}
+            batch = replace(batch, **chosen)
     return batch
 
 
