@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 from harness import checkouts, make_parser, medians, run_script
 
+VOCABULARY = 8192
 SHAPES = {"500 tokens x 1 turn": (500, 1, 128), "32k tokens x 20 turns": (32_000, 20, 16)}
 """Tokens of a rollout, its turns, and the number of rollouts."""
 RANKS = 2
@@ -36,8 +37,8 @@ def make_calls(rollout_id: str, attempt_id: str, tokens: int, turns: int) -> lis
 
     source, known, calls, step = random.Random(rollout_id), [], [], tokens // turns // 2
     for turn in range(turns):
-        known = known + [source.randrange(150_000) for _ in range(step)]
-        answer = [source.randrange(150_000) for _ in range(step)]
+        known = known + [source.randrange(VOCABULARY) for _ in range(step)]
+        answer = [source.randrange(VOCABULARY) for _ in range(step)]
         key = CallKey(rollout_id, attempt_id, f"{attempt_id}-{turn}")
         logprobs = [-source.random() for _ in answer]
         calls.append(

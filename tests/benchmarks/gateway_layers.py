@@ -84,7 +84,7 @@ def stacks(engine: MockEngine, engine_app: ASGIApp, store: StoreClient) -> dict[
     }
 
 
-async def call(app: ASGIApp, ids: Ids, key: str) -> None:
+async def call(app: ASGIApp, ids: Ids, key: str, content: bytes = CONTENT) -> None:
     """Send one request through an application, and check its status."""
     is_gateway = isinstance(app, Gateway)
     path = attempt_path(*ids) + PATH if is_gateway else PATH
@@ -94,7 +94,7 @@ async def call(app: ASGIApp, ids: Ids, key: str) -> None:
         (b"accept", b"*/*"),
         (b"accept-encoding", b"gzip, deflate"),
         (b"user-agent", b"benchmark"),
-        (b"content-length", str(len(CONTENT)).encode()),
+        (b"content-length", str(len(content)).encode()),
         (b"content-type", b"application/json"),
     ]
     scope: Scope = {
@@ -113,7 +113,7 @@ async def call(app: ASGIApp, ids: Ids, key: str) -> None:
         nonlocal sent
         if not sent:
             sent = True
-            return {"type": "http.request", "body": CONTENT, "more_body": False}
+            return {"type": "http.request", "body": content, "more_body": False}
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
 

@@ -52,7 +52,7 @@ def save_model(folder: Path, **sizes: Any) -> str:
     """Save a random Qwen2 with the starter model's tokenizer, which verl reads. Return its path."""
     from transformers import Qwen2Config
 
-    common = {"num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    common = {"num_key_value_heads": 2, "max_position_embeddings": 65536, "tie_word_embeddings": True}
     return save_random(Qwen2Config(**common, **sizes), folder)
 
 
