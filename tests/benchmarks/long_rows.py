@@ -123,7 +123,7 @@ def update(batch: Any, tokens: int, model: str) -> dict[str, float]:
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6)
-    config = LearnerConfig(max_row_tokens=2 * tokens)
+    config = LearnerConfig(max_row_tokens=2 * tokens, max_tokens_per_micro_batch=2 * tokens)
     policy = Policy(model, config, settings, total_steps=100)
     policy.update(batch)
     before = memory_kib("VmRSS")
