@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raylight.types import TokenSets
+from raylight.types import NEVER_SAMPLED_BELOW, TokenSets
 
 
 def find_candidates(logprobs: torch.Tensor) -> TokenSets:
@@ -13,11 +13,15 @@ def find_candidates(logprobs: torch.Tensor) -> TokenSets:
 
     Only short lists of ids leave the device, and the masks of rows that excluded less.
 
+    In a row that excludes tokens, those below NEVER_SAMPLED_BELOW are excluded too: a truncation to the k most
+    probable tokens keeps some that a bias bans, which the learner would not know.
+
     Args:
         logprobs: the distributions that were sampled from, shape (rows, vocabulary); minus infinity for
             tokens that could not be sampled.
     """
     allowed = logprobs > -torch.inf
+    allowed &= (logprobs > NEVER_SAMPLED_BELOW) | allowed.all(-1, keepdim=True)
     counts = allowed.sum(-1).cpu()
     words = -(-allowed.shape[1] // 32)
     short, dense = counts <= words, (counts > words) & (counts < allowed.shape[1])

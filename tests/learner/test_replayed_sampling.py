@@ -32,6 +32,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "penalties and top_p": {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "top_p": 0.9},
     "a minimum length": {"min_tokens": 6, "top_p": 0.9},
     "a ban": {"logit_bias": ((22, -100.0),), "top_k": 8},
+    "a choice of two tokens": {"logit_bias": ((22, 100.0), (23, 100.0)), "top_k": 8},
 }
 
 
