@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from raylight.experience.advantages import TurnGroups
 from raylight.experience.rewards import RewardRules
 from raylight.experience.trajectory import Trajectories
-from raylight.semconv import STATE_KEY
+from raylight.semconv import CALL_ID, STATE_KEY
 from raylight.types import FinishedRollout, Generation, Span
 
 
@@ -52,22 +54,52 @@ def build_turns(
 
 
 def _states(calls: Sequence[Generation], spans: Sequence[Span]) -> dict[str, str]:
-    """Return the name of the state of each call that was not cut off, by call id."""
+    """Return the name of the state of each call that was not cut off, by call id.
+
+    Args:
+        calls: of a rollout, or of an agent's part of one.
+        spans: of the whole rollout, whose other calls have keys too.
+    """
     named = [
         (span.start_time or 0.0, str(span.attributes[STATE_KEY]))
         for span in spans
         if STATE_KEY in span.attributes
     ]
     named.sort(key=lambda pair: pair[0])
-    states, used = {}, 0
-    for call in calls:
+    states: dict[str, str] = {}
+    used, before = 0, None
+    for call in _in_order(calls, spans):
+        if isinstance(call, Span):
+            used = _count_until(named, used, call.start_time or 0.0)
+            continue
         if call.finish_reason == "aborted":  # the client sends it again, in the same state
             continue
-        before = used
-        while used < len(named) and named[used][0] <= call.start_time:
-            used += 1
-        if used > before:
-            states[call.key.call_id] = f"key {named[used - 1][1]}"
+        first, used = used, _count_until(named, used, call.start_time)
+        if used > first:
+            state = f"key {named[used - 1][1]}"
+        elif before is not None and _is_choice_of(before, call):
+            state = states[before.key.call_id]
         else:
-            states[call.key.call_id] = f"prompt {hashlib.sha256(call.prompt_ids.tobytes()).hexdigest()}"
+            state = f"prompt {hashlib.sha256(call.prompt_ids.tobytes()).hexdigest()}"
+        states[call.key.call_id], before = state, call
     return states
+
+
+def _in_order(calls: Sequence[Generation], spans: Sequence[Span]) -> list[Generation | Span]:
+    """Return calls, and the spans of all other calls, in the order in which they began."""
+    own = {call.key.call_id for call in calls}
+    others = [span for span in spans if span.attributes.get(CALL_ID, "") not in own | {""}]
+    every: list[Generation | Span] = [*calls, *others]
+    return sorted(every, key=lambda call: call.start_time or 0.0) if others else every
+
+
+def _count_until(named: Sequence[tuple[float, str]], used: int, time_s: float) -> int:
+    """Return the number of keys that were named by a time, at least `used`."""
+    while used < len(named) and named[used][0] <= time_s:
+        used += 1
+    return used
+
+
+def _is_choice_of(one: Generation, other: Generation) -> bool:
+    """Return True for two choices of one request."""
+    return one.start_time == other.start_time and np.array_equal(one.prompt_ids, other.prompt_ids)

@@ -17,7 +17,7 @@ from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build
 from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import shard_batch
-from raylight.semconv import ANNOTATION, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
+from raylight.semconv import ANNOTATION, CALL_ID, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
 from raylight.types import FinishedRollout, Span
 
 
@@ -97,6 +97,35 @@ def test_the_last_key_before_a_call_counts_and_one_of_a_call_that_was_cut_off_is
     cut = dataclasses.replace(item.generations[1], finish_reason="aborted")
     again = dataclasses.replace(item, generations=[item.generations[0], cut, item.generations[2]])
     assert states(build([again, played(0.0, [[1]])])[0])[:2] == ["key start", "key middle"]
+
+
+def test_the_choices_of_a_request_are_of_one_state() -> None:
+    item = played(1.0, [[1], [1], [2]], {-1.0: "a", 0.5: "b"})
+    calls = [dataclasses.replace(call, start_time=float(n == 2)) for n, call in enumerate(item.generations)]
+    item = dataclasses.replace(item, generations=calls)
+    assert states(build([item, played(0.0, [[1]])])[0])[:3] == ["key a", "key a", "key b"]
+
+
+def test_a_key_is_of_the_next_call_of_whatever_agent() -> None:
+    """Agent x calls in the states of its prompts, y in one that it names."""
+    items = []
+    for reward in (1.0, 0.0):
+        item = played(reward, [[1], [2], [3]], {0.5: "of y"})
+        calls = [
+            dataclasses.replace(call, agent=name) for call, name in zip(item.generations, "xyx", strict=True)
+        ]
+        spans = [
+            Span.from_attributes(
+                name="call",
+                attributes={CALL_ID: call.key.call_id},
+                start_time=call.start_time,
+                end_time=call.end_time,
+            )
+            for call in calls
+        ]
+        items.append(dataclasses.replace(item, generations=calls, spans=[*item.spans, *spans]))
+    found = states(build(items, by_agent=True)[0])[:3]
+    assert [state.split()[0] for state in found] == ["prompt", "prompt", "key"]
 
 
 def test_turns_with_the_same_number_are_compared() -> None:
