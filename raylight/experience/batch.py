@@ -299,7 +299,10 @@ def build_batch(finished: list[FinishedRollout], rules: BatchRules) -> tuple[Tra
         for item, split in zip(finished, parts, strict=True)
     )
     finished = [part for split in parts for part in split]
-    scorer = _Scorer(rules, rules.rewards.greedy_baselines(finished) if needs_baseline else {}, counts)
+    baselines = {}
+    if needs_baseline:
+        baselines = rules.rewards.greedy_baselines(finished, lambda item: rules.split_calls(item)[0])
+    scorer = _Scorer(rules, baselines, counts)
     sampled = [item for item in finished if not (needs_baseline and item.rollout.metadata.get(GREEDY))]
     scored = [found for item in sampled if (found := scorer.score(item)) is not None]
     if not scored and counts["empty"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -295,10 +295,17 @@ class RewardRules:
         earned[calls[-1].key.call_id].append(reward)
         return list(earned.values())
 
-    def greedy_baselines(self, finished: list[FinishedRollout]) -> dict[str, float]:
+    def greedy_baselines(
+        self,
+        finished: list[FinishedRollout],
+        trained_calls: Callable[[FinishedRollout], Sequence[Generation]],
+    ) -> dict[str, float]:
         """Return the reward of each group's greedy rollout, the baseline of ReMax.
 
         See https://arxiv.org/abs/2310.10505. Groups without a greedy rollout are missing in the result.
+
+        Args:
+            trained_calls: returns the calls of a rollout that would be trained, whose grades count.
 
         Raises:
             GreedyError: a rollout that should have been greedy was sampled.
@@ -308,13 +315,15 @@ class RewardRules:
             if item.rollout.metadata.get(GREEDY):
                 _check_greedy(item)
                 if (reward := self.reward(item)) is not None:
-                    turns = _turn_values(item) if self.turn_rewards else []
+                    turns = _turn_values(item, trained_calls(item)) if self.turn_rewards else []
                     baselines[item.group] = math.fsum([reward, *turns])
         return baselines
 
 
-def _turn_values(item: FinishedRollout) -> list[float]:
-    return [*(value for _, value in turn_reward_spans(item)), *graded_turns(item).values()]
+def _turn_values(item: FinishedRollout, calls: Sequence[Generation]) -> list[float]:
+    kept = {call.key.call_id for call in calls if call.finish_reason != "aborted"}
+    graded = (value for call_id, value in graded_turns(item).items() if call_id in kept)
+    return [*(value for _, value in turn_reward_spans(item)), *graded]
 
 
 def _check_greedy(item: FinishedRollout) -> None:

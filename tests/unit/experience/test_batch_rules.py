@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -261,12 +262,12 @@ def greedy(reward: float | None, group: str, temperature: float = 0.0) -> Finish
 
 def test_the_greedy_rollout_is_the_baseline_of_its_group() -> None:
     finished = [*rewards(1.0, group="a"), greedy(0.25, "a"), greedy(0.5, "b"), greedy(None, "c")]
-    assert RewardRules().greedy_baselines(finished) == {"a": 0.25, "b": 0.5}
+    assert RewardRules().greedy_baselines(finished, attrgetter("generations")) == {"a": 0.25, "b": 0.5}
 
 
 def test_a_sampled_greedy_rollout_raises() -> None:
     with pytest.raises(GreedyError, match=r"temperature 0.7.*llm\.sampling_parameters"):
-        RewardRules().greedy_baselines([greedy(1.0, "a", temperature=0.7)])
+        RewardRules().greedy_baselines([greedy(1.0, "a", temperature=0.7)], attrgetter("generations"))
 
 
 def test_a_group_without_baseline_is_left_out() -> None:

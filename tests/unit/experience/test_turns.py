@@ -18,7 +18,7 @@ from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import shard_batch
 from raylight.semconv import ANNOTATION, CALL_ID, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
-from raylight.types import FinishedRollout, Span
+from raylight.types import GREEDY, FinishedRollout, Span
 
 
 def played(
@@ -188,3 +188,21 @@ def test_rules_come_from_the_algorithm() -> None:
 def test_settings_that_do_not_fit_are_errors(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         algorithms.GiGPO(model="m", **given)
+
+
+def test_a_greedy_baseline_counts_the_grades_of_the_calls_that_are_trained() -> None:
+    """The second call is another agent's."""
+    items = []
+    for metadata in ({}, {GREEDY: True}):
+        item = played(1.0, [[1], [2]], grades={0: 0.25, 1: 4.0})
+        calls = [
+            dataclasses.replace(call, agent=name, sampling={"temperature": float(not metadata)})
+            for call, name in zip(item.generations, "xy", strict=True)
+        ]
+        rollout = item.rollout.model_copy(update={"metadata": metadata})
+        items.append(dataclasses.replace(item, rollout=rollout, generations=calls))
+    rules = {"rewards": RewardRules(turn_rewards=True), "baseline_kind": "greedy"}
+    parts = build_batch(items, BatchRules(by_agent=True, **rules))[0]
+    assert parts.baselines == [1.25, 5.0]
+    whole = build_batch(items, BatchRules(trained_agents="x", **rules))[0]
+    assert whole.baselines == [1.25]
