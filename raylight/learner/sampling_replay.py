@@ -109,7 +109,9 @@ def allowed_tokens(sets: TokenSets, vocabulary: int, device: torch.device) -> to
     listed = ~are_bits[row_of]
     allowed[row_of[listed].to(device), values[listed].to(device)] = True
     if are_bits.any():
-        words = values[~listed].view(int(are_bits.sum()), -1)[:, 1:].to(device)
-        bits = (words[:, :, None] >> torch.arange(32, device=device)) & 1
+        words = torch.from_numpy(sets.values[~listed.numpy()]).view(int(are_bits.sum()), -1)[:, 1:]
+        # bytes, not words: an integer of 64 bits for each logit would be more memory than the logits
+        octets = words.contiguous().view(torch.uint8).to(device)
+        bits = (octets[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
         allowed[are_bits.to(device)] = bits.flatten(1)[:, :vocabulary] == 1
     return allowed
