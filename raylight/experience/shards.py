@@ -81,7 +81,8 @@ class BatchOutline:
 class PackedRows:
     """Rows joined to one array for each field, which Ray transfers without copies.
 
-    Each row is split before its first sampled token into a prompt and a response.
+    Each row is split into a prompt and a response, before its first sampled token or an earlier observation
+    that is learned.
     """
 
     indices: list[int]
@@ -270,7 +271,7 @@ def _starts(owners: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np
 
 def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> PackedRows:
     chosen = [batch.rows[index] for index in indices]
-    prompts = [row.prompt_length for row in chosen]
+    prompts = [_response_start(row, learns_observations) for row in chosen]
     teacher, tops = batch.teacher_logprobs, batch.teacher_tops
     routes = [row.routed_experts for row in chosen if row.routed_experts is not None]
 
@@ -287,32 +288,57 @@ def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> P
         mask=join("mask"),
         logprobs=join("logprobs"),
         weight_versions=join("weight_versions"),
-        teacher_logprobs=None if teacher is None else np.concatenate([teacher[index] for index in indices]),
-        candidates=_join_candidates(chosen),
+        teacher_logprobs=None if teacher is None else _join_scores(teacher, indices, chosen, prompts),
+        candidates=_join_candidates(chosen, prompts),
         penalised=[row.penalised for row in chosen],
-        observed=_observed(chosen) if learns_observations else None,
+        observed=_observed(chosen, prompts) if learns_observations else None,
         routed=[0 if row.routed_experts is None else len(row.routed_experts) for row in chosen],
         routed_experts=np.concatenate(routes) if routes else None,
         teachers=[0 if batch.teacher_numbers is None else batch.teacher_numbers[i] for i in indices],
-        teacher_tops=None if tops is None else _join_tops([tops[index] for index in indices]),
+        teacher_tops=None if tops is None else _join_tops(tops, indices, chosen, prompts),
     )
 
 
-def _join_candidates(rows: list[Trajectory]) -> TokenSets:
+def _response_start(row: Trajectory, learns_observations: bool) -> int:
+    """Return the index of a row's first trained token, or of an observation before it that is learned: an
+    earlier response may be masked."""
+    start = row.prompt_length
+    seen = row.observed[:start]
+    return int(seen.argmax()) if learns_observations and seen.any() else start
+
+
+def _join_scores(
+    teacher: list[LogprobArray], indices: list[int], rows: list[Trajectory], starts: list[int]
+) -> LogprobArray:
+    """Join the teacher's log-probs, which begin with each row's first trained token."""
+    parts = []
+    for index, row, start in zip(indices, rows, starts, strict=True):
+        parts += [np.zeros(row.prompt_length - start, np.float32), teacher[index]]
+    return np.concatenate(parts)
+
+
+def _join_candidates(rows: list[Trajectory], starts: list[int]) -> TokenSets:
     """Return the candidates of the response tokens of rows; none if no row has any."""
     if not any(map(len, (row.candidates for row in rows))):
         return TokenSets()
     every = (row.candidates or TokenSets.unrestricted(len(row.token_ids)) for row in rows)
-    return TokenSets.join(sets[row.prompt_length :] for sets, row in zip(every, rows, strict=True))
+    return TokenSets.join(sets[start:] for sets, start in zip(every, starts, strict=True))
 
 
-def _observed(rows: list[Trajectory]) -> MaskArray:
-    """Join the masks of observed tokens after the prompts; rows without one have no such tokens."""
+def _observed(rows: list[Trajectory], starts: list[int]) -> MaskArray:
+    """Join the masks of observed tokens of responses; rows without one have no such tokens."""
     masks = [row.observed if len(row.observed) else np.zeros(len(row.mask), np.int8) for row in rows]
-    return np.concatenate([mask[row.prompt_length :] for mask, row in zip(masks, rows, strict=True)])
+    return np.concatenate([mask[start:] for mask, start in zip(masks, starts, strict=True)])
 
 
-def _join_tops(tops: list[TopLogprobs]) -> TopLogprobs:
-    return TopLogprobs(
-        np.concatenate([top.ids for top in tops]), np.concatenate([top.logprobs for top in tops])
-    )
+def _join_tops(
+    tops: list[TopLogprobs], indices: list[int], rows: list[Trajectory], starts: list[int]
+) -> TopLogprobs:
+    """Join the teacher's distributions, which begin with each row's first trained token. Earlier tokens are not
+    trained, and repeat the first."""
+    ids, logprobs = [], []
+    for index, row, start in zip(indices, rows, starts, strict=True):
+        places = np.arange(start - row.prompt_length, len(tops[index].ids)).clip(0)
+        ids.append(tops[index].ids[places])
+        logprobs.append(tops[index].logprobs[places])
+    return TopLogprobs(np.concatenate(ids), np.concatenate(logprobs))

@@ -18,7 +18,8 @@ from raylight.types import LogprobArray, PenalisedRange, TokenSets
 
 @dataclass(eq=False)
 class TrainRow:
-    """One trajectory as tensors, split before its first trained token.
+    """One trajectory as tensors, split before its first trained token, or before an earlier observation
+    that is learned.
 
     All tensors except `prompt` have one entry per token of `response`, which also contains observations (mask
     0).

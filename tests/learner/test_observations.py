@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.experience.batch import TrainBatch, build_batch
 from raylight.experience.settings import PolicySettings
+from raylight.experience.shards import shard_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 
@@ -20,7 +22,8 @@ REWARDS = [1.0, 0.0, 0.25, 1.0]
 COEF, TEMPERATURE = 0.3, 0.7
 
 
-def make_rows() -> list[Trajectory]:
+def make_rows(masks_first: bool = False) -> list[Trajectory]:
+    """Rows of three responses, the first of which is not trained with `masks_first`, as if it were stale."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for number in range(len(REWARDS)):
@@ -29,6 +32,8 @@ def make_rows() -> list[Trajectory]:
         mask = [int(kind == "sampled") for kind in kinds]
         ids = torch.randint(0, 250, (len(kinds),), generator=generator).tolist()
         observed = [int(kind == "observed") for kind in kinds]
+        if masks_first:
+            mask[5:7] = [0, 0]
         versions = [one - 1 for one in mask]
         rows.append(
             Trajectory(
@@ -38,13 +43,13 @@ def make_rows() -> list[Trajectory]:
     return rows
 
 
-def plain_step(coef: float) -> tuple[float, float, torch.nn.Module]:
+def plain_step(coef: float, masks_first: bool = False) -> tuple[float, float, torch.nn.Module]:
     """Reference: the cross-entropy, the norm of the gradient, and the model with it, by plain torch."""
     model = AutoModelForCausalLM.from_pretrained(STARTER_MODEL, dtype=torch.float32)
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-6)).tolist()
     objective, entropy, sampled, observed = 0.0, 0.0, 0, 0
-    for row, advantage in zip(make_rows(), advantages, strict=True):
+    for row, advantage in zip(make_rows(masks_first), advantages, strict=True):
         ids = torch.tensor(row.token_ids[None], dtype=torch.long)
         logits, targets = model(ids).logits[0, :-1], ids[0, 1:, None]
         mask, seen = (torch.tensor(one[1:] == 1) for one in (row.mask, row.observed))
@@ -58,7 +63,9 @@ def plain_step(coef: float) -> tuple[float, float, torch.nn.Module]:
     return float(entropy / observed), float(norm), model
 
 
-def update(rank: int, ranks: int, meet: str, learner: dict, settings: dict) -> dict[str, float]:
+def update(
+    rank: int, ranks: int, meet: str, learner: dict, settings: dict, masks_first: bool = False
+) -> dict[str, float]:
     """Update once with the rows; return the metrics."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
@@ -66,7 +73,7 @@ def update(rank: int, ranks: int, meet: str, learner: dict, settings: dict) -> d
 
     known = PolicySettings(lr=1e-3, grad_clip=1e9, max_logprob_mismatch=100.0, **settings)
     policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, **learner), known, total_steps=2)
-    metrics = policy.update(TrainBatch(REWARDS, ["g"] * 4, make_rows(), list(range(4))))
+    metrics = policy.update(TrainBatch(REWARDS, ["g"] * 4, make_rows(masks_first), list(range(4))))
     logprobs = {f"row {row.index}": row.logprobs.tolist() for row in policy.row_records}
     dist.destroy_process_group()
     return metrics | {"logprobs": logprobs}
@@ -88,6 +95,14 @@ def test_the_loss_of_observations_equals_plain_torch(ranks, learner, settings, t
     assert found["learner/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
     if not settings:  # the loss of a row is not the mean over its tokens
         assert found["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_observations_before_the_first_trained_response_are_learned(tmp_path: Path) -> None:
+    learner, settings = {"max_tokens_per_micro_batch": 40}, {"observation_coef": COEF}
+    found = run_ranks(update, 1, str(tmp_path / "meet"), learner, settings, True)[0]
+    cross_entropy, norm, _ = plain_step(COEF, masks_first=True)
+    assert found["learner/observation_loss"] == pytest.approx(cross_entropy, rel=1e-5)
+    assert found["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_without_a_weight_nothing_changes(tmp_path: Path) -> None:
@@ -121,3 +136,14 @@ def test_rows_of_conversations_know_their_observations() -> None:
     # forced tokens are no observations, nor is the first prompt of a row
     assert [row.observed.tolist() for row in batch.rows] == [[0, 0, 0, 0, 1, 1], [0, 0]]
     assert [row.mask.tolist() for row in batch.rows] == [[0, 0, 1, 1, 0, 0], [0, 1]]
+
+
+def test_a_teachers_scores_stay_with_their_tokens() -> None:
+    rows = make_rows(masks_first=True)
+    teacher = [np.arange(row.prompt_length, len(row.token_ids), dtype=np.float32) for row in rows]
+    batch = TrainBatch(REWARDS, ["g"] * 4, rows, list(range(4)), teacher_logprobs=teacher)
+    (shard,) = shard_batch(batch, PolicySettings(observation_coef=COEF), 1)
+    assert shard.rows.prompt_lengths == [7] * 4
+    scores = np.split(shard.rows.teacher_logprobs, np.cumsum(shard.rows.response_lengths)[:-1])
+    for number, found in enumerate(scores):
+        assert found.tolist() == [0.0] * (3 + number) + teacher[number].tolist()
