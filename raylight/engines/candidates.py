@@ -13,8 +13,8 @@ def find_candidates(logprobs: torch.Tensor) -> TokenSets:
 
     Only short lists of ids leave the device, and the masks of rows that excluded less.
 
-    In a row that excludes tokens, those below NEVER_SAMPLED_BELOW are excluded too: a truncation to the k most
-    probable tokens keeps some that a bias bans, which the learner would not know.
+    In a row that excludes tokens, those below NEVER_SAMPLED_BELOW are excluded too: a truncation to the k
+    most probable tokens keeps some that a bias bans, which the learner would not know.
 
     Args:
         logprobs: the distributions that were sampled from, shape (rows, vocabulary); minus infinity for
