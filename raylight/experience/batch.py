@@ -159,13 +159,14 @@ class BatchRules(RowRules):
         return any(map(self.rewards.is_informative, by_part.values()))
 
     def split(self, item: FinishedRollout) -> list[FinishedRollout]:
-        """Divide a rollout by its trained models and agents; one without a reward or a trained call stays
+        """Divide a rollout by its agents and trained models; one without a reward or a trained call stays
         whole."""
         if self.rewards.final_reward(item) is None:
             return [item]
-        parts = split_by_model(item, self.models) if self.models else [item]
-        if self.by_agent:
-            parts = [part for whole in parts for part in self._split_by_agent(whole)]
+        # agents first: only the whole rollout shows which call came before a turn reward
+        parts = self._split_by_agent(item) if self.by_agent else [item]
+        if self.models:
+            parts = [part for whole in parts for part in split_by_model(whole, self.models)]
         return parts or [item]
 
     def _split_by_agent(self, item: FinishedRollout) -> list[FinishedRollout]:

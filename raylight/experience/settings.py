@@ -4,10 +4,11 @@ them."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.base_config import Config
@@ -87,6 +88,11 @@ class ModelConfig(Config):
     entropy_coef: float | None = Field(default=None, ge=-MAX_FACTOR, le=MAX_FACTOR)
     mini_batches: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     ppo_epochs: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+
+    @field_validator("adapter")
+    @classmethod
+    def _resolve_folder(cls, adapter: str | None) -> str | None:
+        return None if adapter is None else os.path.abspath(os.path.expanduser(adapter))
 
     @model_validator(mode="after")
     def _check_read(self) -> Self:

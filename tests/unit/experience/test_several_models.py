@@ -18,9 +18,14 @@ from raylight.experience.ledger import Ledger
 from raylight.experience.row_rules import RowRules, trained_rows
 from raylight.experience.settings import ModelConfig
 from raylight.experience.trajectory import build_trajectories
-from raylight.types import FinishedRollout, RolloutTokens, TokenTotals
+from raylight.types import FinishedRollout, RolloutTokens, Span, TokenTotals
 
 MODELS = {"planner": {}, "coder": {"lr": 1e-3}, "judge": {"trained": False}}
+
+
+def emitted(value: float, at: float) -> Span:
+    core = rl.emit_reward(value, propagate=False)
+    return Span.from_core_fields(core).model_copy(update={"start_time": at})
 
 
 def play(calls: list[str], reward: float | None, group: str = "g", **more: Any) -> FinishedRollout:
@@ -83,10 +88,24 @@ def test_turn_rewards_and_weights_of_agents_stay_with_their_models() -> None:
         calls = [replace(call, agent=name) for call, name in zip(item.generations, "ab", strict=True)]
         finished.append(replace(item, generations=calls))
     batch, _ = build_batch(finished, algorithm.batch_rules(LearnerConfig()))
-    assert batch.groups == ["g/planner/a", "g/coder/b"] * 2
+    assert batch.groups == ["g/a/planner", "g/b/coder"] * 2
     parts = batch.parts_of_models()
     assert parts["planner"].batch.weights == [2.0, 2.0]
     assert parts["coder"].batch.weights == [1.0, 1.0]
+
+
+def test_a_turn_reward_after_a_models_call_is_its_agents_alone() -> None:
+    algorithm = rl.GRPO(model="m", models=MODELS, credit="agent", turn_rewards=True)
+    finished = []
+    for reward in (1.0, 0.0):
+        item = play(["planner", "coder"], reward)
+        calls = [replace(call, agent=name) for call, name in zip(item.generations, "ab", strict=True)]
+        spans = [emitted(0.25, at=2.5), emitted(reward, at=9.0)]
+        finished.append(replace(item, generations=calls, spans=spans))
+    batch, _ = build_batch(finished, algorithm.batch_rules(LearnerConfig()))
+    parts = batch.parts_of_models()
+    assert [turn.value for turn in parts["coder"].batch.turn_rewards] == [0.25, 0.25]
+    assert parts["planner"].batch.turn_rewards == []
 
 
 def test_calls_of_two_models_form_no_row_together() -> None:
@@ -161,6 +180,16 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
 def test_algorithms_with_a_critic_or_greedy_baselines_have_one_model(kind: Any) -> None:
     with pytest.raises(ConfigError, match="several models have neither a critic, a teacher nor greedy"):
         kind(model="m", models=MODELS)
+
+
+def test_the_folder_of_an_adapter_does_not_depend_on_the_process(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    algorithm = rl.GRPO(model="m", models={"a": "outputs/a", "b": {"adapter": "~/b"}})
+    assert algorithm.models["a"].adapter == str(tmp_path / "outputs" / "a")
+    assert algorithm.models["b"].adapter == str(tmp_path / "home" / "b")
 
 
 def test_each_model_has_the_settings_of_the_algorithm_but_for_its_own(tmp_path: Any) -> None:
