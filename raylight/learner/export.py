@@ -37,6 +37,7 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
     states, step = _open_states(source)
     config = states.metadata(step)["config"]
     lora, models = config["learner"]["lora"], config["algorithm"].get("models") or {"": None}
+    initial = {name: (own or {}).get("adapter") for name, own in models.items()}
     base = model or config["algorithm"]["model"]
     learner = LearnerConfig(lora=LoraConfig(**lora) if lora else None, dtype="float32")
     with tempfile.TemporaryDirectory() as rendezvous:
@@ -47,10 +48,13 @@ def export_state(source: str, output: Path, model: str | None = None) -> None:
                 engine = _build(base, learner, is_reward_model)
                 if "" not in models:
                     output.mkdir(parents=True)
-                for name in models:
+                # an initial adapter replaces that of the model before, and a new one changes nothing
+                for name, adapter in sorted(initial.items(), key=lambda one: one[1] is not None):
                     if step:  # step 0 is the model's own files
                         with states.reading(step) as content:
                             state.load_weights(engine, content, name)
+                    elif adapter is not None:
+                        weights.load_adapter(engine, adapter)
                     weights.save_model(engine, str(output / name))
         finally:
             dist.destroy_process_group()

@@ -32,6 +32,8 @@ from raylight.weights.source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000
 """Largest size of one file of a saved model."""
+SCALE_SETTINGS = ("use_rslora", "alpha_pattern")
+"""Settings of peft that change the scale of an adapter, but neither its rank, its alpha nor its tensors."""
 PER_TOKEN = "ForTokenClassification"
 """End of the names of models with an output for each token."""
 
@@ -64,7 +66,7 @@ def load_adapter(engine: Any, folder: str) -> None:
     """Replace the weights of the engine's adapter by those of a folder in peft's format.
 
     Raises:
-        ConfigError: the folder has no adapter, or one of another rank, scale or other layers.
+        ConfigError: the folder has no adapter, or one of another kind, rank, scale or other layers.
     """
     own, files = engine.module.peft_config["default"], [Path(folder, name) for name in ADAPTER_FILES]
     if missing := [str(file) for file in files if not file.is_file()]:
@@ -82,6 +84,11 @@ def load_adapter(engine: Any, folder: str) -> None:
             f"the adapter {folder} has rank {scale[0]}, alpha {scale[1]:g} and {len(tensors)} tensors, and "
             f"learner.lora asks for rank {own.r}, alpha {own.lora_alpha:g} and {len(shapes)} tensors; set "
             "learner.lora to the adapter's rank, alpha and layers"
+        )
+    if other := [name for name in SCALE_SETTINGS if config.get(name)]:
+        raise ConfigError(
+            f"the adapter {folder} was trained with {other[0]}={config[other[0]]!r}, which scales its matrices "
+            "otherwise than learner.lora does; merge it into the base, or train one without this setting"
         )
     with torch.no_grad():
         for name, param in params.items():

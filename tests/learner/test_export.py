@@ -70,3 +70,21 @@ def test_each_of_several_models_is_exported(tmp_path: Path):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / name, dtype=torch.float32)
         assert logprobs(model, PROBE) == pytest.approx(logprobs_of_state, abs=1e-4)
         assert (tmp_path / "models" / name / "adapter").is_dir()
+
+
+def test_the_initial_state_of_several_models_has_their_initial_adapters(tmp_path: Path):
+    states = str(tmp_path / "state")
+    content = TrainingStates(states).new_content(1)
+    _, expected = run_ranks(policy_set_ranks.main, 1, str(tmp_path / "meet"), states, content)[0]
+    assert export(states, str(tmp_path / "models")) is None
+    config = policy_set_ranks.CONFIG["algorithm"] | {
+        "models": {"coder": {"adapter": str(tmp_path / "models" / "coder" / "adapter")}, "new": {}}
+    }
+    initial = TrainingStates(str(tmp_path / "initial"))
+    initial.complete(0, {"config": policy_set_ranks.CONFIG | {"algorithm": config}})
+    assert export(str(tmp_path / "initial"), str(tmp_path / "first")) is None
+    for name, wanted in (("coder", expected["coder"]), ("new", None)):
+        folder = STARTER_MODEL if wanted is None else tmp_path / "first" / name
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / name, dtype=torch.float32)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert logprobs(found, PROBE) == pytest.approx(wanted or logprobs(plain, PROBE), abs=1e-4)

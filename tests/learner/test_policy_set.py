@@ -123,6 +123,10 @@ def test_a_model_starts_from_an_adapter(tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 4}))
     with pytest.raises(ConfigError, match=r"rank 4, alpha 4 .* asks for rank 4, alpha 16"):
         PolicySet(STARTER_MODEL, learner_config(), settings, 2)
+    for other in ({"use_rslora": True}, {"alpha_pattern": {"q_proj": 64}}):
+        (folder / "adapter_config.json").write_text(json.dumps(config | other))
+        with pytest.raises(ConfigError, match=f"was trained with {next(iter(other))}"):
+            PolicySet(STARTER_MODEL, learner_config(), settings, 2)
     settings["old"] = ModelSettings(MODELS["coder"].policy, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="LoRA adapter in peft's format"):
         PolicySet(STARTER_MODEL, learner_config(), settings, 2)
