@@ -92,8 +92,10 @@ class OpponentPool:
         """Add the policy after a step, with its rating; return the step of the opponent that leaves for it:
         the one with the lowest rating, the older of equals."""
         self.opponents.append(Opponent(step, version, self.rating))
-        if len(self.opponents) <= self._settings.pool:
-            return None
+        return self._remove_weakest() if len(self.opponents) > self._settings.pool else None
+
+    def _remove_weakest(self) -> int:
+        """Remove an opponent other than the newest; return its step."""
         weakest = min(self.opponents[:-1], key=lambda one: (one.rating, one.step))
         self.opponents.remove(weakest)
         return weakest.step
@@ -139,9 +141,12 @@ class OpponentPool:
         return {"rating": self.rating, "opponents": [asdict(one) for one in self.opponents]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state_dict`; an empty one is that of a run's start."""
+        """Continue from the result of `state_dict`; an empty one is that of a run's start. Of a larger pool,
+        before a resume with another setting, the weakest leave."""
         self.rating = state.get("rating", 0.0)
         self.opponents = [Opponent(**one) for one in state.get("opponents", ())]
+        while len(self.opponents) > self._settings.pool:
+            self._remove_weakest()
 
 
 def expected_score(own: float, other: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import ConfigError
+from raylight.experience.opponents import OPPONENT
 
 RESERVED = {"task", "rollout", "resources"}
 """Names of a rollout function's parameters that raylight fills itself."""
@@ -40,7 +41,7 @@ def with_policy(resources: NamedResources, llm: LLM, models: Sequence[str] = ())
 
     Raises:
         ConfigError: the resource `llm` is a model with an endpoint, and no other model lacks one; or a model
-            without an endpoint is none of several models.
+            without an endpoint is none of several models; or none is the opponent that the run serves.
     """
     unfilled = [name for name, value in resources.items() if is_unfilled(value)]
     if not unfilled and "llm" in resources:
@@ -56,10 +57,29 @@ def with_policy(resources: NamedResources, llm: LLM, models: Sequence[str] = ())
         for name in unfilled
     }
     if filled:
-        return resources | filled
-    named = {name: llm.model_copy(update={"model": name}) for name in models}
-    llm = next(iter(named.values()), llm)
-    return {"main_llm": llm} | named | resources | {"llm": llm}
+        found = resources | filled
+    else:
+        named = {name: llm.model_copy(update={"model": name}) for name in models}
+        llm = next(iter(named.values()), llm)
+        found = {"main_llm": llm} | named | resources | {"llm": llm}
+    _check_opponent(found, llm, models)
+    return found
+
+
+def _check_opponent(resources: NamedResources, llm: LLM, models: Sequence[str]) -> None:
+    """Check that the agent can call the opponents of a run that has some.
+
+    Raises:
+        ConfigError: it declares other models only.
+    """
+    served = {
+        value.model for value in resources.values() if isinstance(value, LLM) and value.endpoint == llm.endpoint
+    }
+    if OPPONENT in models and OPPONENT not in served:
+        raise ConfigError(
+            f"opponents: none of the agent's models is the `{OPPONENT}`, so that no rollout would meet one; "
+            f"declare it without an endpoint: @rollout({OPPONENT}=LLM())"
+        )
 
 
 def _named(llm: LLM, resource: str, model: str, models: Sequence[str]) -> LLM:

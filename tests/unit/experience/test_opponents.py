@@ -72,6 +72,16 @@ def test_draws_by_rating_prefer_equals() -> None:
     assert all(count / 3000 == pytest.approx(1 / 3, abs=0.03) for count in counts.values())
 
 
+def test_a_smaller_pool_of_a_resumed_run_keeps_the_best() -> None:
+    pool = filled(SelfPlay(every=1, pool=4), 4)
+    pool.opponents[1].rating = 50.0
+    smaller = OpponentPool(SelfPlay(every=1, pool=2), 0)
+    smaller.load_state_dict(pool.state_dict())
+    assert [one.step for one in smaller.opponents] == [1, 3]
+    assert smaller.add(4, 4) == 3
+    assert len(smaller.opponents) == 2
+
+
 GAMES = st.lists(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1)), max_size=6), max_size=12)
 
 

@@ -129,6 +129,17 @@ def test_of_several_models_each_resource_gets_the_one_that_it_names() -> None:
         with_policy({"m": LLM()}, POLICY, models)
 
 
+def test_a_run_with_opponents_needs_an_agent_that_can_call_them() -> None:
+    models = ("policy", "opponent")
+    filled = with_policy({"llm": LLM(), "opponent": LLM()}, POLICY, models)
+    assert (filled["llm"].model, filled["opponent"].model) == ("policy", "opponent")
+    assert with_policy({}, POLICY, models)["opponent"].model == "opponent"
+    for declared in ({"llm": LLM(), "enemy": LLM()}, {"opponent": JUDGE}):
+        with pytest.raises(ConfigError, match="opponents: none of the agent's models is the `opponent`"):
+            with_policy(declared, POLICY, models)
+    assert with_policy({"enemy": LLM(name="opponent")}, POLICY, models)["enemy"].model == "opponent"
+
+
 def test_pinned_versions_take_the_place_of_several_models() -> None:
     filled = with_policy({}, POLICY, ("planner", "coder"))
     changed = with_sampling(filled, {"top_k": 3}, {"planner": "planner@step-2", "coder": "coder@step-2"})
