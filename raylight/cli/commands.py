@@ -298,12 +298,14 @@ def _adapters(given: list[str]) -> str | dict[str, str] | None:
     Raises:
         ConfigError: there are several, and one has no name.
     """
-    named = {name: folder for name, found, folder in (one.partition("=") for one in given) if found}
+    from raylight.algorithms.policy import MODEL_ID
+    from raylight.errors import ConfigError
+
+    parts = [one.partition("=") for one in given if not Path(one).expanduser().is_dir()]
+    named = {name: folder for name, found, folder in parts if found and MODEL_ID.fullmatch(name)}
     if len(named) == len(given):
         return named or None
     if len(given) > 1:
-        from raylight.errors import ConfigError
-
         raise ConfigError("--lora-adapter: give each of several adapters a name: NAME=FOLDER")
     return given[0]
 

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import raylight as rl
 from raylight import cli
+from raylight.cli.commands import _adapters
+from raylight.errors import ConfigError
 from raylight.quickstart import STARTER_MODEL
 
 FILES_ONLY = {"ui", "plan", "trace", "export", "export-traces", "grafana", "examples"}
@@ -102,3 +104,14 @@ def test_a_pipe_shows_each_line_at_once(addresses: list[Any], monkeypatch: pytes
         print("served")
         os.set_blocking(reading, False)
         assert pipe.readline() == "served\n"
+
+
+def test_an_adapter_is_a_folder_or_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    assert _adapters([]) is None
+    for folder in ("lr=1", "runs/lr=0.1/checkpoint/adapter", "adapter"):
+        assert _adapters([folder]) == folder
+    assert _adapters(["a=lr=1", "b=other"]) == {"a": "lr=1", "b": "other"}
+    with pytest.raises(ConfigError, match="give each of several adapters a name"):
+        _adapters(["a=lr=1", "lr=1"])
