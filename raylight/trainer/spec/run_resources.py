@@ -72,9 +72,8 @@ def _check_opponent(resources: NamedResources, llm: LLM, models: Sequence[str]) 
     Raises:
         ConfigError: it declares other models only.
     """
-    served = {
-        value.model for value in resources.values() if isinstance(value, LLM) and value.endpoint == llm.endpoint
-    }
+    models_of_agent = [value for value in resources.values() if isinstance(value, LLM)]
+    served = {value.model for value in models_of_agent if value.endpoint == llm.endpoint}
     if OPPONENT in models and OPPONENT not in served:
         raise ConfigError(
             f"opponents: none of the agent's models is the `{OPPONENT}`, so that no rollout would meet one; "
