@@ -334,8 +334,8 @@ def _observed(rows: list[Trajectory], starts: list[int]) -> MaskArray:
 def _join_tops(
     tops: list[TopLogprobs], indices: list[int], rows: list[Trajectory], starts: list[int]
 ) -> TopLogprobs:
-    """Join the teacher's distributions, which begin with each row's first trained token. Earlier tokens are not
-    trained, and repeat the first."""
+    """Join the teacher's distributions, which begin with each row's first trained token. Tokens before it are
+    not trained; they repeat the first one."""
     ids, logprobs = [], []
     for index, row, start in zip(indices, rows, starts, strict=True):
         places = np.arange(start - row.prompt_length, len(tops[index].ids)).clip(0)
