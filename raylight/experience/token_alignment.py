@@ -6,6 +6,7 @@ tokenizer, so that a model and a teacher with other tokens can be compared on it
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ class TokenAligner:
                 "knows where the text of each token ends; choose a teacher with a tokenizer.json"
             )
         self._own, self._other = own, other
+        # a post-processor may cut white space off the offsets; without special tokens it does nothing else
+        self._encoder = copy.deepcopy(other.backend_tokenizer)
+        self._encoder.post_processor = None
         self._specials = {*own.all_special_ids, *own.added_tokens_decoder}
         self._known = {token.content: number for number, token in other.added_tokens_decoder.items()}
 
@@ -104,17 +108,17 @@ class TokenAligner:
     def _text(self, run: list[int], unread: set[int], start: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a run's text, and the ends of its spans within the run."""
         text, ends = self._ends(run)
-        encoded = self._other(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._encoder.encode(text, add_special_tokens=False)
         others: dict[int, int] = {}
-        for number, (_, stop) in enumerate(encoded["offset_mapping"], 1):
+        for number, (_, stop) in enumerate(encoded.offsets, 1):
             others[stop] = number  # the last of the tokens of one character
         pairs = [(own, others[stop]) for stop, own in ends.items() if stop in others]
-        whole = len(run), len(encoded["input_ids"])
+        whole = len(run), len(encoded.ids)
         if not pairs or pairs[-1][0] < len(run):
             pairs.append(whole)
             if text.endswith(REPLACEMENT):
                 unread.add(start + len(run))
-        return list(encoded["input_ids"]), pairs
+        return list(encoded.ids), pairs
 
     def _ends(self, run: list[int]) -> tuple[str, dict[int, int]]:
         """Return the text of a run, and the number of tokens up to each place where its text can be cut."""

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer
 
 from raylight.errors import ConfigError
@@ -50,6 +52,19 @@ def test_a_character_that_was_cut_off_is_not_judged() -> None:
     spans = span_logprobs(found, [-1.0] * len(found.ids), 0)
     assert (spans[0], spans[-1]) == (-1.0, NOT_JUDGED)
     assert np.isnan(spans[1:-1]).all()
+
+
+def test_white_space_belongs_to_the_token_that_it_ends() -> None:
+    """Some tokenizers, such as that of GPT-NeoX, leave it out of the offsets of tokens."""
+    other = AutoTokenizer.from_pretrained(TOOL_MODEL)
+    other.add_tokens([AddedToken("42.\n\n", normalized=False)])
+    ids = np.array(encoded(BYTES, "is 42.\n\n"), np.int32)
+    expected = TokenAligner(BYTES, other).align(ids, np.ones(len(ids), np.int8))
+    other.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    assert other("42.\n\n", return_offsets_mapping=True)["offset_mapping"] == [(0, 3)]
+    assert TokenAligner(BYTES, other).align(ids, np.ones(len(ids), np.int8)) == expected
+    assert expected.spans[-1] == (len(ids), len(expected.ids))
+    assert expected.spans[-2][0] == len(ids) - 5
 
 
 def test_a_slow_tokenizer_is_refused() -> None:
