@@ -99,14 +99,13 @@ class TopDivergence:
 
     def __call__(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
         ids, teacher = self._ids[rows], self._logprobs[rows]
-        known = ids < logits.shape[1]
-        ids = ids.where(known, ids[:, :1]).clamp(max=logits.shape[1] - 1)
-        teacher = teacher.where(known, LOWEST_LOGPROB)
+        size = logits.shape[1]
+        teacher = teacher.where(ids < size, LOWEST_LOGPROB)
         mass = teacher.exp().sum(-1, keepdim=True)
         teacher = torch.cat([teacher, (1 - mass).clamp(min=ROUNDING_MASS).log()], -1)
-        own = with_rest(logits.log_softmax(-1), ids)
-        own = torch.cat([own[:, :-1].where(known, LOWEST_LOGPROB), own[:, -1:]], -1)
-        return divergence(own, teacher, self._kind, self._beta)
+        # one more column, for the ids that the trained model does not have
+        own = torch.nn.functional.pad(logits.log_softmax(-1), (0, 1), value=LOWEST_LOGPROB)
+        return divergence(with_rest(own, ids.clamp(max=size)), teacher, self._kind, self._beta)
 
 
 def with_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

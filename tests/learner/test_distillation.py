@@ -5,13 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distillation_ranks import KINDS, main, plain_update, save_teacher, sent_tops, settings_of, update
+from distillation_ranks import (
+    KINDS,
+    main,
+    plain_divergence,
+    plain_update,
+    save_teacher,
+    sent_tops,
+    settings_of,
+    update,
+)
 from rank_processes import run_ranks
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.learner import token_logprobs as chunks
 from raylight.learner.distillation import Distiller
+from raylight.learner.divergence import TopDivergence
 from raylight.quickstart import STARTER_MODEL
 
 
@@ -62,6 +72,19 @@ def test_each_row_has_its_own_teacher(teacher, tmp_path: Path):
     settings = settings_of("js", None, teacher, other)
     metrics, found = update(settings, numbers=numbers, max_tokens_per_micro_batch=48)
     check(found, wanted, metrics, loss)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_the_student_lacks_are_among_the_others(kind, place):
+    """Also if they are the teacher's most probable ones."""
+    logits, ids, probs = torch.arange(5.0)[None], [7, 9], [0.4, 0.3]
+    ids.insert(place, 2)
+    probs.insert(place, 0.2)
+    found = TopDivergence(kind, 0.3, torch.tensor([ids]), torch.tensor([probs]).log())
+    own = logits.softmax(-1)[:, 2]
+    p, q = torch.tensor([[0.2, 0.8]]), torch.stack([own, 1 - own], -1)
+    torch.testing.assert_close(found(logits, slice(0, 1)), plain_divergence(p, q, kind, 0.3))
 
 
 def test_rows_without_a_teachers_distributions_are_an_error():
