@@ -55,7 +55,7 @@ def test_a_character_that_was_cut_off_is_not_judged() -> None:
 
 
 def test_white_space_belongs_to_the_token_that_it_ends() -> None:
-    """Some tokenizers, such as that of GPT-NeoX, leave it out of the offsets of tokens."""
+    """Tokenizers whose post-processor trims leave it out of the offsets of tokens."""
     other = AutoTokenizer.from_pretrained(TOOL_MODEL)
     other.add_tokens([AddedToken("42.\n\n", normalized=False)])
     ids = np.array(encoded(BYTES, "is 42.\n\n"), np.int32)
