@@ -88,7 +88,8 @@ def load_adapter(engine: Any, folder: str) -> None:
     if other := [name for name in SCALE_SETTINGS if config.get(name)]:
         raise ConfigError(
             f"the adapter {folder} was trained with {other[0]}={config[other[0]]!r}, which scales its "
-            "matrices otherwise than learner.lora does; merge it into the base, or train one without this setting"
+            "matrices otherwise than learner.lora does; merge it into the base, or train one without "
+            "this setting"
         )
     with torch.no_grad():
         for name, param in params.items():
