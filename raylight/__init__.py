@@ -45,9 +45,7 @@ _EXPORTS = {
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
-    "experience.opponents": ("SelfPlay",),
     "experience.registry": ("advantage_estimator", "policy_loss"),
-    "experience.settings": ("ModelConfig",),
     "experience.transcript": ("transcript",),
     "harnesses.command": ("CommandAgent",),
     "log": ("setup_logging", "setup_module_logging"),
@@ -100,6 +98,8 @@ _PACKAGE_EXPORTS = {
             "ReinforcePlusPlusBaseline",
         ),
         "algorithms.teacher": ("TeacherConfig",),
+        "experience.opponents": ("SelfPlay",),
+        "experience.settings": ("ModelConfig",),
     },
     "environments": {
         "environments.class_agent": ("environment",),

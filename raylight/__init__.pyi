@@ -51,10 +51,8 @@ from raylight.config import LearnerConfig as LearnerConfig
 from raylight.config import RunnerConfig as RunnerConfig
 from raylight.config import StoreConfig as StoreConfig
 from raylight.errors import RaylightError as RaylightError
-from raylight.experience.opponents import SelfPlay as SelfPlay
 from raylight.experience.registry import advantage_estimator as advantage_estimator
 from raylight.experience.registry import policy_loss as policy_loss
-from raylight.experience.settings import ModelConfig as ModelConfig
 from raylight.experience.transcript import transcript as transcript
 from raylight.harnesses.command import CommandAgent as CommandAgent
 from raylight.log import setup_logging as setup_logging

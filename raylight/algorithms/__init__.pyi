@@ -35,3 +35,5 @@ from raylight.algorithms.supervised import RewardModel as RewardModel
 from raylight.algorithms.supervised import SFT as SFT
 from raylight.algorithms.teacher import TeacherConfig as TeacherConfig
 from raylight.algorithms.verl import VERL as VERL
+from raylight.experience.opponents import SelfPlay as SelfPlay
+from raylight.experience.settings import ModelConfig as ModelConfig

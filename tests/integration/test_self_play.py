@@ -42,7 +42,7 @@ def fit(steps: int, folder: Path, resume: bool = False) -> list[dict]:
     trainer = rl.Trainer(
         algorithm=rl.GRPO(
             model=str(STARTER_MODEL),
-            opponents=rl.SelfPlay(every=1, pool=2, draw="uniform"),
+            opponents=rl.algorithms.SelfPlay(every=1, pool=2, draw="uniform"),
             group_size=4,
             tasks_per_step=4,
             n_steps=steps,
