@@ -45,7 +45,9 @@ async def score() -> float:
     differences = [float(np.abs(found - expected).max()) for found, expected in pairs]
     assert with_tops.teacher_tops is not None
     tops = zip(with_tops.teacher_tops, plain_tops(STARTER_MODEL, rows, 8), strict=True)
-    return max(*differences, *(float(np.abs(found.logprobs - expected).max()) for found, expected in tops))
+    return max(
+        *differences, *(float(np.abs(found.logprobs - expected.logprobs).max()) for found, expected in tops)
+    )
 
 
 if __name__ == "__main__":
