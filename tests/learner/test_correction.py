@@ -360,7 +360,7 @@ def test_an_interpolated_policy_in_sequences_and_mini_batches(plain):
     settings = {"max_staleness": 3, "proximal": "loglinear", "rollout_is": "sequence", "mini_batches": 2}
     policy = make_policy(**settings, max_logprob_mismatch=10.0)
     policy.version = 2
-    assert not policy._settings.needs_old_logprobs
+    assert not policy.settings.needs_old_logprobs
     metrics = policy.update(batch)
     assert metrics["mismatch/weight_max"] <= 2.0
     assert math.isfinite(metrics["learner/pg_loss"])

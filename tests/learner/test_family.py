@@ -18,6 +18,7 @@ from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.registry import advantage_estimator, policy_loss
 from raylight.experience.settings import PolicySettings
+from raylight.experience.turns import CreditedTurn
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import gather
 
@@ -257,6 +258,11 @@ def test_every_algorithm_moves_the_policy_towards_rewarded_answers(plain, exact,
     batch = make_batch(exact)  # answers that begin with token 20 are rewarded
     if name == "ReMax":
         batch = replace(batch, baselines=[0.5] * 8)
+    if name == "GiGPO":
+        ends = [(row, len(trajectory.token_ids) - 1) for row, trajectory in enumerate(batch.rows)]
+        rewards = zip(ends, batch.owners, batch.rewards, strict=True)
+        turns = [CreditedTurn(owner, row, end, "start", reward) for (row, end), owner, reward in rewards]
+        batch = replace(batch, turns=turns)
     if name == "GDPO":
         batch = replace(batch, parts=[(reward,) for reward in batch.rewards])
     if name == "OPD":

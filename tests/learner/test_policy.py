@@ -215,7 +215,9 @@ def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(
     monkeypatch.setattr(micro_batch, "HOST_ACTIVATIONS", 1)
     monkeypatch.setattr(micro_batch, "SMALL_PASS", 12)
     compute, passes = parts.engine._compute, []
-    monkeypatch.setattr(parts.engine, "_compute", lambda batch: (passes.append(batch), compute(batch))[1])
+    monkeypatch.setattr(
+        parts.engine, "_compute", lambda batch, *more: (passes.append(batch), compute(batch, *more))[1]
+    )
     found = parts.update(make_batch(exact))
     assert len(passes) > 1
     for name in ("learner/pg_loss", "learner/grad_norm", "learner/entropy"):

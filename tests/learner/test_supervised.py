@@ -427,7 +427,7 @@ def test_the_preference_loss_is_that_of_trl(plain, name, tmp_path):
         for key, param in model.engine.module.named_parameters():
             param.copy_(weights[key])
     metrics = model.update_shard(shard_of(model, batch("dpo")))
-    assert metrics["train/loss"] == pytest.approx(float(expected), abs=1e-6)
+    assert metrics["train/loss"] == pytest.approx(float(expected), rel=5e-6)
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 

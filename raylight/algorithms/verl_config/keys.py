@@ -400,5 +400,6 @@ NOT_IN_VERL = (
     "algorithm.override_sampling",
     *(key for key in KEYS if ".trace_aggregator." in key or ".gdpo_" in key),
     f"{MODEL}.override_config.attn_implementation",
+    f"{MODEL}.target_parameters",
 )
 """Keys that are not in verl's defaults: those of others, and those that verl reads without a default."""
