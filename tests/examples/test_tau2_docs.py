@@ -59,7 +59,10 @@ def test_the_page_runs(tmp_path: Path) -> None:
 
 
 def test_the_page_names_what_there_is() -> None:
-    for option in set(re.findall(r"--[a-z][a-z-]+", PAGE)) - {"--lora-adapter", "--learn"}:  # of other commands
+    for option in set(re.findall(r"--[a-z][a-z-]+", PAGE)) - {
+        "--lora-adapter",
+        "--learn",
+    }:  # of other commands
         assert option in (ROOT / "examples" / "tau2_agent" / "train.py").read_text(), option
     for path in re.findall(r"\]\(([^)#]+\.md)", PAGE):
         assert (ROOT / "docs" / path).is_file(), path
