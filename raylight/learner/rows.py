@@ -81,62 +81,34 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
     Args:
         owners: rollout of each row of the batch.
     """
-    lengths, known = packed.response_lengths, packed.teacher_logprobs
-    tops = (None, None) if packed.teacher_tops is None else packed.teacher_tops
-    fields = (
-        packed.indices,
-        packed.temperatures,
-        packed.prompt_lengths,
-        _split(packed.token_ids, torch.long, map(operator.add, packed.prompt_lengths, lengths)),
-        _split(packed.mask, torch.long, lengths),
-        _split(packed.logprobs, torch.float32, lengths),
-        _split(packed.weight_versions, torch.long, lengths),
-        [None] * len(lengths) if known is None else _split(known, torch.float32, lengths),
-        _split_sets(packed.candidates, lengths),
-        packed.penalised,
-        [None] * len(lengths) if packed.observed is None else _split(packed.observed, torch.long, lengths),
-        _split_routes(packed),
-        packed.teachers,
-        [None] * len(lengths) if tops[0] is None else _split(tops[0], torch.long, lengths),
-        [None] * len(lengths) if tops[1] is None else _split(tops[1], torch.float32, lengths),
-    )
-    return {
-        index: TrainRow(
-            index=index,
-            rollout=int(owners[index]),
-            prompt=tokens[:start],
-            response=tokens[start:],
-            mask=mask,
-            engine_logprobs=logprobs,
-            versions=versions,
-            temperature=temperature,
-            teacher=teacher,
-            teacher_logprobs=scores,
-            candidates=sets,
-            penalised=ranges,
-            observed=seen,
-            routes=routes,
-            teacher_top_ids=top_ids,
-            teacher_top_logprobs=top_logprobs,
-        )
-        for (
-            index,
-            temperature,
-            start,
-            tokens,
-            mask,
-            logprobs,
-            versions,
-            scores,
-            sets,
-            ranges,
-            seen,
-            routes,
-            teacher,
-            top_ids,
-            top_logprobs,
-        ) in zip(*fields, strict=True)
+    lengths, none = packed.response_lengths, [None] * len(packed.indices)
+
+    def split(values: Any, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+        return none if values is None else _split(values, dtype, lengths)
+
+    starts = packed.prompt_lengths
+    tokens = _split(packed.token_ids, torch.long, map(operator.add, starts, lengths))
+    tops = packed.teacher_tops
+    columns = {
+        "index": packed.indices,
+        "rollout": [int(owners[index]) for index in packed.indices],
+        "prompt": [row[:start] for row, start in zip(tokens, starts, strict=True)],
+        "response": [row[start:] for row, start in zip(tokens, starts, strict=True)],
+        "mask": split(packed.mask, torch.long),
+        "engine_logprobs": split(packed.logprobs, torch.float32),
+        "versions": split(packed.weight_versions, torch.long),
+        "temperature": packed.temperatures,
+        "teacher": packed.teachers,
+        "teacher_logprobs": split(packed.teacher_logprobs, torch.float32),
+        "candidates": _split_sets(packed.candidates, lengths),
+        "penalised": packed.penalised,
+        "observed": split(packed.observed, torch.long),
+        "routes": _split_routes(packed),
+        "teacher_top_ids": split(None if tops is None else tops.ids, torch.long),
+        "teacher_top_logprobs": split(None if tops is None else tops.logprobs, torch.float32),
     }
+    rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+    return {index: TrainRow(**fields) for index, fields in zip(packed.indices, rows, strict=True)}
 
 
 def _split_sets(joined: TokenSets, lengths: list[int]) -> list[TokenSets | None]:
