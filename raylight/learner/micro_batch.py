@@ -161,11 +161,8 @@ class MicroBatch:
         if not any(row.penalised or row.candidates for row in self.rows):
             return None
         candidates, calls, call_of, position_of = [], list[PenalisedCall](), [], []
-        for row in self.rows:
-            computed = row.mask == 1
-            if self.observations is not None and row.observed is not None:
-                computed = computed | (row.observed == 1)  # at which nothing was excluded
-            chosen = computed.numpy()
+        for row, computed in zip(self.rows, self._computed, strict=True):
+            chosen = computed[: len(row.mask)].numpy()  # observations too, at which nothing was excluded
             positions = len(row.prompt) + np.flatnonzero(chosen)
             candidates.append((row.candidates or TokenSets.unrestricted(len(chosen))).select(chosen))
             owners = np.full(len(positions), -1)
