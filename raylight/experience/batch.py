@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from raylight.errors import EmptyTraceError
 from raylight.experience.advantages import BaselineKind, TurnGroups
@@ -37,6 +37,8 @@ from raylight.experience.token_budgets import LongRows, RowLimit
 from raylight.experience.trajectory import TokenCounts, build_trajectories, select_rows
 from raylight.experience.turns import CreditedTurn, build_turns
 from raylight.types import GREEDY, FinishedRollout, Generation, LogprobArray, TopLogprobs, Trajectory
+
+Turn = TypeVar("Turn", TurnReward, CreditedTurn)
 
 
 @dataclass(frozen=True)
@@ -86,21 +88,21 @@ class TrainBatch:
         place = {index: new for new, index in enumerate(own)}
         rows = [row for row, owner in enumerate(self.owners) if owner in place]
         new_row: dict[int | None, int] = {row: new for new, row in enumerate(rows)}
+
+        def move(turns: list[Turn]) -> list[Turn]:
+            return [
+                replace(turn, rollout=place[turn.rollout], row=new_row.get(turn.row))
+                for turn in turns
+                if turn.rollout in place
+            ]
+
         batch = TrainBatch(
             [self.rewards[i] for i in own],
             [self.groups[i] for i in own],
             [self.rows[row] for row in rows],
             [place[self.owners[row]] for row in rows],
-            [
-                replace(turn, rollout=place[turn.rollout], row=new_row.get(turn.row))
-                for turn in self.turn_rewards
-                if turn.rollout in place
-            ],
-            turns=[
-                replace(turn, rollout=place[turn.rollout], row=new_row.get(turn.row))
-                for turn in self.turns
-                if turn.rollout in place
-            ],
+            move(self.turn_rewards),
+            turns=move(self.turns),
             parts=None if self.parts is None else [self.parts[i] for i in own],
             weights=None if self.weights is None else [self.weights[i] for i in own],
         )
