@@ -11,18 +11,17 @@ memory beyond what the process used before.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from harness import Pairs, join_ranks, make_parser, memory_kib, run_script
+from harness import Pairs, make_parser, run_script
 from learner_tokens import as_batch, save_model
-from update_memory import make_rows
+from update_memory import measure
 
 TOP_K = 64
 CONTESTANTS = ("chunked", f"top {TOP_K}", "plain")
@@ -68,25 +67,6 @@ def plain_update(args: argparse.Namespace, rows: Pairs, tokens: int) -> Callable
     return update
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Measure one contestant in this process."""
-    (shape,) = args.shapes
-    vocabulary, tokens = map(int, shape.split("x"))
-    rows = make_rows(tokens, vocabulary)
-    with tempfile.TemporaryDirectory() as folder:
-        join_ranks(f"{folder}/rendezvous", threads=args.threads)
-        build = plain_update if args.contestant == "plain" else learner_update
-        update = build(args, rows, tokens)
-        before = memory_kib("VmHWM")
-        seconds = []
-        for _ in range(2):
-            start = time.process_time()
-            update()
-            seconds.append(time.process_time() - start)
-        dist.destroy_process_group()
-    return {"seconds": min(seconds), "kib": memory_kib("VmHWM") - before}
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument(
@@ -99,7 +79,8 @@ def main() -> None:
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
-        print(json.dumps(measure(args)))
+        build = plain_update if args.contestant == "plain" else learner_update
+        print(json.dumps(measure(args, functools.partial(build, args))))
         return
     print(f"{'shape':>14} {'':8} {'CPU seconds':>11} {'peak MiB':>9} {'time, memory of plain':>22}")
     for shape in args.shapes:

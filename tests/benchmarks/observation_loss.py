@@ -12,19 +12,16 @@ import contextlib
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import join_ranks, make_parser, save_random
-from transformers import AutoModelForCausalLM, Qwen2Config
+from harness import join_ranks, make_parser
+from toy_policy import GROUP, GROUPS, finish, learning_curve
 
 from raylight import algorithms
-from raylight.config import LearnerConfig
-from raylight.experience.batch import build_batch
-from raylight.types import CallKey, FinishedRollout, Generation, Rollout
+from raylight.types import CallKey, FinishedRollout, Generation
 
-KEYS, GROUP, GROUPS, START, FIRST_KEY = 16, 8, 4, 1, 100
+KEYS, START, FIRST_KEY = 16, 1, 100
 VALUES = [(7 * key + 3) % KEYS for key in range(KEYS)]
 """Rest by 16 of the value of each key."""
 
@@ -66,56 +63,9 @@ def play(model: torch.nn.Module, version: int, step: int) -> list[FinishedRollou
         ]
     finished = []
     for rollout in range(count):
-        name = f"{step}-{rollout}"
         right = int(calls[rollout][1].output_ids[0]) % KEYS == VALUES[asked[rollout]]
-        made = Rollout(
-            input=None,
-            rollout_id=name,
-            group_id=f"{step}-{rollout // GROUP}",
-            status="succeeded",
-            start_time=0.0,
-        )
-        finished.append(FinishedRollout(made, float(right), calls[rollout]))
+        finished.append(finish(step, rollout, float(right), calls[rollout]))
     return finished
-
-
-def train(coef: float, steps: int, lr: float, seed: int) -> list[float]:
-    """Return the success rate of the rollouts of each step."""
-    from raylight.learner.policy import Policy
-
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_random(config, Path(folder, "model"))
-        torch.manual_seed(seed)
-        algorithm = algorithms.GRPO(
-            model=path,
-            lr=lr,
-            group_size=GROUP,
-            tasks_per_step=GROUPS,
-            max_logprob_mismatch=1e-3,
-            observation_coef=coef,
-        )
-        learner = LearnerConfig()
-        policy = Policy(path, learner, algorithm.policy_settings(), steps)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        curve = []
-        for step in range(steps):
-            finished = play(model, policy.version, step)
-            curve.append(statistics.fmean(item.reward or 0.0 for item in finished))
-            batch, report = build_batch(finished, algorithm.batch_rules(learner))
-            if report.has_signal:
-                policy.update(batch)
-                weights = policy.export()
-                assert weights is not None, "this is rank 0"
-                model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-        return curve
 
 
 def main() -> None:
@@ -130,7 +80,8 @@ def main() -> None:
         for coef in map(float, args.coefs.split(",")):
             for seed in range(args.seeds):
                 with contextlib.redirect_stdout(sys.stderr):  # verl prints
-                    curve = train(coef, args.steps, args.lr, seed)
+                    settings = {"observation_coef": coef}
+                    curve = learning_curve(algorithms.GRPO, settings, play, args.steps, args.lr, seed)
                 shown = [round(statistics.fmean(curve[i : i + 5]), 2) for i in range(0, len(curve), 5)]
                 print(coef, seed, shown, flush=True)
         dist.destroy_process_group()

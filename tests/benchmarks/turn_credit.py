@@ -11,24 +11,20 @@ turn (0.25 for a dial), as a process reward would.
 
 import contextlib
 import json
-import secrets
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import join_ranks, make_parser, save_random
-from transformers import AutoModelForCausalLM, Qwen2Config
+from harness import join_ranks, make_parser
+from toy_policy import GROUP, GROUPS, finish, learning_curve
 
 from raylight import algorithms
-from raylight.config import LearnerConfig
-from raylight.experience.batch import build_batch
 from raylight.semconv import ANNOTATION, GRADE_SPAN_ID, GRADE_TURNS
-from raylight.types import CallKey, FinishedRollout, Generation, Rollout, Span
+from raylight.types import CallKey, FinishedRollout, Generation, Span
 
-DIALS, TURNS, KINDS, GROUP, GROUPS = 4, 12, 8, 8, 4
+DIALS, TURNS, KINDS = 4, 12, 8
 SECRET = (3, 6, 1, 4)
 """Rest of the token that sets each dial."""
 VARIANTS = {
@@ -62,53 +58,11 @@ def play(model: torch.nn.Module, version: int, step: int) -> list[FinishedRollou
             scores[rollout][key.call_id] = 0.25 * right
     finished = []
     for rollout, state in enumerate(states):
-        made = Rollout(
-            input=None,
-            rollout_id=f"{step}-{rollout}",
-            group_id=f"{step}-{rollout // GROUP}",
-            status="succeeded",
-            start_time=0.0,
-        )
         grade = Span.from_attributes(
             name=ANNOTATION, attributes={GRADE_TURNS: json.dumps(scores[rollout])}, span_id=GRADE_SPAN_ID
         )
-        finished.append(FinishedRollout(made, float(state == DIALS), calls[rollout], [grade]))
+        finished.append(finish(step, rollout, float(state == DIALS), calls[rollout], [grade]))
     return finished
-
-
-def train(variant: str, steps: int, lr: float, seed: int) -> list[float]:
-    """Return the success rate of the rollouts of each step."""
-    from raylight.learner.policy import Policy
-
-    config = Qwen2Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        path = save_random(config, Path(folder, secrets.token_hex(4)))
-        torch.manual_seed(seed)
-        name, more = VARIANTS[variant]
-        algorithm = getattr(algorithms, name)(
-            model=path, lr=lr, group_size=GROUP, tasks_per_step=GROUPS, max_logprob_mismatch=1e-3, **more
-        )
-        learner, settings = LearnerConfig(), algorithm.policy_settings()
-        policy = Policy(path, learner, settings, steps)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        curve = []
-        for step in range(steps):
-            finished = play(model, policy.version, step)
-            curve.append(statistics.fmean(item.reward or 0.0 for item in finished))
-            batch, report = build_batch(finished, algorithm.batch_rules(learner))
-            if report.has_signal:
-                policy.update(batch)
-                weights = policy.export()
-                assert weights is not None, "this is rank 0"
-                model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-        return curve
 
 
 def main() -> None:
@@ -123,7 +77,9 @@ def main() -> None:
         for variant in args.algorithms.split(","):
             for seed in range(args.seeds):
                 with contextlib.redirect_stdout(sys.stderr):  # verl prints
-                    curve = train(variant, args.steps, args.lr, seed)
+                    name, settings = VARIANTS[variant]
+                    algorithm = getattr(algorithms, name)
+                    curve = learning_curve(algorithm, settings, play, args.steps, args.lr, seed)
                 means = [statistics.fmean(curve[i : i + 5]) for i in range(0, len(curve), 5)]
                 reached = next((i for i in range(2, len(curve)) if min(curve[i - 2 : i + 1]) >= 0.8), None)
                 rollouts = None if reached is None else (reached + 1) * GROUP * GROUPS

@@ -13,6 +13,7 @@ GRPOTrainer in a plain loop: logits of the responses, `selective_log_softmax` an
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import tempfile
@@ -71,15 +72,18 @@ def trl_update(model: str, rows: Pairs, tokens: int) -> Callable[[], Any]:
     return update
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Measure one contestant in this process."""
+def measure(args: argparse.Namespace, build: Callable[[Pairs, int], Callable[[], Any]]) -> dict[str, float]:
+    """Measure one contestant in this process.
+
+    Args:
+        build: returns the update of rows, given them and their number of tokens.
+    """
     (shape,) = args.shapes
     vocabulary, tokens = map(int, shape.split("x"))
     rows = make_rows(tokens, vocabulary)
     with tempfile.TemporaryDirectory() as folder:
         join_ranks(f"{folder}/rendezvous", threads=args.threads)
-        build = trl_update if args.contestant == "trl" else learner_update
-        update = build(args.model, rows, tokens)
+        update = build(rows, tokens)
         before = memory_kib("VmHWM")
         seconds = []
         for _ in range(2):
@@ -104,7 +108,8 @@ def main() -> None:
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
-        print(json.dumps(measure(args)))
+        build = trl_update if args.contestant == "trl" else learner_update
+        print(json.dumps(measure(args, functools.partial(build, args.model))))
         return
     contestants = checkouts(args.before) | ({"trl": ROOT} if args.trl else {})
     print(f"{'shape':>14} {'':8} {'CPU seconds':>11} {'peak MiB':>9}")
