@@ -25,6 +25,7 @@ from raylight.types import (
     Trajectory,
     VersionArray,
 )
+from raylight.types.token_sets import NO_TOKEN_SETS
 
 
 class PlacedReward(NamedTuple):
@@ -320,7 +321,7 @@ def _join_scores(
 def _join_candidates(rows: list[Trajectory], starts: list[int]) -> TokenSets:
     """Return the candidates of the response tokens of rows; none if no row has any."""
     if not any(map(len, (row.candidates for row in rows))):
-        return TokenSets()
+        return NO_TOKEN_SETS
     every = (row.candidates or TokenSets.unrestricted(len(row.token_ids)) for row in rows)
     return TokenSets.join(sets[start:] for sets, start in zip(every, starts, strict=True))
 

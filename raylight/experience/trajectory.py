@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from raylight.types import Generation, IntArray, PenalisedRange, Penalties, RouteArray, TokenSets, Trajectory
+from raylight.types.token_sets import NO_TOKEN_SETS
 
 Relation: TypeAlias = Literal[
     "start", "extension", "fork", "drift_ending", "drift_response", "drift_header", "restart"
@@ -326,7 +327,7 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
 def _join_candidates(replayed: list[Generation], tokens: int) -> TokenSets:
     """Return the candidates of a row; none if no call excluded a token."""
     if not any(len(call.candidates.values) for call in replayed):
-        return TokenSets()
+        return NO_TOKEN_SETS
     parts, end = list[TokenSets](), 0
     for call in replayed:
         parts += [TokenSets.unrestricted(len(call.prompt_ids) - end), call.candidates]

@@ -35,6 +35,7 @@ from raylight.types import (
     Span,
     TokenSets,
 )
+from raylight.types.token_sets import NO_TOKEN_SETS
 
 CALL = "call_id, rollout_id, attempt_id, base, shared, generation"
 """Columns of a recorded call. `base` is the id of a call of the same attempt, or NULL; `shared` is the number
@@ -151,7 +152,7 @@ class _StoredCall:
     def generation(self) -> Generation:
         model, _, _, logprobs, versions, reason, start, end, sampling, agent = self.fields[:10]
         history, policy_logprobs, allowed = self.fields[10:13]
-        candidates = map(_decompress, self.fields[13:15])  # none in calls of earlier releases
+        candidates = list(map(_decompress, self.fields[13:15]))
         if isinstance(versions, int):
             weight_versions = np.full(len(self.output), versions, np.int64)
         else:
@@ -171,7 +172,7 @@ class _StoredCall:
             history=HistoryNote(*history) if history else None,
             policy_logprobs=np.frombuffer(policy_logprobs, np.float32),
             allowed=np.frombuffer(allowed, np.int32),
-            candidates=TokenSets(*candidates),
+            candidates=TokenSets(*candidates) if candidates else NO_TOKEN_SETS,
             routed_experts=self.routes,
         )
 

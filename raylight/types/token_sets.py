@@ -49,6 +49,8 @@ class TokenSets:
     def join(cls, parts: Iterable[TokenSets]) -> TokenSets:
         """Return the sets of all positions of several sequences, in order."""
         kept = list(parts)
+        if not kept:
+            return NO_TOKEN_SETS
         return cls(_join([part.sizes for part in kept]), _join([part.values for part in kept]))
 
     @classmethod
@@ -90,6 +92,10 @@ class TokenSets:
             raise ValueError(
                 f"token sets of {int(self.sizes.sum())} values must have as many, not {len(self.values)}"
             )
+
+
+NO_TOKEN_SETS = TokenSets()
+"""The sets of no position: nothing was recorded. Almost all calls share it."""
 
 
 def _join(arrays: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from raylight.types.history import HistoryNote
 from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
-from raylight.types.token_sets import TokenSets
+from raylight.types.token_sets import NO_TOKEN_SETS, TokenSets
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this limit mean greedy sampling, as in vLLM; dividing logits by them would overflow."""
@@ -103,7 +103,7 @@ class Generation:
     """Number of tokens that could have been sampled at each position, those of a log-prob above
     NEVER_SAMPLED_BELOW; 0 at a position where constraint and truncation changed nothing. At a position with 1
     the model had no choice. Empty if the request has no constraint."""
-    candidates: TokenSets = field(default_factory=TokenSets)
+    candidates: TokenSets = field(default_factory=lambda: NO_TOKEN_SETS)
     """Tokens that could have been sampled at each position, after truncation and constraint, with which a
     learner computes `logprobs` again. Empty unless the request truncates or penalises."""
     routed_experts: RouteArray | None = None
@@ -219,7 +219,7 @@ class Trajectory:
     weight_versions: VersionArray
     temperature: float = 1.0
     """Sampling temperature of all its trained tokens."""
-    candidates: TokenSets = field(default_factory=TokenSets)
+    candidates: TokenSets = field(default_factory=lambda: NO_TOKEN_SETS)
     """Tokens that could have been sampled at each position; empty if nothing was excluded anywhere."""
     penalised: tuple[PenalisedRange, ...] = ()
     """The tokens that were sampled with penalties, in order."""
