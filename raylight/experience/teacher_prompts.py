@@ -73,12 +73,10 @@ def changed_prompts(
     The function is called once for each call with which rows begin.
 
     Args:
+        finished: the rollouts of the rows, with their spans.
         function: None leaves all messages as they are.
         renders_all: also return the prompts of unchanged messages, which the teacher renders otherwise. None
             is then for a call without messages.
-
-    Args:
-        finished: the rollouts of the rows, with their spans.
 
     Raises:
         TeacherPromptError: a row's call has no messages, or the function fails or returns no messages.

@@ -90,10 +90,17 @@ class Teacher:
             RowTooLongError: a row is too long with the teacher's prompt.
         """
         started = time.perf_counter()
+        score = self._score_same if self._aligner is None else self._score_aligned
+        batch, metrics = await score(batch, finished)
+        retries = float(self.service.retries)
+        return batch, metrics | {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
+
+    async def _score_same(
+        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Return the batch with the log-probs of a teacher with the same tokens."""
         rows = [ScoredRow(row.token_ids, row.prompt_length, row.temperature) for row in batch.rows]
         metrics: dict[str, float] = {}
-        if self._aligner is not None:
-            return await self._score_aligned(batch, await self._changes(batch.rows, finished))
         if self._prompt is not None:
             rows, metrics = await self._change(batch.rows, rows, await self._changes(batch.rows, finished))
         lengths, top_k = [len(row.ids) for row in rows], self._top_k
@@ -101,8 +108,6 @@ class Teacher:
             batch = replace(batch, teacher_logprobs=await self._send("token_logprobs", rows, lengths))
         else:
             batch = replace(batch, teacher_tops=await self._send("top_logprobs", rows, lengths, top_k))
-        retries = float(self.service.retries)
-        metrics |= {"time/teacher_s": time.perf_counter() - started, "teacher/retries": retries}
         return batch, metrics
 
     async def _changes(
@@ -158,10 +163,10 @@ class Teacher:
             )
 
     async def _score_aligned(
-        self, batch: TrainBatch, changes: list[ChangedPrompt | None]
+        self, batch: TrainBatch, finished: Sequence[FinishedRollout]
     ) -> tuple[TrainBatch, dict[str, float]]:
         """Return the batch with the log-probs of a teacher with other tokens, at the ends of spans."""
-        started = time.perf_counter()
+        changes = await self._changes(batch.rows, finished)
         rendered = await self._render(change.teacher for change in changes if change)
         prompts = [
             (len(change.tokens), rendered[change.teacher]) if change else (0, []) for change in changes
@@ -180,11 +185,9 @@ class Teacher:
             )
         ]
         spans = [len(one.spans) for one in aligned]
-        return replace(batch, teacher_logprobs=logprobs), {
-            "time/teacher_s": time.perf_counter() - started,
-            "teacher/retries": float(self.service.retries),
-            "teacher/tokens_per_span": sum(one.spans[-1][0] for one in aligned) / sum(spans),
-        }
+        tokens = sum(one.spans[-1][0] for one in aligned)
+        metrics = {"teacher/tokens_per_span": tokens / sum(spans)}
+        return replace(batch, teacher_logprobs=logprobs), metrics
 
     def _align(self, rows: list[Trajectory], prompts: list[int]) -> list[AlignedTokens]:
         """Return the tokens of rows after prompts of these lengths in the teacher's tokens."""
