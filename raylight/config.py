@@ -17,6 +17,10 @@ def cpu_threads(config: EngineConfig | LearnerConfig) -> int:
     return config.num_threads or max(1, int(config.num_cpus))
 
 
+MODEL_NAME = "policy"
+"""The name under which a run serves its model."""
+
+
 class EngineConfig(Config):
     """The serving deployment."""
 

@@ -14,14 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_ROLLOUTS, MAX_SAMPLES, MAX_SECONDS, MAX_TASKS
+from raylight.agent.decorators import BUILTIN_PARAMETERS
 from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
-from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
+from raylight.config import MODEL_NAME, CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.experience.advantages import GRPOAdvantage, UserAdvantage
 from raylight.experience.batch import BatchRules
 from raylight.experience.off_policy import OffPolicySampling
-from raylight.experience.opponents import OPPONENT, POLICY, SelfPlay
+from raylight.experience.opponents import OPPONENT, SelfPlay
 from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import ModelConfig, PolicySettings
 from raylight.experience.staleness import StaleMask
@@ -57,7 +58,7 @@ class RunSettings:
 
 MODEL_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names of models: parts of paths and of metrics."""
-RESERVED_MODELS = frozenset({POLICY, OPPONENT, "llm", "main_llm", "task", "rollout", "resources"})
+RESERVED_MODELS = BUILTIN_PARAMETERS | {MODEL_NAME, OPPONENT, "llm", "main_llm"}
 """Names of the base, and of other parameters of rollout functions."""
 
 
@@ -214,13 +215,13 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     def trained_models(self) -> tuple[str, ...]:
         """Names of the trained models in a run with several, or with opponents; empty if there is one."""
         if self.opponents is not None:
-            return (POLICY,)
+            return (MODEL_NAME,)
         return tuple(name for name, model in self.models.items() if model.trained)
 
     @property
     def served_models(self) -> tuple[str, ...]:
         """Names of the models that agents may call; empty if there is one."""
-        return (POLICY, OPPONENT) if self.opponents is not None else tuple(self.models)
+        return (MODEL_NAME, OPPONENT) if self.opponents is not None else tuple(self.models)
 
     @property
     def untrained_models(self) -> tuple[str, ...]:

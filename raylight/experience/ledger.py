@@ -14,7 +14,7 @@ from typing import Any
 
 from raylight.experience.batch import BatchReport
 from raylight.experience.lengths import count_by_length
-from raylight.experience.opponents import OPPONENT
+from raylight.experience.opponents import model_of_call
 from raylight.types import FinishedRollout, RolloutTokens, TokenTotals
 
 
@@ -169,8 +169,7 @@ def _by_model(rollouts: list[FinishedRollout], report: BatchReport) -> Counter[s
     counts: Counter[str] = Counter()
     for item in rollouts:
         for call in item.generations:
-            model, is_pinned, _ = call.model.partition("@")  # an older version of the policy
-            counts[f"{OPPONENT if is_pinned else model}/sampled"] += len(call.output_ids)
+            counts[f"{model_of_call(call.model)}/sampled"] += len(call.output_ids)
     sampled = {name.removesuffix("/sampled"): tokens for name, tokens in counts.items()}
     for model in sampled.keys() | set(report.models):
         trained = report.trained_by_model[model]

@@ -13,8 +13,6 @@ from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_PROCESSES
 from raylight.base_config import Config
 from raylight.traces.rewards import MAX_REWARD
 
-POLICY = "policy"
-"""Name under which a run serves the model that it trains."""
 OPPONENT = "opponent"
 """Name of the opponent's model for agents, and key of its step in a rollout's metadata."""
 SCALE = 400.0
@@ -147,6 +145,13 @@ class OpponentPool:
         self.opponents = [Opponent(**one) for one in state.get("opponents", ())]
         while len(self.opponents) > self._settings.pool:
             self._remove_weakest()
+
+
+def model_of_call(served: str) -> str:
+    """Return the model that a call of a training rollout stands for: that of its name, or the opponent for an
+    older version of the policy, which has an "@" in its name."""
+    model, is_older, _ = served.partition("@")
+    return OPPONENT if is_older else model
 
 
 def expected_score(own: float, other: float) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from raylight.config import MODEL_NAME
 from raylight.experience.off_policy import untrainable_parameters
-from raylight.experience.opponents import POLICY
 from raylight.experience.trajectory import (
     Trajectories,
     TrajectorySelection,
@@ -49,7 +49,7 @@ class RowRules:
             algorithm.get("train_auxiliary_calls") is True,
             "longest" if algorithm.get("trajectory_selection") == "longest" else "all",
             algorithm.get("teacher") is None,
-            (POLICY,) if algorithm.get("opponents") else _trained_models(algorithm.get("models")),
+            (MODEL_NAME,) if algorithm.get("opponents") else _trained_models(algorithm.get("models")),
         )
 
     def split_calls(self, finished: FinishedRollout) -> tuple[list[Generation], list[Generation]]:

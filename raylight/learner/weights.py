@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig
 
@@ -27,7 +27,7 @@ from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError
 from raylight.learner.model_check import weight_files
-from raylight.weights.protocol import ADAPTER_FILES
+from raylight.weights.peft_files import missing_files, read_adapter
 from raylight.weights.source import WeightSource, base_model, gather
 
 SHARD_BYTES = 4_000_000_000
@@ -68,10 +68,13 @@ def load_adapter(engine: Any, folder: str) -> None:
     Raises:
         ConfigError: the folder has no adapter, or one of another kind, rank, scale or other layers.
     """
-    own, files = engine.module.peft_config["default"], [Path(folder, name) for name in ADAPTER_FILES]
-    if missing := [str(file) for file in files if not file.is_file()]:
-        raise ConfigError(f"there is no {missing[0]}; name a folder with a LoRA adapter in peft's format")
-    config, tensors = json.loads(files[0].read_text()), load_file(files[1])
+    own = engine.module.peft_config["default"]
+    if missing := missing_files(folder):
+        raise ConfigError(
+            f"there is no {Path(folder, missing[0])}; name a folder with a LoRA adapter in peft's format"
+        )
+    adapter = read_adapter(folder)
+    config, tensors = adapter.config, adapter.weights
     params = {
         name.replace(".default.", "."): param
         for name, param in engine.module.named_parameters()

@@ -19,13 +19,14 @@ from raylight._utils.files import OLD, PARTIAL, atomic_folder
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import CheckpointError
 from raylight.http.errors import RequestError
+from raylight.weights.peft_files import ADAPTER_FILES
 
 SCHEME = "tinker://"
 Kind = Literal["weights", "sampler_weights"]
 KINDS: Mapping[str, Kind] = {"weights": "weights", "sampler_weights": "sampler_weights"}
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 """A model id or a name: no part of a path that leads elsewhere."""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 OPTIMIZER, RECORD = "optimizer.safetensors", "checkpoint.json"
 
 

@@ -16,10 +16,6 @@ token records its own version), "wait" delays the update until they have finishe
 immediately with the finish reason "abort"."""
 
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""Files of an adapter in peft's format."""
-
-
 @dataclass(frozen=True)
 class LoraAdapter:
     """A LoRA adapter as peft saves it.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from raylight.engines.protocol import LoraAdapter
+from raylight.weights.peft_files import write_adapter
 
 PREFIX = "raylight-adapters-"
 MODEL, TEXT_PART = "base_model.model.model.", "base_model.model.model.language_model."
@@ -42,17 +42,12 @@ class AdapterFiles:
         Args:
             prefix: beginning of the layers' names in the file, in place of `MODEL`.
         """
-        import torch
-        from safetensors.torch import save_file
-
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        (folder / "adapter_config.json").write_text(json.dumps(dict(adapter.config)))
         weights = {
             prefix + name.removeprefix(MODEL) if name.startswith(MODEL) else name: array
             for name, array in adapter.weights.items()
         }
-        tensors = {name: torch.as_tensor(array).contiguous() for name, array in weights.items()}
-        save_file(tensors, folder / "adapter_model.safetensors")
+        write_adapter(folder, LoraAdapter(adapter.config, weights))
         return folder
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from raylight.errors import ConfigError
 from raylight.experience.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.spec.settings import ServingSettings
-from raylight.weights.protocol import ADAPTER_FILES
+from raylight.weights.peft_files import ADAPTER_FILES, missing_files
 from raylight.weights.transports import choose_transport, find_transport
 
 LOCAL_ENGINE = frozenset(
@@ -63,7 +63,7 @@ def check_models(algorithm: PolicyAlgorithm, learner: LearnerConfig) -> None:
         )
     for name, model in algorithm.models.items():
         folder = model.adapter and Path(model.adapter)
-        if not folder or all((folder / file).is_file() for file in ADAPTER_FILES):
+        if not folder or not missing_files(folder):
             continue
         if (folder / "config.json").is_file():
             raise ConfigError(

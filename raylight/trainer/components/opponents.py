@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from raylight._utils.files import atomic_folder
+from raylight.config import MODEL_NAME
 from raylight.errors import CheckpointError
-from raylight.experience.opponents import OPPONENT, POLICY, OpponentPool, SelfPlay
+from raylight.experience.opponents import OPPONENT, OpponentPool, SelfPlay
 from raylight.experience.rewards import effective_reward
 from raylight.trainer.components.publication import Publications
-from raylight.trainer.components.serving import read_adapter
 from raylight.types import FinishedRollout
-from raylight.weights.protocol import ADAPTER_FILES, LoraAdapter
+from raylight.weights.peft_files import missing_files, read_adapter, write_adapter
+from raylight.weights.protocol import LoraAdapter
 
 FOLDER = "opponents"
 """Folder of the opponents' adapters in the run directory."""
@@ -99,26 +99,22 @@ class ServedOpponents:
 
     async def _serve(self, step: int, version: int, adapter: LoraAdapter) -> None:
         again = f"-{self._releases}" if self._releases else ""  # engines take no version of a name twice
-        name = f"{POLICY}@opponent-{step}{again}"
+        name = f"{MODEL_NAME}@opponent-{step}{again}"
         await self._publications.serve_beside(name, version, adapter)
         self._served[step] = name
 
     def _write(self, step: int, adapter: LoraAdapter) -> None:
-        from safetensors.numpy import save_file
-
-        config, weights = ADAPTER_FILES
         with atomic_folder(self._path(step)) as folder:
-            (folder / config).write_text(json.dumps(adapter.config, indent=2) + "\n")
-            save_file(dict(adapter.weights), folder / weights)
+            write_adapter(folder, adapter)
 
     def _read(self, step: int) -> LoraAdapter:
         path = self._path(step)
-        if missing := [name for name in ADAPTER_FILES if not (path / name).is_file()]:
+        if missing := missing_files(path):
             raise CheckpointError(
                 f"the opponent of step {step} is missing: there is no {path / missing[0]}; copy the folder "
                 f"{FOLDER}/ of the run that is resumed into this run directory"
             )
-        return read_adapter(str(path))
+        return read_adapter(path)
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step}"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from raylight.agent.resources import LLM, NamedResources, ProxyLLM
 from raylight.config import EngineConfig
-from raylight.engines.protocol import LoraAdapter
 from raylight.runner.scaling import Resizable
 from raylight.serving.deploy.deployment import Deployment
 from raylight.serving.deploy.monitor import CountReplicas, IngressProbe, ServingMonitor
@@ -24,7 +20,7 @@ from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.weights.actor import running_coordinator
 from raylight.weights.client import CoordinatorClient
-from raylight.weights.protocol import ADAPTER_FILES
+from raylight.weights.peft_files import read_adapter
 
 
 class Serving:
@@ -205,14 +201,6 @@ def fill_resources(resources: NamedResources, llm: LLM, model: ServingSettings) 
             parameters = resource.sampling_parameters | overrides
             filled[name] = resource.model_copy(update={"sampling_parameters": parameters})
     return filled
-
-
-def read_adapter(folder: str) -> LoraAdapter:
-    """Read an adapter in peft's format."""
-    from safetensors.torch import load_file
-
-    config, weights = (os.path.join(folder, name) for name in ADAPTER_FILES)
-    return LoraAdapter(json.loads(Path(config).read_text()), load_file(weights))
 
 
 def is_traced_upstream(resource: Any) -> bool:

@@ -10,6 +10,7 @@ from raylight.engines.capture_context import OVERRIDDEN
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
 from raylight.experience.batch import BatchReport
 from raylight.experience.call_relations import COUNTED
+from raylight.experience.opponents import model_of_call
 from raylight.experience.rewards import effective_reward
 from raylight.trainer.output.report import Metrics
 from raylight.types import GREEDY, SOURCE, Budget, FinishedRollout
@@ -119,7 +120,7 @@ def _model_metrics(sampled: list[FinishedRollout], content: BatchReport) -> Metr
     """Return the number of calls of each model in a run with several."""
     if not content.models:
         return {}
-    calls = Counter(call.model.partition("@")[0] for item in sampled for call in item.generations)
+    calls = Counter(model_of_call(call.model) for item in sampled for call in item.generations)
     counts = {name: float(calls[name]) for name in sorted(calls.keys() | set(content.models))}
     return {f"model/{name}/calls": count for name, count in counts.items()} | {
         "train/other_models": float(content.other_models)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from raylight._utils.aio import BroadcastCondition
+from raylight.config import MODEL_NAME
 from raylight.errors import StoreError
 from raylight.experience.opponents import OPPONENT
 from raylight.tasks.task_set import Draw
@@ -21,7 +22,6 @@ from raylight.trainer.loops.group_grader import GroupGrader
 from raylight.trainer.ray_session.cluster_monitor import is_cluster_lost
 from raylight.trainer.spec.inputs import SourcedTasks
 from raylight.trainer.spec.run_resources import with_sampling
-from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.types import (
     DRAW,
     GREEDY,

@@ -15,6 +15,7 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.base import Algorithm
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import RunSettings
+from raylight.config import MODEL_NAME
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_dataset
 from raylight.trainer.cluster_fit.cluster_settings import fit_served
@@ -27,7 +28,7 @@ from raylight.trainer.spec.inputs import Inputs, fixed_model, resolve_model
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.run_resources import must_have_endpoints, with_policy
-from raylight.trainer.spec.settings import MODEL_NAME, RolloutSettings, ServedSettings
+from raylight.trainer.spec.settings import RolloutSettings, ServedSettings
 from raylight.types import FinishedRollout
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})

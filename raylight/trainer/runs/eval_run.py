@@ -18,7 +18,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, check_sampling
 from raylight.algorithms.policy import RunSettings
 from raylight.base_config import Config
-from raylight.config import EngineConfig
+from raylight.config import MODEL_NAME, EngineConfig
 from raylight.errors import ConfigError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
 from raylight.store.client import StoreClient
@@ -35,9 +35,9 @@ from raylight.trainer.output.scores import Scores, Spread, measure
 from raylight.trainer.runs.run_spec import RunSpec
 from raylight.trainer.spec.inputs import check_validation_size, fixed_model
 from raylight.trainer.spec.run_resources import with_policy
-from raylight.trainer.spec.settings import MODEL_NAME, RolloutSettings, ServedSettings, ServingSettings
+from raylight.trainer.spec.settings import RolloutSettings, ServedSettings, ServingSettings
 from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutConfig
-from raylight.weights.protocol import ADAPTER_FILES
+from raylight.weights.peft_files import missing_files
 
 ADAPTER_NAME = "adapter"
 """Name under which the only adapter is served."""
@@ -293,7 +293,7 @@ def find_adapter(folder: str) -> str:
         raise ModelNotFoundError(
             f"there is no adapter folder {path}; give the folder to which peft saved the adapter"
         )
-    if missing := [name for name in ADAPTER_FILES if not os.path.isfile(os.path.join(path, name))]:
+    if missing := missing_files(path):
         raise ModelNotFoundError(
             f"{path} is not a LoRA adapter in peft's format: {', '.join(missing)} is missing"
         )

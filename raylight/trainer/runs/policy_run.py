@@ -12,6 +12,7 @@ from raylight._utils.broken_packages import check_packages
 from raylight.agent.resources import LLM
 from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.verl import VERL
+from raylight.config import MODEL_NAME
 from raylight.errors import ConfigError
 from raylight.rewards.process_reward import ProcessReward
 from raylight.serving.gateway.sessions import SessionRules
@@ -41,7 +42,6 @@ from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import (
-    MODEL_NAME,
     RolloutSettings,
     ServingSettings,
     TrainedSettings,

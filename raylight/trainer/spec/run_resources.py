@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from raylight.agent.decorators import BUILTIN_PARAMETERS
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import ConfigError
 from raylight.experience.opponents import OPPONENT
-
-RESERVED = {"task", "rollout", "resources"}
-"""Names of a rollout function's parameters that raylight fills itself."""
 
 
 def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResources:
     """Return the resources that the agent declares, overridden by those of the Trainer.
 
     Raises:
-        ConfigError: a resource has one of the names in `RESERVED`.
+        ConfigError: a resource has one of the names in `BUILTIN_PARAMETERS`.
     """
     resources = {**agent.declared_resources, **overrides}
-    if reserved := RESERVED & resources.keys():
+    if reserved := BUILTIN_PARAMETERS & resources.keys():
         raise ConfigError(
             f"resources cannot be named {', '.join(sorted(reserved))}: raylight fills these parameters "
             "itself; choose other names"

@@ -16,6 +16,7 @@ from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
 from raylight.components import IN_CODE
 from raylight.config import (
+    MODEL_NAME,
     CheckpointConfig,
     EngineConfig,
     LearnerConfig,
@@ -24,7 +25,6 @@ from raylight.config import (
     SessionConfig,
     StoreConfig,
 )
-from raylight.experience.opponents import POLICY
 from raylight.learner.protocol import LearnerSettings, ModelSettings
 from raylight.rewards.group import GroupReward
 from raylight.rewards.scoring_model import ScoringModel
@@ -33,8 +33,6 @@ from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
 from raylight.types import RolloutConfig
 
-MODEL_NAME = POLICY
-"""The name under which a run serves its model."""
 PACKAGES = ("ray", "torch", "transformers", "verl")
 """Required packages whose versions are part of a run's configuration."""
 

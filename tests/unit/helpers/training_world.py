@@ -23,6 +23,7 @@ import raylight as rl
 from raylight._utils.aio import BroadcastCondition, task_group
 from raylight.agent.resources import LLM
 from raylight.config import (
+    MODEL_NAME,
     CheckpointConfig,
     EngineConfig,
     LearnerConfig,
@@ -56,7 +57,7 @@ from raylight.trainer.spec.resume import (
     highest_logged_version,
     prepare_states,
 )
-from raylight.trainer.spec.settings import MODEL_NAME, ServingSettings, TrainedSettings, TrainingSettings
+from raylight.trainer.spec.settings import ServingSettings, TrainedSettings, TrainingSettings
 from raylight.types import CallKey, Failure, Generation, RolloutConfig, Span, StepGroups
 
 STEPS, TASKS, GROUP = 9, 4, 2

@@ -30,7 +30,7 @@ from raylight.trainer.cluster_fit.policy_checks import (
 )
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.trainer.trainer import Trainer
-from raylight.weights.protocol import ADAPTER_FILES
+from raylight.weights.peft_files import ADAPTER_FILES
 
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 """Adapted layers of the starter model."""

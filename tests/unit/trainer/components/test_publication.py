@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit_helpers import within
 
-from raylight.config import EngineConfig
+from raylight.config import MODEL_NAME, EngineConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import (
     EngineStartError,
@@ -18,7 +18,6 @@ from raylight.errors import (
     WeightSyncError,
 )
 from raylight.trainer.components.publication import Publications
-from raylight.trainer.spec.settings import MODEL_NAME
 from raylight.weights.client import CoordinatorClient
 from raylight.weights.orders import Snapshot
 

@@ -14,7 +14,7 @@ from raylight.agent.resources import LLM
 from raylight.algorithms.policy import GRPO
 from raylight.errors import AgentSignatureError, ConfigError, DatasetError, ModelNotFoundError
 from raylight.semconv import OUTPUT_MESSAGES
-from raylight.trainer.components.serving import fill_resources, read_adapter
+from raylight.trainer.components.serving import fill_resources
 from raylight.trainer.output.displays.tables import print_scores
 from raylight.trainer.output.scores import measure
 from raylight.trainer.runs.eval_run import (
@@ -28,6 +28,7 @@ from raylight.trainer.runs.eval_run import (
 from raylight.trainer.spec.task_files import read_tasks
 from raylight.trainer.trainer import Trainer
 from raylight.types import Failure, FinishedRollout, Span
+from raylight.weights.peft_files import read_adapter
 
 BROKEN = Failure(kind="agent", error="ValueError: no tool")
 

@@ -12,6 +12,7 @@ from raylight.agent.prompts import PromptTemplate
 from raylight.agent.resources import LLM, ProxyLLM
 from raylight.algorithms.baseline import Baseline
 from raylight.algorithms.policy import GRPO
+from raylight.config import MODEL_NAME
 from raylight.errors import ConfigError
 from raylight.trainer.spec.run_resources import (
     merge_resources,
@@ -19,7 +20,6 @@ from raylight.trainer.spec.run_resources import (
     with_policy,
     with_sampling,
 )
-from raylight.trainer.spec.settings import MODEL_NAME
 
 POLICY = LLM(endpoint="http://engine", model="policy", traced=True)
 JUDGE = LLM(endpoint="http://judge/v1", model="judge")
