@@ -8,7 +8,6 @@ import correction_ranks
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from correction_ranks import APART, CASES, MASKS, make_rows, measured, run_case
 from rank_processes import run_ranks
 from ranks import make_batch, plain_logprobs
@@ -32,13 +31,7 @@ RATIOS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def corrected(name):

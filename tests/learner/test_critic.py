@@ -2,21 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import ANSWERS, PROMPTS, make_batch
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_critic(config=None, **settings):

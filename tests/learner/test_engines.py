@@ -8,7 +8,6 @@ from pathlib import Path
 import engine_ranks
 import pytest
 import torch
-import torch.distributed as dist
 from engine_ranks import LORA, MOVED, SETTINGS, VARIANTS, all_updates
 from rank_processes import run_ranks
 from ranks import ANSWERS, PROBE, make_batch, plain_logprobs, plain_probe
@@ -30,13 +29,7 @@ SAME = ("packed", "tight", "tight-no-sync", "replicated", "ulysses", "ulysses-sp
 CLIPPED = ("learner/clip_fraction", "critic/vf_clipfrac")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_policy(config=None, **settings):

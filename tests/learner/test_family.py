@@ -7,7 +7,6 @@ import family_ranks
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 from ranks import make_batch, plain_logprobs
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -39,13 +38,7 @@ COMPARABLE = {
 OPTIONS = {"lr": 1e-3, "max_logprob_mismatch": 5.0, "grad_clip": 1e6}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

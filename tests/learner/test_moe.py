@@ -5,7 +5,6 @@ from __future__ import annotations
 import moe_ranks
 import pytest
 import torch
-import torch.distributed as dist
 from moe_ranks import train_and_save
 from rank_processes import run_ranks
 from ranks import plain_probe
@@ -21,14 +20,7 @@ from raylight.learner.model_check import read_shapes
 from raylight.types import Trajectory
 from raylight.weights.source import WeightSource
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("model_type", MOE)

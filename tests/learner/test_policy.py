@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 from rank_processes import run_ranks
 from ranks import ANSWERS, PROBE, PROMPTS, make_batch, plain_logprobs, plain_probe
@@ -23,13 +22,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_policy(learner=None, **settings):

@@ -6,7 +6,6 @@ import numpy as np
 import policy_set_ranks as shared
 import pytest
 import torch
-import torch.distributed as dist
 from peft import PeftModel
 from policy_set_ranks import MODELS, adapters_of, joint_batch, learner_config, make_set, part_of
 from rank_processes import run_ranks
@@ -21,12 +20,7 @@ from raylight.quickstart import STARTER_MODEL
 RANKS = 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

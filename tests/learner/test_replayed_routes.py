@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from routed_rows import GLM, sample
 from tiny_models import build_model
 from transformers import AutoModelForCausalLM
@@ -25,13 +24,7 @@ SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e-3)
 MIXTURES = {"qwen3_moe": {}, "gpt_oss": {}, "glm4_moe": GLM}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def plain_routes(path: str, ids: list[int]) -> RouteArray:

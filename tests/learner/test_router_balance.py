@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import router_balance_ranks
-import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 from router_balance_ranks import balance, plain_balance
 from tiny_models import build_model
@@ -15,14 +13,7 @@ from raylight.errors import ConfigError
 from raylight.experience.settings import OptimizerSettings
 from raylight.learner.engines import build_policy, build_reward_model
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import supervised_ranks
 import torch
-import torch.distributed as dist
 from rank_processes import run_ranks
 from ranks import PROBE, plain_probe
 from supervised_ranks import SETTINGS, batch, make_model, pairs, scored_pairs, shard_of
@@ -43,12 +42,7 @@ LOSSES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from distillation_ranks import (
     KINDS,
     main,
@@ -24,13 +23,7 @@ from raylight.learner.distillation import Distiller
 from raylight.learner.divergence import TopDivergence
 from raylight.quickstart import STARTER_MODEL
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("rendezvous") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
