@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         MaskArray,
         PenalisedRange,
         Penalties,
+        PlacedImage,
         RouteArray,
         TokenSets,
         TopLogprobs,

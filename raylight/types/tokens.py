@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from raylight.types.history import HistoryNote
+from raylight.types.images import PlacedImage, compared_ids
 from raylight.types.rollouts import Rollout
 from raylight.types.spans import Span
 from raylight.types.token_sets import NO_TOKEN_SETS, TokenSets
@@ -109,6 +110,13 @@ class Generation:
     routed_experts: RouteArray | None = None
     """Routes of all tokens of prompt and output but the last, which the engine did not compute; None if they
     were not recorded (`LearnerConfig.router_replay`)."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the prompt, in the order of their places."""
+
+    @property
+    def compared_ids(self) -> IntArray:
+        """Token ids of the prompt and the output, different where images differ (`compared_ids`)."""
+        return compared_ids(self.token_ids, self.images)
 
     @property
     def is_replayed(self) -> bool:
@@ -227,6 +235,8 @@ class Trajectory:
     """1 for tokens between two responses, which the environment returned; empty if they are not known."""
     routed_experts: RouteArray | None = None
     """Routes of its first tokens, of all but the last one in general; None if they were not recorded."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among its tokens, in the order of their places."""
 
     @property
     def prompt_length(self) -> int:
@@ -239,11 +249,13 @@ class Trajectory:
         return int(np.count_nonzero(self.mask))
 
     def first_tokens(self, end: int) -> Trajectory:
-        """Return the row's first tokens."""
+        """Return the row's first tokens, without those of an image that is cut."""
+        images = tuple(image for image in self.images if image.stop <= end)
+        end = min([image.start for image in self.images if image.start < end < image.stop], default=end)
         names = ("token_ids", "mask", "logprobs", "weight_versions", "candidates", "observed")
         routes = None if self.routed_experts is None else self.routed_experts[:end]
         parts = {name: getattr(self, name)[:end] for name in names}
-        return replace(self, **parts, routed_experts=routes)
+        return replace(self, **parts, routed_experts=routes, images=images)
 
     def __post_init__(self) -> None:
         _set_array(self, "token_ids", np.int32)
