@@ -29,6 +29,10 @@ class ModelNotFoundError(RaylightError):
     """A model path does not hold a model that transformers can load."""
 
 
+class ImageError(RaylightError, ValueError):
+    """An image cannot be read, fetched or found, or is beyond a limit."""
+
+
 class AgentSignatureError(RaylightError, ValueError):
     """A rollout function has a required parameter that no argument or resource fills."""
 

@@ -24,6 +24,7 @@ FLOORS = [
         "traces",
         "ray_metrics",
         "advisories",
+        "images",
     },
     {"http", "tasks", "experience", "weights"},
     {"runner", "engines", "serving", "learner"},

@@ -1,0 +1,1 @@
+"""Images that agents send: their files, checked and kept under their digests."""

@@ -1,0 +1,61 @@
+"""Folder of image files, each under its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from raylight._utils.files import write_atomic
+from raylight.errors import ImageError
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class ImageFolder:
+    """Image files by their sha256 digests. One process at a time writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def write(self, images: Mapping[str, bytes]) -> None:
+        """Write files, which are on the disk afterwards. Those that are there stay.
+
+        Raises:
+            ImageError: a file has another digest than its name.
+        """
+        for sha256, data in images.items():
+            path = self._path(sha256)
+            if path.exists():
+                continue
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise ImageError(f"the image {sha256} has another digest: it was damaged on its way")
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, data)
+
+    def read(self, digests: Iterable[str]) -> dict[str, bytes]:
+        """Return files by their digests.
+
+        Raises:
+            ImageError: one is missing, or no digest.
+        """
+        return {sha256: self._read(sha256) for sha256 in digests}
+
+    def remove(self, digests: Iterable[str]) -> None:
+        """Remove files; those that are missing are skipped."""
+        for sha256 in digests:
+            self._path(sha256).unlink(missing_ok=True)
+
+    def _read(self, sha256: str) -> bytes:
+        try:
+            return self._path(sha256).read_bytes()
+        except FileNotFoundError:
+            raise ImageError(
+                f"{self.path} has no image {sha256}; copy the folder together with the store's file"
+            ) from None
+
+    def _path(self, sha256: str) -> Path:
+        if not _DIGEST.fullmatch(sha256):
+            raise ImageError(f"{sha256[:80]!r} is no sha256 digest in lower-case hexadecimal digits")
+        return self.path / sha256

@@ -1,0 +1,166 @@
+"""Images of requests, checked before anything keeps or decodes them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import threading
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from cachetools import LRUCache
+
+from raylight.errors import ImageError
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+MEDIA_TYPES = {
+    "PNG": "image/png",
+    "JPEG": "image/jpeg",
+    "MPO": "image/jpeg",  # a JPEG with further pictures, as phones write it; models get the first one
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+}
+"""Media type by Pillow's name of the format."""
+MAX_ASPECT = 200
+"""Largest ratio of width and height; Qwen's processors raise beyond it."""
+FORMATS = [form for form in MEDIA_TYPES if form != "MPO"]  # Pillow opens MPO as JPEG
+CACHE_BYTES = 128 * 2**20
+"""Size of the images that are kept by their URL, because an agent sends those of earlier turns again."""
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of an image.
+
+    Attributes:
+        max_bytes: of its file.
+        max_pixels: of width times height. A small file may have very many.
+    """
+
+    max_bytes: int = 20 * 2**20
+    max_pixels: int = 8000 * 8000
+
+
+LIMITS = ImageLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image that can be decoded.
+
+    Attributes:
+        sha256: digest of the file, in hexadecimal digits.
+        data: the file, as it was sent.
+    """
+
+    sha256: str
+    data: bytes
+    media_type: str
+    width: int
+    height: int
+
+    def open(self) -> PIL.Image.Image:
+        """Return the decoded image in RGB: turned as its EXIF data says, on white where it is transparent.
+
+        vLLM decodes images in the same way.
+        """
+        from PIL import Image as pillow
+        from PIL import ImageOps
+
+        with pillow.open(BytesIO(self.data), formats=FORMATS) as opened:
+            image = ImageOps.exif_transpose(opened)
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        layers = image.convert("RGBA")
+        white = pillow.new("RGB", layers.size, "white")
+        white.paste(layers, mask=layers.getchannel("A"))
+        return white
+
+    @property
+    def data_url(self) -> str:
+        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+
+
+def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
+    """Return the image of a file that a stranger may have made.
+
+    Raises:
+        ImageError: it is no single image of a known format within the limits, or not whole.
+    """
+    from PIL import Image as pillow
+
+    if len(data) > limits.max_bytes:
+        raise ImageError(f"the image has {len(data)} bytes, and at most {limits.max_bytes} are allowed")
+    try:
+        with pillow.open(BytesIO(data), formats=FORMATS) as image:
+            _check_form(image, limits)
+            image.load()
+            media_type, (width, height) = MEDIA_TYPES[str(image.format)], image.size
+    except ImageError:
+        raise
+    except pillow.UnidentifiedImageError:
+        raise ImageError("the image is no PNG, JPEG, WebP or GIF file; send one of these") from None
+    except pillow.DecompressionBombError:
+        raise ImageError(f"the image has more than {limits.max_pixels} pixels; send a smaller one") from None
+    except Exception as error:  # decoders raise errors of many types
+        raise ImageError(f"the image cannot be decoded: {str(error)[:200]}") from None
+    return Image(hashlib.sha256(data).hexdigest(), data, media_type, width, height)
+
+
+def _check_form(image: PIL.Image.Image, limits: ImageLimits) -> None:
+    """Check what the header of an image says.
+
+    Raises:
+        ImageError: it is too large or too narrow, or it has several frames.
+    """
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise ImageError(
+            f"the image has {width} x {height} pixels, and at most {limits.max_pixels} are allowed; "
+            "send a smaller one"
+        )
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageError(
+            f"the image has {width} x {height} pixels, and a side may be at most {MAX_ASPECT} times the other"
+        )
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        raise ImageError("the image is animated; send a single frame")
+
+
+_cached: LRUCache[bytes, Image] = LRUCache(CACHE_BYTES, getsizeof=lambda image: len(image.data))
+_lock = threading.Lock()
+
+
+def read_data_url(url: str, limits: ImageLimits = LIMITS) -> Image:
+    """Return the image of a `data:` URL. The latest ones are kept.
+
+    Raises:
+        ImageError: it is no such URL of an image, or `read_image` raises it.
+    """
+    key = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=32).digest()
+    with _lock:
+        image = _cached.get(key)
+    if image is None or len(image.data) > limits.max_bytes or image.width * image.height > limits.max_pixels:
+        image = read_image(_decode(url, limits), limits)
+        if len(image.data) <= CACHE_BYTES:
+            with _lock:
+                _cached[key] = image
+    return image
+
+
+def _decode(url: str, limits: ImageLimits) -> bytes:
+    head, comma, encoded = url.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
+        raise ImageError(
+            f"{url[:40]!r} is no data URL of an image; send data:image/png;base64, and the file in base64"
+        )
+    if len(encoded) // 4 * 3 > limits.max_bytes + 3:
+        raise ImageError(f"the image has more than {limits.max_bytes} bytes; send a smaller one")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"the image is no valid base64: {error}") from None

@@ -1,0 +1,141 @@
+"""Images that can be decoded, and files that cannot, are animated, too large or no image."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+import zlib
+from io import BytesIO
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from image_helpers import data_url, image_file, make_image
+from PIL import Image as pillow
+
+from raylight.errors import ImageError
+from raylight.images.image import ImageLimits, read_data_url, read_image
+
+
+def several_frames(form: str, **save: Any) -> bytes:
+    buffer = BytesIO()
+    frames = [pillow.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    frames[0].save(buffer, form, save_all=True, append_images=frames[1:], **save)
+    return buffer.getvalue()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a small file that promises many pixels."""
+    parts = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", b"x"),
+        (b"IEND", b""),
+    ]
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_format_is_read(form: str) -> None:
+    data = image_file("red", (20, 10), form)
+    image = read_image(data)
+    assert (image.width, image.height) == (20, 10)
+    assert image.media_type == f"image/{form.lower()}"
+    assert image.sha256 == hashlib.sha256(data).hexdigest()
+    assert image.open().mode == "RGB"
+    assert read_data_url(image.data_url) == image
+
+
+def test_a_jpeg_with_further_pictures_is_its_first_one() -> None:
+    data = several_frames("MPO")
+    assert read_image(data).media_type == "image/jpeg"
+    assert read_image(data).open().getpixel((0, 0))[0] > 200
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
+def test_an_animated_image_is_refused(form: str) -> None:
+    with pytest.raises(ImageError, match="animated"):
+        read_image(several_frames(form))
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_truncated_file_is_refused(form: str) -> None:
+    noise = pillow.effect_noise((64, 64), 90).convert("RGB")
+    buffer = BytesIO()
+    noise.save(buffer, form)
+    with pytest.raises(ImageError, match=r"cannot be decoded|no PNG"):
+        read_image(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "no PNG"),
+        (b"%PDF-1.7", "no PNG"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no PNG"),
+        (image_file(form="BMP"), "no PNG"),
+        (image_file(form="TIFF"), "no PNG"),
+        (png_header(60_000, 60_000), "pixels"),
+        (png_header(9000, 9000), "pixels"),
+        (png_header(100, 100), "cannot be decoded"),
+        (image_file(size=(1, 201)), "times the other"),
+    ],
+)
+def test_a_bad_file_is_refused(data: bytes, words: str) -> None:
+    with pytest.raises(ImageError, match=words):
+        read_image(data)
+
+
+def test_limits_hold() -> None:
+    data = image_file(size=(30, 30))
+    with pytest.raises(ImageError, match="bytes"):
+        read_image(data, ImageLimits(max_bytes=len(data) - 1))
+    with pytest.raises(ImageError, match="30 x 30"):
+        read_image(data, ImageLimits(max_pixels=899))
+    url = data_url(data)
+    assert read_data_url(url).width == 30
+    with pytest.raises(ImageError, match="30 x 30"):
+        read_data_url(url, ImageLimits(max_pixels=899))
+
+
+def test_transparent_places_are_white() -> None:
+    assert make_image((255, 0, 0, 0)).open().getpixel((0, 0)) == (255, 255, 255)
+    assert make_image((255, 0, 0, 255)).open().getpixel((0, 0)) == (255, 0, 0)
+
+
+def test_the_orientation_of_a_photo_counts() -> None:
+    exif = pillow.Exif()
+    exif[0x0112] = 6
+    image = read_image(image_file("red", (20, 10), "JPEG", exif=exif))
+    assert image.open().size == (10, 20)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "data:image/png;base64",
+        "data:image/png,abc",
+        "data:text/plain;base64,aGFsbG8=",
+        "data:image/png;base64,a b c",
+        "data:image/png;base64,\ud800",
+        "https://example.com/a.png",
+        "raylight-image:" + "0" * 64,
+    ],
+)
+def test_a_bad_url_is_refused(url: str) -> None:
+    with pytest.raises(ImageError):
+        read_data_url(url)
+
+
+@given(st.binary(max_size=200), st.integers(0, 80))
+def test_damaged_bytes_raise_nothing_else(noise: bytes, place: int) -> None:
+    data = image_file()
+    damaged = data[:place] + noise + data[place + len(noise) :]
+    with contextlib.suppress(ImageError):
+        read_image(damaged)
