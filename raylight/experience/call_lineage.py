@@ -74,7 +74,8 @@ def trace_lineage(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) ->
     origins: list[list[PromptSegment]] = []
     lineages: list[CallLineage] = []
     for number, call in enumerate(finished.generations, 1):
-        prompt = call.prompt_ids
+        tokens = call.compared_ids
+        prompt = tokens[: len(call.prompt_ids)]
         shared = [common_prefix(prompt, sequence) for sequence in sequences]
         best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
         length = 0 if best is None else shared[best]
@@ -88,7 +89,7 @@ def trace_lineage(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) ->
         trained = not call_place.untrained
         row = call_place.row
         lineages.append(CallLineage(number, row, trained, kind, related, length, reason, place, segments))
-        sequences.append(call.token_ids)
+        sequences.append(tokens)
         own = [PromptSegment("prompt", number, new), PromptSegment("output", number, len(call.output_ids))]
         origins.append(known + [segment for segment in own if segment.tokens])
     return lineages

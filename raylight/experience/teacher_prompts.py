@@ -19,6 +19,7 @@ from raylight.errors import ConfigError, TeacherPromptError
 from raylight.experience.trajectory import common_prefix
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
 from raylight.types import FinishedRollout, Generation, IntArray, Trajectory
+from raylight.types.images import compared_ids
 
 Message: TypeAlias = dict[str, Any]
 TeacherPrompt: TypeAlias = Callable[[Any, list[Message]], Sequence[Message]]
@@ -100,13 +101,13 @@ def first_call(row: Trajectory, calls: Sequence[Generation]) -> Generation:
     Raises:
         AssertionError: no call begins the row.
     """
-    tokens = row.token_ids
+    tokens = compared_ids(row.token_ids, row.images)
     for call in sorted(calls, key=lambda call: len(call.prompt_ids)):
         prompt = len(call.prompt_ids)
         answer = call.output_ids[: max(len(tokens) - prompt, 0)]
         if (
             len(answer)
-            and common_prefix(call.prompt_ids, tokens) == prompt
+            and common_prefix(call.compared_ids[:prompt], tokens) == prompt
             and np.array_equal(answer, tokens[prompt : prompt + len(answer)])
         ):
             return call

@@ -1,9 +1,10 @@
 """Trajectories from generations: a tree over token prefixes.
 
 A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that
-conversation. The tokens between the two are an observation and are masked. Any other call starts a branch of
-its own, in which the tokens shared with earlier calls are context. The relation of each call to the earlier
-ones is reported beside the rows.
+conversation. The tokens between the two are an observation and are masked. Tokens of images are equal only
+where the images are (`Generation.compared_ids`). Any other call starts a branch of its own, in which the
+tokens shared with earlier calls are context. The relation of each call to the earlier ones is reported beside
+the rows.
 
 Laws: every sampled response is trained exactly once, unless it was aborted; the tokens of a trajectory equal
 `prompt_ids + output_ids` of its last call. Forced tokens are masked, because the model had no choice. No row
@@ -166,7 +167,7 @@ def build_trajectories(generations: list[Generation], masked: Collection[str] = 
     for call in generations:
         if not len(call.output_ids) or call.finish_reason == "aborted":
             continue
-        tokens = call.token_ids
+        tokens = call.compared_ids
         shared = _shared_lengths(tokens, nodes)
         in_prompt = [min(length, len(call.prompt_ids)) for length in shared]
         extendable = [
@@ -180,7 +181,7 @@ def build_trajectories(generations: list[Generation], masked: Collection[str] = 
         else:
             branch = []
             rows.append(branch)
-            relations.append(_classify(call, nodes, in_prompt))
+            relations.append(_classify(tokens[: len(call.prompt_ids)], nodes, in_prompt))
         branch.append(call)
         parent = int(np.argmax(shared)) if shared else -1
         shared_length = shared[parent] if shared else 0
@@ -248,11 +249,15 @@ def common_prefix(a: IntArray, b: IntArray) -> int:
     return end
 
 
-def _classify(call: Generation, nodes: list[_CallNode], shared: list[int]) -> Relation:
-    """Classify a call that extends no conversation and shares `shared[i]` prompt tokens with node i."""
+def _classify(prompt: IntArray, nodes: list[_CallNode], shared: list[int]) -> Relation:
+    """Classify a call that extends no conversation and shares `shared[i]` prompt tokens with node i.
+
+    Args:
+        prompt: ids by which its prompt is compared.
+    """
     if not nodes:
         return "start"
-    relations = [_relation_to(n, call.prompt_ids, length) for n, length in zip(nodes, shared, strict=True)]
+    relations = [_relation_to(n, prompt, length) for n, length in zip(nodes, shared, strict=True)]
     related = [
         (length, RELATION_PRIORITY.index(relation))
         for relation, length in zip(relations, shared, strict=True)
@@ -321,6 +326,7 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
         tuple(_penalised_ranges(replayed)),
         observed,
         _join_routes(branch),
+        branch[-1].images,
     )
 
 

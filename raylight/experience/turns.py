@@ -13,7 +13,8 @@ from raylight.experience.advantages import TurnGroups
 from raylight.experience.rewards import RewardRules
 from raylight.experience.trajectory import Trajectories
 from raylight.semconv import CALL_ID, STATE_KEY
-from raylight.types import FinishedRollout, Generation, Span
+from raylight.types import FinishedRollout, Generation, IntArray, Span
+from raylight.types.images import compared_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def _states(calls: Sequence[Generation], spans: Sequence[Span]) -> dict[str, str
         elif before is not None and _is_choice_of(before, call):
             state = states[before.key.call_id]
         else:
-            state = f"prompt {hashlib.sha256(call.prompt_ids.tobytes()).hexdigest()}"
+            state = f"prompt {hashlib.sha256(_compared_prompt(call).tobytes()).hexdigest()}"
         states[call.key.call_id], before = state, call
     return states
 
@@ -102,4 +103,10 @@ def _count_until(named: Sequence[tuple[float, str]], used: int, time_s: float) -
 
 def _is_choice_of(one: Generation, other: Generation) -> bool:
     """Return True for two choices of one request."""
-    return one.start_time == other.start_time and np.array_equal(one.prompt_ids, other.prompt_ids)
+    return one.start_time == other.start_time and np.array_equal(
+        _compared_prompt(one), _compared_prompt(other)
+    )
+
+
+def _compared_prompt(call: Generation) -> IntArray:
+    return compared_ids(call.prompt_ids, call.images)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from unit_helpers import make_generation
 
 from raylight.experience.trajectory import MAX_HEADER_TOKENS, Relation, Trajectories, build_trajectories
-from raylight.types import Generation, Trajectory
+from raylight.types import Generation, PlacedImage, Trajectory
 
 TOKENS = st.integers(0, 3)
 """Few different tokens, so that prefixes also coincide by chance."""
@@ -43,6 +43,7 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
         else:
             earlier = draw(st.sampled_from(calls))
             prompt = earlier.token_ids.tolist() + draw(st.lists(TOKENS, max_size=3))
+        images = draw(placed_images(len(prompt)))
         output = draw(st.lists(TOKENS, max_size=4))
         # values that identify the token and the call
         logprobs = [-(number + place / 100) - 0.001 for place in range(len(output))]
@@ -50,17 +51,45 @@ def conversations(draw: st.DrawFn) -> list[Generation]:
         temperature = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
         constrained = draw(st.booleans())
         calls.append(
-            make_generation(
-                prompt,
-                output,
-                temperature=temperature,
-                logprobs=logprobs,
-                versions=versions,
-                policy_logprobs=[logprob - 1000 for logprob in logprobs] if constrained else None,
-                allowed=[draw(st.integers(0, 3)) for _ in output] if constrained else None,
+            replace(
+                make_generation(
+                    prompt,
+                    output,
+                    temperature=temperature,
+                    logprobs=logprobs,
+                    versions=versions,
+                    policy_logprobs=[logprob - 1000 for logprob in logprobs] if constrained else None,
+                    allowed=[draw(st.integers(0, 3)) for _ in output] if constrained else None,
+                ),
+                images=images,
             )
         )
     return calls
+
+
+@st.composite
+def placed_images(draw: st.DrawFn, tokens: int) -> tuple[PlacedImage, ...]:
+    """Draw images of few kinds at the start of a prompt, so that calls often have the same ones."""
+    size = 1 + (tokens > 3)
+    count = draw(st.sampled_from([0, 0, 0, 1, 2])) if tokens > 2 * size else 0
+    kinds = draw(st.lists(st.sampled_from("aab"), min_size=count, max_size=count))
+    return tuple(PlacedImage(kind * 64, i * size, (i + 1) * size) for i, kind in enumerate(kinds))
+
+
+@given(conversations())
+def test_calls_with_images_are_related_as_calls_with_other_tokens(calls: list[Generation]) -> None:
+    as_tokens = [replace(c, prompt_ids=c.compared_ids[: len(c.prompt_ids)], images=()) for c in calls]
+    made, expected = build_trajectories(calls), build_trajectories(as_tokens)
+    assert (made.relations, made.positions) == (expected.relations, expected.positions)
+
+
+@given(conversations())
+def test_a_row_has_the_images_of_each_of_its_calls(calls: list[Generation]) -> None:
+    made = build_trajectories(calls)
+    for call, position in zip(made.calls, made.positions, strict=True):
+        assert made.rows[position.row].images[: len(call.images)] == call.images
+    for row in made.rows:
+        assert not any(row.mask[image.start : image.stop].any() for image in row.images)
 
 
 @given(conversations(), st.data())
@@ -284,14 +313,18 @@ def test_relations_match_a_plain_comparison_of_prefixes(calls: list[Generation])
     """An extension contains all tokens of an earlier call; a restart never does."""
     sampled = [call for call in calls if call.output_ids.tolist()]
     for place, relation in enumerate(build_trajectories(calls).relations):
-        prompt = sampled[place].prompt_ids.tolist()
-        totals = [call.token_ids.tolist() for call in sampled[:place]]
+        prompt = compared_prompt(sampled[place])
+        totals = [call.compared_ids.tolist() for call in sampled[:place]]
         whole = any(prompt[: len(total)] == total for total in totals)
         if relation == "extension":
             assert whole
         if relation == "restart":
             assert not whole
-            assert prompt not in [call.prompt_ids.tolist() for call in sampled[:place]]
+            assert prompt not in map(compared_prompt, sampled[:place])
+
+
+def compared_prompt(call: Generation) -> list[int]:
+    return call.compared_ids.tolist()[: len(call.prompt_ids)]
 
 
 @given(conversations(), st.randoms(use_true_random=False))
@@ -450,8 +483,8 @@ def plain_rows(calls: list[Generation]) -> list[list[Generation]]:
     for call in (call for call in calls if call.output_ids.tolist()):
         lengths = {}
         for place, row in enumerate(rows):
-            tokens = row[-1].token_ids.tolist()
-            if call.prompt_ids.tolist()[: len(tokens)] == tokens and call.temperature == row[-1].temperature:
+            tokens = row[-1].compared_ids.tolist()
+            if compared_prompt(call)[: len(tokens)] == tokens and call.temperature == row[-1].temperature:
                 lengths[place] = len(tokens)
         if lengths:
             rows[max(lengths, key=lambda place: lengths[place])].append(call)

@@ -18,7 +18,7 @@ from raylight.experience.rewards import RewardRules
 from raylight.experience.settings import PolicySettings
 from raylight.experience.shards import shard_batch
 from raylight.semconv import ANNOTATION, CALL_ID, GRADE_SPAN_ID, GRADE_TURNS, reward_attributes
-from raylight.types import GREEDY, FinishedRollout, Span
+from raylight.types import GREEDY, FinishedRollout, PlacedImage, Span
 
 
 def played(
@@ -206,3 +206,17 @@ def test_a_greedy_baseline_counts_the_grades_of_the_calls_that_are_trained() -> 
     assert parts.baselines == [1.25, 5.0]
     whole = build_batch(items, BatchRules(trained_agents="x", **rules))[0]
     assert whole.baselines == [1.25]
+
+
+def test_states_differ_where_images_do() -> None:
+    """Screens of the same size have the same tokens."""
+    item = played(1.0, [[1, 7, 7, 2]] * 3)
+    screens = ["a" * 64, "b" * 64, "a" * 64]
+    calls = [
+        dataclasses.replace(call, images=(PlacedImage(screen, 1, 3),))
+        for call, screen in zip(item.generations, screens, strict=True)
+    ]
+    groups = BatchRules(turn_groups="state")
+    turns = build_batch([dataclasses.replace(item, generations=calls)], groups)[0].turns
+    states = [turn.state for turn in turns]
+    assert states[0] == states[2] != states[1]
