@@ -1,0 +1,190 @@
+"""Images as a model takes them: tokens that stand for them in a prompt, and pixels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.image_processing_auto import (
+    AutoImageProcessor,
+)  # the package's own needs torchvision
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from raylight.errors import ImageError
+from raylight.images.image import Image
+from raylight.types import IntArray
+from raylight.types.images import PlacedImage
+
+logger = logging.getLogger(__name__)
+CACHE_BYTES = 256 * 2**20
+"""Size of the pixel tensors that are kept, because agents send the images of earlier turns again."""
+TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""Outputs of processors that belong to the text."""
+PLACEHOLDERS = {"Gemma3Processor": "boi_token"}
+"""Attribute with the text that a processor replaces by an image's tokens, where it is not `image_token`."""
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """An image for one model.
+
+    Attributes:
+        text: text that replaces its placeholder in a prompt.
+        ids: tokens that stand for it, from the first to the last token of its features.
+        tensors: pixel values and what the model needs with them.
+    """
+
+    text: str
+    ids: IntArray
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class ModelImages:
+    """Conversion of images for one model, by its own processor.
+
+    An image is processed by itself, so that its tokens and pixels do not depend on what other images there
+    are. (With several images, LLaVA-OneVision's own processor does not cut them into tiles.)
+
+    Args:
+        processor: processor of the model, which needs no part for videos.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor, self._tokenizer = processor, processor.tokenizer
+        self.token_id: int = processor.image_token_id
+        """Token whose embeddings an image's features replace."""
+        attribute = PLACEHOLDERS.get(type(processor).__name__)
+        self._placeholder: str = getattr(
+            processor.tokenizer if attribute else processor, attribute or "image_token"
+        )
+        self._processed: LRUCache[str, ProcessedImage] = LRUCache(CACHE_BYTES, getsizeof=lambda it: it.size)
+        self._lock = Lock()
+
+    @classmethod
+    def load(cls, model_path: str) -> ModelImages | None:
+        """Load the processor in a model's folder; None for a model without a vision part, or without the
+        files of a processor."""
+        config = AutoConfig.from_pretrained(model_path)
+        if getattr(config, "vision_config", None) is None or type(config) not in PROCESSOR_MAPPING:
+            return None
+        try:
+            return cls(load_processor(model_path, PROCESSOR_MAPPING[type(config)]))
+        except (OSError, ImportError, ValueError, KeyError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            logger.warning("%s takes no images: its processor cannot be loaded (%s)", model_path, reason)
+            return None
+
+    def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """Return the tokens of a rendered prompt, and the places of its images.
+
+        Raises:
+            ImageError: the text has another number of placeholders than there are images.
+        """
+        parts = text.split(self._placeholder)
+        if len(parts) - 1 != len(images):
+            raise ImageError(
+                f"the prompt has {len(parts) - 1} times the text {self._placeholder}, which stands for an "
+                f"image, and {len(images)} images; remove it from the messages' text, or use a chat template "
+                "that shows the images of all messages"
+            )
+        texts = [self._process(image).text for image in images]
+        whole = parts[0] + "".join(shown + part for shown, part in zip(texts, parts[1:], strict=True))
+        ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False)
+        return ids, self.place(ids, images)
+
+    def place(self, ids: Sequence[int] | IntArray, images: Sequence[Image]) -> tuple[PlacedImage, ...]:
+        """Find images in tokens that stand for them, in order.
+
+        Raises:
+            ImageError: one has no tokens, or those of another image.
+        """
+        tokens = np.asarray(ids, np.int32)
+        starts = np.flatnonzero(tokens == self.token_id)
+        places: list[PlacedImage] = []
+        for image in images:
+            own = self._process(image).ids
+            after = places[-1].stop if places else 0
+            index = int(np.searchsorted(starts, after))
+            start = int(starts[index]) if index < len(starts) else len(tokens)
+            if not np.array_equal(tokens[start : start + len(own)], own):
+                raise ImageError(
+                    f"the prompt's tokens do not show image {len(places) + 1} of {len(images)}, "
+                    f"which has {len(own)} tokens; send the images of all messages, in order"
+                )
+            places.append(PlacedImage(image.sha256, start, start + len(own)))
+        return tuple(places)
+
+    def inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+        """Return the pixel tensors of images, in order, by the names of the model's arguments."""
+        tensors = [self._process(image).tensors for image in images]
+        return (
+            {name: _concatenate([each[name] for each in tensors]) for name in tensors[0]} if tensors else {}
+        )
+
+    def _process(self, image: Image) -> ProcessedImage:
+        with self._lock:
+            processed = self._processed.get(image.sha256)
+        if processed is None:
+            processed = self._convert(image)
+            if processed.size <= CACHE_BYTES:
+                with self._lock:
+                    self._processed[image.sha256] = processed
+        return processed
+
+    def _convert(self, image: Image) -> ProcessedImage:
+        found = dict(
+            self._processor(
+                text=[self._placeholder],
+                images=[image.open()],
+                add_special_tokens=False,
+                return_tensors="pt",
+            )
+        )
+        ids = found["input_ids"][0].numpy().astype(np.int32)
+        places = np.flatnonzero(ids == self.token_id)
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not len(places) or self._tokenizer.encode(text, add_special_tokens=False) != ids.tolist():
+            raise ImageError(
+                f"the tokens of an image cannot be written as text ({text[:80]!r}); use another tokenizer"
+            )
+        tensors = {name: value for name, value in found.items() if name not in TEXT_KEYS}
+        return ProcessedImage(text, ids[places[0] : places[-1] + 1], tensors)
+
+
+def load_processor(model_path: str, kind: Any) -> Any:
+    """Load a model's processor without the parts for other inputs, which may need further packages.
+
+    Args:
+        kind: class of the processor.
+    """
+    settings, _ = kind.get_processor_dict(model_path)
+    loaders = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    parts = [
+        loaders[name].from_pretrained(model_path) if name in loaders else None
+        for name in kind.get_attributes()
+    ]
+    # only the class's own check rejects a part that is missing
+    partial = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    return partial.from_args_and_dict(parts, settings)
+
+
+def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors of images; those with fewer tiles are padded with zeros."""
+    most = max(tensor.shape[1] for tensor in tensors) if tensors[0].ndim > 1 else 0
+    padded = [
+        torch.cat([t, t.new_zeros(len(t), most - t.shape[1], *t.shape[2:])], 1) if t.ndim > 1 else t
+        for t in tensors
+    ]
+    return torch.cat(padded)

@@ -1,0 +1,131 @@
+"""Tokens and pixels of images, compared with the models' own processors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_helpers import make_image
+from tiny_qwen import build_tiny_qwen
+from tiny_vlms import FAMILIES, build_vlm
+
+from raylight.errors import ImageError
+from raylight.images.image import Image
+from raylight.images.model_inputs import TEXT_KEYS, ModelImages, load_processor
+
+RED, WIDE, TALL = (make_image(*given) for given in (("red",), ("blue", (64, 40)), ("green", (24, 90))))
+PART = {"type": "image"}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return build_vlm(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def images(folder: str) -> ModelImages:
+    found = ModelImages.load(folder)
+    assert found is not None
+    return found
+
+
+def own_processor(folder: str) -> Any:
+    from transformers import AutoConfig
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    return load_processor(folder, PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(folder))])
+
+
+def render(folder: str, *contents: Any) -> str:
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": content} for content in contents]
+    return AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+
+
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
+
+
+class TestEncode:
+    @pytest.mark.parametrize("image", [RED, WIDE, TALL], ids=["square", "wide", "tall"])
+    def test_tokens_and_pixels_are_those_of_the_models_processor(
+        self, folder: str, images: ModelImages, image: Image
+    ) -> None:
+        prompt = render(folder, [text("\nSee\n"), PART, text("\n\nIt is:")])
+        ids, places = images.encode(prompt, [image])
+        expected = dict(own_processor(folder)(text=[prompt], images=[image.open()], return_tensors="pt"))
+        assert ids == expected["input_ids"][0].tolist()
+        assert set(ids[places[0].start : places[0].stop]) == {images.token_id}
+        assert images.token_id not in ids[: places[0].start] + ids[places[0].stop :]
+        tensors = images.inputs([image])
+        assert tensors.keys() == expected.keys() - TEXT_KEYS
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, torch.as_tensor(expected[name]), rtol=0, atol=0)
+
+    def test_images_of_several_messages(self, folder: str, images: ModelImages) -> None:
+        prompt = render(folder, [PART, PART, text("two")], "none", [text("again"), PART])
+        ids, places = images.encode(prompt, [RED, WIDE, RED])
+        assert [place.sha256 for place in places] == [RED.sha256, WIDE.sha256, RED.sha256]
+        assert ids.count(images.token_id) == sum(place.stop - place.start for place in places)
+        if "llava" not in folder:  # its own processor does not cut several images into tiles
+            opened = [image.open() for image in (RED, WIDE, RED)]
+            assert ids == own_processor(folder)(text=[prompt], images=opened)["input_ids"][0]
+
+    def test_text_alone(self, folder: str, images: ModelImages) -> None:
+        ids, places = images.encode(render(folder, "hello"), [])
+        assert ids
+        assert not places
+        assert not images.inputs([])
+
+    def test_another_number_of_images(self, folder: str, images: ModelImages) -> None:
+        with pytest.raises(ImageError, match=r"1 times the text .* and 2 images"):
+            images.encode(render(folder, [PART]), [RED, WIDE])
+
+
+class TestPlace:
+    def test_finds_what_encode_placed(self, folder: str, images: ModelImages) -> None:
+        shown = [RED, RED, TALL]
+        ids, places = images.encode(render(folder, [PART, PART, text("and"), PART]), shown)
+        assert images.place(ids, shown) == places
+
+    def test_other_images_than_those_shown(self, folder: str, images: ModelImages) -> None:
+        ids, _ = images.encode(render(folder, [PART]), [RED])
+        with pytest.raises(ImageError, match="image 2 of 2"):
+            images.place(ids, [RED, RED])
+        with pytest.raises(ImageError, match="image 1 of 1"):
+            images.place(ids[:10], [RED])
+
+    def test_other_size(self, tmp_path: Path) -> None:
+        images = ModelImages.load(build_vlm("qwen3_vl", tmp_path))
+        assert images is not None
+        ids, _ = images.encode(render(str(tmp_path), [PART, PART]), [RED, RED])
+        with pytest.raises(ImageError, match="image 1 of 2, which has 40 tokens"):
+            images.place(ids, [WIDE, RED])
+
+
+class TestInputs:
+    def test_images_of_different_sizes(self, images: ModelImages) -> None:
+        both, one = images.inputs([RED, TALL, RED]), images.inputs([RED])
+        assert both.keys() == one.keys()
+        count = len(one["pixel_values"])
+        for at in (slice(None, count), slice(-count, None)):
+            part = both["pixel_values"][at]
+            if part.ndim == one["pixel_values"].ndim == 5:  # padded tiles
+                part = part[:, : one["pixel_values"].shape[1]]
+            torch.testing.assert_close(part, one["pixel_values"], rtol=0, atol=0)
+
+
+class TestLoad:
+    def test_model_without_a_vision_part(self, tmp_path: Path) -> None:
+        assert ModelImages.load(build_tiny_qwen(tmp_path)) is None
+
+    def test_model_without_a_processor(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        folder = build_vlm("gemma3", tmp_path)
+        (tmp_path / "preprocessor_config.json").unlink()
+        assert ModelImages.load(folder) is None
+        assert "takes no images: its processor cannot be loaded" in caplog.text
