@@ -75,6 +75,13 @@ class TrainBatch:
     """Model of each rollout, in a run with several models."""
     signals: frozenset[str] = frozenset()
     """Models whose part of the batch can change them."""
+    image_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the rows' images by digest."""
+
+    @property
+    def image_digests(self) -> list[str]:
+        """Digests of the rows' images, each once."""
+        return sorted({image.sha256 for row in self.rows for image in row.images})
 
     def parts_of_models(self) -> dict[str, ModelPart]:
         """Return the part of each model that has rows and a signal."""
@@ -105,6 +112,7 @@ class TrainBatch:
             turns=move(self.turns),
             parts=None if self.parts is None else [self.parts[i] for i in own],
             weights=None if self.weights is None else [self.weights[i] for i in own],
+            image_files=self.image_files,
         )
         return ModelPart(batch, rows)
 

@@ -19,6 +19,7 @@ from raylight.types import (
     LogprobArray,
     MaskArray,
     PenalisedRange,
+    PlacedImage,
     RouteArray,
     TokenSets,
     TopLogprobs,
@@ -107,6 +108,8 @@ class PackedRows:
     """Tokens that could have been sampled, for each response token; empty if no row has any."""
     penalised: list[tuple[PenalisedRange, ...]]
     """Ranges of each row's tokens that were sampled with penalties."""
+    images: list[tuple[PlacedImage, ...]]
+    """Images among each row's tokens."""
     teachers: list[int]
     """Number of each row's teacher on the learners' ranks."""
     teacher_tops: TopLogprobs | None
@@ -136,6 +139,8 @@ class BatchShard:
     """Mini-batches of the policy."""
     critic_minibatches: list[MinibatchShard]
     """Mini-batches of the critic; none without a critic."""
+    image_files: dict[str, bytes] = field(default_factory=dict)
+    """Files of the images of these rows by digest."""
 
 
 class ModelShard(NamedTuple):
@@ -151,7 +156,8 @@ def shard_batch(
 ) -> Iterator[BatchShard]:
     """Yield the shard of each rank, so that only one is in memory at a time.
 
-    Mini-batches are split by rollout, and balanced across ranks by tokens.
+    Mini-batches are split by rollout, and balanced across ranks by tokens. Those of images count as tokens,
+    about four patches each.
     """
     lengths = [len(row.token_ids) for row in batch.rows]
     outline = _outline(batch)
@@ -167,7 +173,10 @@ def shard_batch(
         critic_parts = [_shard(part, rank, lengths, batch.owners) for part in critic]
         indices = sorted({index for part in [*parts, *critic_parts] for index in part.rows})
         learns_observations = isinstance(settings, PolicySettings) and settings.observation_coef > 0
-        yield BatchShard(outline, _pack(indices, batch, learns_observations), parts, critic_parts)
+        rows, files = _pack(indices, batch, learns_observations), batch.image_files
+        digests = {image.sha256 for images in rows.images for image in images}
+        shown = {sha256: files[sha256] for sha256 in sorted(digests)}
+        yield BatchShard(outline, rows, parts, critic_parts, shown)
 
 
 def shard_by_model(
@@ -292,6 +301,7 @@ def _pack(indices: list[int], batch: TrainBatch, learns_observations: bool) -> P
         teacher_logprobs=None if teacher is None else _join_scores(teacher, indices, chosen, prompts),
         candidates=_join_candidates(chosen, prompts),
         penalised=[row.penalised for row in chosen],
+        images=[row.images for row in chosen],
         observed=_observed(chosen, prompts) if learns_observations else None,
         routed=[0 if row.routed_experts is None else len(row.routed_experts) for row in chosen],
         routed_experts=np.concatenate(routes) if routes else None,

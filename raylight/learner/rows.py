@@ -13,7 +13,7 @@ import torch
 from raylight.errors import ConfigError
 from raylight.experience.shards import MinibatchShard, PackedRows
 from raylight.experience.token_records import RowRecord
-from raylight.types import LogprobArray, PenalisedRange, TokenSets
+from raylight.types import LogprobArray, PenalisedRange, PlacedImage, TokenSets
 
 
 @dataclass(eq=False)
@@ -52,6 +52,8 @@ class TrainRow:
     """Tokens that could have been sampled at each position of the response; None: nothing was excluded."""
     penalised: tuple[PenalisedRange, ...] = ()
     """Ranges of the row's tokens that were sampled with penalties."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among its tokens, in order."""
     teacher_top_ids: torch.Tensor | None = None
     """The teacher's most probable tokens, shape (tokens, k)."""
     teacher_top_logprobs: torch.Tensor | None = None
@@ -102,6 +104,7 @@ def build_rows(packed: PackedRows, owners: Sequence[int]) -> dict[int, TrainRow]
         "teacher_logprobs": split(packed.teacher_logprobs, torch.float32),
         "candidates": _split_sets(packed.candidates, lengths),
         "penalised": packed.penalised,
+        "images": packed.images,
         "observed": split(packed.observed, torch.long),
         "routes": _split_routes(packed),
         "teacher_top_ids": split(None if tops is None else tops.ids, torch.long),

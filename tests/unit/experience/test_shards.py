@@ -12,7 +12,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.rewards import TurnReward
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import BatchShard, MinibatchShard, balance, shard_batch, split_minibatches
-from raylight.types import Trajectory
+from raylight.types import PlacedImage, Trajectory
 
 
 @st.composite
@@ -27,11 +27,22 @@ def batches(draw: st.DrawFn) -> TrainBatch:
         ids = [next(numbers) for _ in mask]
         versions = [i % 7 if m else -1 for i, m in zip(ids, mask, strict=True)]
         return Trajectory(
-            f"r{ids[0]}", ids, mask, [-0.5 * i * m for i, m in zip(ids, mask, strict=True)], versions
+            f"r{ids[0]}",
+            ids,
+            mask,
+            [-0.5 * i * m for i, m in zip(ids, mask, strict=True)],
+            versions,
+            images=tuple(
+                PlacedImage(draw(st.sampled_from("abc")) * 64, place, place + 1)
+                for place in range(draw(st.integers(0, prompt)))
+            ),
         )
 
     rows = [row() for _ in owners]
-    return TrainBatch([float(i) for i in range(rollouts)], ["g"] * rollouts, rows, owners)
+    files = {name * 64: name.encode() for name in "abc"}
+    return TrainBatch(
+        [float(i) for i in range(rollouts)], ["g"] * rollouts, rows, owners, image_files=files
+    )
 
 
 def settings_of(parts: int, critic_parts: int | None) -> PolicySettings:
@@ -55,6 +66,7 @@ def rows_of(shard: BatchShard) -> dict[int, Trajectory]:
             np.concatenate([observed, packed.logprobs[response]]),
             np.concatenate([observed - 1, packed.weight_versions[response]]),
             packed.temperatures[place],
+            images=packed.images[place],
         )
         start, answer = start + prompt + length, answer + length
     assert (start, answer) == (len(packed.token_ids), len(packed.mask))
@@ -82,6 +94,9 @@ def test_every_row_is_trained_once_unchanged_and_on_one_rank(
             sent = batch.rows[index]
             for name in ("token_ids", "mask", "logprobs", "weight_versions", "temperature"):
                 assert np.array_equal(getattr(row, name), getattr(sent, name)), name
+            assert row.images == sent.images
+        digests = {image.sha256 for row in rows.values() for image in row.images}
+        assert shard.image_files == {sha256: batch.image_files[sha256] for sha256 in digests}
 
 
 @given(batches(), st.integers(1, 4))
