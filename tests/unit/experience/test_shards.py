@@ -40,9 +40,7 @@ def batches(draw: st.DrawFn) -> TrainBatch:
 
     rows = [row() for _ in owners]
     files = {name * 64: name.encode() for name in "abc"}
-    return TrainBatch(
-        [float(i) for i in range(rollouts)], ["g"] * rollouts, rows, owners, image_files=files
-    )
+    return TrainBatch([float(i) for i in range(rollouts)], ["g"] * rollouts, rows, owners, image_files=files)
 
 
 def settings_of(parts: int, critic_parts: int | None) -> PolicySettings:
