@@ -94,6 +94,13 @@ class EngineConfig(Config):
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024, le=2**31)
     """Maximum size of a request body, in bytes."""
+    fetch_images: bool = False
+    """Fetch the images of http and https URLs in requests, from public addresses only. False: agents send
+    their images in the request, as data URLs."""
+    max_image_bytes: int = Field(default=20 * 2**20, ge=1024, le=2**30)
+    """Maximum size of an image's file, in bytes."""
+    max_image_pixels: int = Field(default=8000 * 8000, ge=1, le=2**31)
+    """Maximum width times height of an image. A small file may have very many pixels."""
     ignore_fields: list[str] = Field(default_factory=list)
     """Request fields that are dropped before anything reads them, such as ["web_search_options"], by their
     names in the agent's dialect. "text.unheard" is a field within another one; a list on the way stands for

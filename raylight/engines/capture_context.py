@@ -17,6 +17,7 @@ import numpy as np
 
 from raylight.experience.off_policy import is_replayable
 from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, RouteArray, TokenSets
+from raylight.types.images import PlacedImage
 
 CONSTRAINED = "constrained"
 """Key in a sample's `sampling`: True if a grammar or a list of allowed tokens restricts the response."""
@@ -56,6 +57,8 @@ class Sample:
     prompt_ids: IntArray
     sampling: Mapping[str, Any]
     """Sampling parameters: `temperature`, and all others that were requested (top_p, top_k, seed, ...)."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the prompt."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Log-probs of the distribution really sampled from: after temperature, constraint, top-k and top-p."""
@@ -115,9 +118,15 @@ class CaptureContext:
     samples: dict[int, Sample] = field(default_factory=dict)
     """Choice index -> sample."""
 
-    def sample(self, index: int, prompt_ids: Sequence[int] | IntArray, sampling: Mapping[str, Any]) -> Sample:
+    def sample(
+        self,
+        index: int,
+        prompt_ids: Sequence[int] | IntArray,
+        sampling: Mapping[str, Any],
+        images: tuple[PlacedImage, ...] = (),
+    ) -> Sample:
         """Add the sample of a choice. The engine calls this before it samples."""
-        sample = self.samples[index] = Sample(index, np.asarray(prompt_ids, np.int32), sampling)
+        sample = self.samples[index] = Sample(index, np.asarray(prompt_ids, np.int32), sampling, images)
         sample.keeps_candidates = self.keeps_candidates(sampling)
         return sample
 

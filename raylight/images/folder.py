@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from raylight._utils.files import write_atomic
+from raylight._utils.files import PARTIAL, write_atomic
 from raylight.errors import ImageError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -42,10 +43,13 @@ class ImageFolder:
         """
         return {sha256: self._read(sha256) for sha256 in digests}
 
-    def remove(self, digests: Iterable[str]) -> None:
-        """Remove files; those that are missing are skipped."""
-        for sha256 in digests:
-            self._path(sha256).unlink(missing_ok=True)
+    def clear(self) -> None:
+        """Remove all images, and the folder if it has nothing else."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if _DIGEST.fullmatch(path.name.removesuffix(PARTIAL)):
+                path.unlink()
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def _read(self, sha256: str) -> bytes:
         try:

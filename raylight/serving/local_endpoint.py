@@ -77,7 +77,9 @@ class Endpoint:
         )
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
-        self._recorder = Recorder(functools.partial(self._store.capture, recorder=self._name))
+        self._recorder = Recorder(
+            functools.partial(self._store.capture, recorder=self._name), write_images=self._store.write_images
+        )
         app = build_gateway(
             await self._engine.app(),
             self._engine,

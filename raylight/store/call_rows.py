@@ -14,7 +14,7 @@ import itertools
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from raylight.types import (
     Generation,
     HistoryNote,
     IntArray,
+    PlacedImage,
     RouteArray,
     Span,
     TokenSets,
@@ -48,9 +49,9 @@ CallId = tuple[str, str]
 """`(attempt_id, call_id)`."""
 
 
-def generation_bytes(call: Generation, shared: int = 0, routed: int = 0) -> bytes:
-    """A generation without its key, and without the first `shared` tokens of its prompt and the routes of its
-    first `routed` tokens.
+def generation_bytes(call: Generation, shared: int = 0, routed: int = 0, seen: int = 0) -> bytes:
+    """A generation without its key, and without the first `shared` tokens of its prompt, the routes of its
+    first `routed` tokens, and its first `seen` images.
 
     Raises:
         TypeError: its sampling parameters cannot be stored.
@@ -74,6 +75,7 @@ def generation_bytes(call: Generation, shared: int = 0, routed: int = 0) -> byte
             call.allowed.tobytes(),
             *([_compress(candidates.sizes), _compress(candidates.values)] if len(candidates) else ()),
             *([] if call.routed_experts is None else [_route_fields(call.routed_experts, routed)]),
+            *([_image_fields(call.images, seen)] if call.images else ()),
         ]
     )
 
@@ -92,6 +94,12 @@ def _decompress(data: bytes) -> IntArray:
 def _route_fields(routes: RouteArray, start: int) -> list[Any]:
     """Return the routes from a token on, with its index, their type and their shape."""
     return [start, routes.dtype.str, *routes.shape[1:], routes[start:].tobytes()]
+
+
+def _image_fields(images: Sequence[PlacedImage], seen: int) -> dict[str, Any]:
+    """Return the images after the first `seen`; a mapping, which no other last field is."""
+    added = [[bytes.fromhex(image.sha256), image.start, image.stop] for image in images[seen:]]
+    return {"seen": seen, "images": added}
 
 
 def sampled_tokens(generation: bytes) -> tuple[int, FinishReason]:
@@ -129,7 +137,10 @@ def generations_from_rows(rows: Iterable[Row]) -> dict[CallId, Generation]:
 class _StoredCall:
     """A call as its row has it, and its prompt once that is complete."""
 
-    __slots__ = ("added", "base", "fields", "key", "length", "output", "prompt", "routed", "routes", "shared")
+    __slots__ = (
+        *("added", "base", "fields", "images", "key", "length", "output", "prompt", "routed", "routes"),
+        *("seen", "shared"),
+    )
 
     def __init__(self, row: Row) -> None:
         call_id, rollout_id, attempt_id, base, shared, data = row
@@ -145,6 +156,13 @@ class _StoredCall:
         self.routed = 0
         """Number of its first tokens that have the routes of its base."""
         self.routes: RouteArray | None = None
+        self.seen = 0
+        """Number of its first images that its base has."""
+        self.images: tuple[PlacedImage, ...] = ()
+        if isinstance(self.fields[-1], dict):
+            fields = self.fields.pop()
+            self.seen = fields["seen"]
+            self.images = tuple(PlacedImage(name.hex(), *place) for name, *place in fields["images"])
         if len(self.fields) % 2 == 0:  # candidates are two fields, or none
             self.routed, dtype, layers, top_k, routes = self.fields.pop()
             self.routes = np.frombuffer(routes, dtype).reshape(-1, layers, top_k)
@@ -174,6 +192,7 @@ class _StoredCall:
             allowed=np.frombuffer(allowed, np.int32),
             candidates=TokenSets(*candidates) if candidates else NO_TOKEN_SETS,
             routed_experts=self.routes,
+            images=self.images,
         )
 
 
@@ -208,6 +227,9 @@ def _join_chain(chain: list[_StoredCall], calls: dict[CallId, _StoredCall]) -> N
     """Complete the prompts of calls that continue one another."""
     head = chain[0]
     _join_routes(chain, calls)
+    for call in chain:
+        if call.seen and call.base is not None:
+            call.images = calls[call.base].images[: call.seen] + call.images
     if len(chain) == 1 and head.base is None:
         return
     tokens = np.empty(chain[-1].length, np.int32)
@@ -277,6 +299,7 @@ class _Branch:
     texts: dict[str, str]
     routed: int
     """Number of its tokens that have routes."""
+    images: tuple[PlacedImage, ...]
     size: int
     """Memory in bytes."""
 
@@ -342,7 +365,8 @@ class CallDeltas:
         if generation is not None:
             base, shared = _find_base(branches, generation.prompt_ids)
             routed = min(shared, base.routed) if base is not None else 0
-            data, tokens = generation_bytes(generation, shared, routed), len(generation.output_ids)
+            seen = _count_seen(generation.images, base.images) if base is not None else 0
+            data, tokens = generation_bytes(generation, shared, routed, seen), len(generation.output_ids)
         texts = {} if span is None else _texts_of(span)
         row, continued = (None, None) if span is None else _span_delta(branches, span, texts)
         if generation is not None or span is not None:
@@ -382,7 +406,8 @@ def _branch(call_id: str, generation: Generation | None, span: Span | None, text
     size += sum(part.nbytes for part in tokens)
     routes = None if generation is None else generation.routed_experts
     routed = 0 if routes is None else len(routes)
-    return _Branch(call_id, tokens, span.span_id if span else "", texts, routed, size)
+    images = () if generation is None else generation.images
+    return _Branch(call_id, tokens, span.span_id if span else "", texts, routed, images, size)
 
 
 def _find_base(branches: list[_Branch], prompt: IntArray) -> tuple[_Branch | None, int]:
@@ -425,6 +450,12 @@ def _count_equal(one: IntArray, other: IntArray) -> int:
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
+
+
+def _count_seen(images: Sequence[PlacedImage], earlier: Sequence[PlacedImage]) -> int:
+    """Number of equal images at the beginning of both."""
+    pairs = zip(images, earlier, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _count_shared(text: str, earlier: str) -> int:

@@ -450,6 +450,14 @@ class StoreClient(StoreReader):
             raise
         return [CallKey(*ids) for ids in rejected]
 
+    async def write_images(self, images: Mapping[str, bytes]) -> None:
+        """Store the files of images, by digest, before the calls that name them; a stored one stays.
+
+        Raises:
+            DiskError: the disk is full, read-only or gone.
+        """
+        await self._channel.send("write_images", dict(images))
+
     async def check_budgets(
         self, rollout_id: str, attempt_id: str, unrecorded: Mapping[str, int]
     ) -> Allowance:

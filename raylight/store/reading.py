@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from raylight._utils.synonyms import accept_synonyms
@@ -333,6 +333,14 @@ class StoreReader:
                     add_tokens(item.spans, item.generations)
                 finished.append(item)
         return finished
+
+    async def read_images(self, digests: Iterable[str]) -> dict[str, bytes]:
+        """Return the files of images by their digests.
+
+        Raises:
+            ImageError: one is missing, or no digest.
+        """
+        return await self._channel.send("read_images", list(dict.fromkeys(digests)))
 
     async def lease_s(self) -> float:
         """Return the seconds without activity after which an attempt goes back to the queue."""

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from raylight._utils.aio import BroadcastCondition, cancel_all
+from raylight._utils.disk import disk_errors
 from raylight.config import StoreConfig
 from raylight.errors import DiskError, QueryError, RaylightError, StoreError
+from raylight.images.folder import ImageFolder
 from raylight.store.queries import Queries
 from raylight.store.rows import Row
 from raylight.store.tables.answered_messages import AnsweredMessages, CallResult
@@ -44,6 +46,8 @@ from raylight.store.tables.workers import Workers
 
 logger = logging.getLogger(__name__)
 
+IMAGES = "images"
+"""Folder beside the store's file, in which the files of images are."""
 MIN_WAIT_S = 0.001
 """Shortest wait, because the clocks of the event loop and of the store differ slightly."""
 
@@ -222,6 +226,8 @@ class StoreService(Mailbox):
         self._sessions = Sessions(*tables, run_clock)
         self._queries = Queries(self._journal.reader, monotonic)
         self._answered = AnsweredMessages(self._journal)
+        self._images = ImageFolder(self._journal.path.with_name(IMAGES))
+        self._writes_images = asyncio.Lock()
         self._methods = self._callable_methods()
         self._queue_changed = BroadcastCondition()
         self._queue_has_room = BroadcastCondition()
@@ -470,6 +476,20 @@ class StoreService(Mailbox):
             raise StoreError(
                 f"the store's file {self._journal.path} cannot be read: {error}; check its disk"
             ) from None
+
+    # files of images
+
+    async def write_images(self, images: dict[str, bytes]) -> None:
+        """Write the files of images, by digest; see `ImageFolder.write`."""
+        self._ensure_timer()
+        async with self._writes_images:
+            with disk_errors(self._images.path):
+                await asyncio.to_thread(self._images.write, images)
+
+    async def read_images(self, digests: list[str]) -> dict[str, bytes]:
+        """Return the files of images by their digests."""
+        self._check_open()
+        return await asyncio.to_thread(self._images.read, digests)
 
     # events and deadlines
 

@@ -349,6 +349,7 @@ def _generation(
         agent=context.scope.agent,
         history=context.history,
         candidates=TokenSets.join(sample.candidates),
+        images=sample.images,
         **lists,
     )
 

@@ -40,6 +40,7 @@ from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import REPEATED_KEY
 from raylight.serving.conversations.conversations import Conversations, SentConversation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect
+from raylight.serving.dialects.request_images import IMAGES_KEY, Images
 from raylight.serving.dialects.translate import DIALECT_KEY
 from raylight.store.reading import ChatTurn
 from raylight.types import DRIFTS, REPEATED, HistoryNote
@@ -184,6 +185,7 @@ class CaptureMiddleware:
             if overridden:
                 self._count_override()
         context = self._context(attempt, scope, request.fields, overridden)
+        images: Images = scope.get(IMAGES_KEY, {})
         is_chat = scope["path"] == ChatDialect.path
         if attempt.has_budgets and self._budgets is not None:
             await self._budgets.limit(context)
@@ -206,7 +208,8 @@ class CaptureMiddleware:
                 self._conversations.forget(attempt)
             raise
         finally:
-            self._recorder.close(captured.records(self._engine.model))
+            files = {name: image.data for name, image in images.items()}
+            self._recorder.close(captured.records(self._engine.model), files)
 
     def _context(
         self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any], overridden: dict[str, Any]

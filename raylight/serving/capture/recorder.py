@@ -21,7 +21,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -45,6 +45,8 @@ QUICK_CALLS = 2
 further ones save the wait for an announcement, for one wait for the release at the end."""
 REMEMBERED = 1_000
 """Attempts whose quick calls are counted."""
+STORED_IMAGES = 100_000
+"""Images that are known to be in the store."""
 
 
 @dataclass(eq=False, slots=True)
@@ -212,6 +214,8 @@ class _Item:
     closed: ClosedCall | None = None
     hold: Hold | None = None
     """The hold that covers an announced call, or that is released."""
+    images: Mapping[str, bytes] = field(default_factory=dict)
+    """Files of the images that a record names, by digest."""
 
 
 class Recorder:
@@ -219,13 +223,23 @@ class Recorder:
 
     Args:
         sink: normally `StoreClient.capture`.
+        write_images: stores the files of images, before the records that name them; normally
+            `StoreClient.write_images`.
         capacity: most calls that are open or unsent.
         timeout_s: longest wait of a call for room and for its announcement.
     """
 
-    def __init__(self, sink: CallSink, capacity: int = 10_000, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        sink: CallSink,
+        capacity: int = 10_000,
+        timeout_s: float = 30.0,
+        write_images: Callable[[Mapping[str, bytes]], Awaitable[None]] | None = None,
+    ) -> None:
         self.stats = RecorderStats()
         self._sink = sink
+        self._write_images = write_images
+        self._stored_images: LRUCache[str, None] = LRUCache(STORED_IMAGES)
         self._capacity = capacity
         self._timeout_s = timeout_s
         self._used = 0
@@ -305,8 +319,12 @@ class Recorder:
             self._covered.set_result(None)
         return self._covered
 
-    def close(self, records: Sequence[ClosedCall]) -> None:
-        """Hand over the records of calls that were opened; returns immediately."""
+    def close(self, records: Sequence[ClosedCall], images: Mapping[str, bytes] | None = None) -> None:
+        """Hand over the records of calls that were opened; returns immediately.
+
+        Args:
+            images: files of the images that they name, by digest.
+        """
         self.stats.closed += len(records)
         self.stats.aborted += sum(
             call is not None and call.finish_reason == "aborted" for _, call, _ in records
@@ -320,7 +338,10 @@ class Recorder:
             if announcement is not None and announcement.confirmed is not None:
                 waited = announcement.confirmed - announcement.begun
                 self._waits = time.monotonic() - announcement.begun < 2 * waited
-        self._records.put(*[_Item(closed=record) for record in records], within=linger)
+        items = [_Item(closed=record) for record in records]
+        if images and any(call or span for _, call, span in records):
+            items[0].images = images
+        self._records.put(*items, within=linger)
 
     async def aclose(self, timeout: float = 10.0) -> int:
         """Reject new calls, wait up to `timeout` seconds for the open ones to close, and send everything.
@@ -371,7 +392,7 @@ class Recorder:
     async def _send_announcements(self, announcements: list[_Announcement]) -> None:
         opened = [call for one in announcements for call in one.calls]
         opened += [(one.hold.key, one.calls[0][1]) for one in announcements if one.hold is not None]
-        rejected = {key.call_id for key in await self._send(opened, [])}
+        rejected = {key.call_id for key in await self._send(opened, [], {})}
         now = time.monotonic()
         for announcement in announcements:
             count = sum(key.call_id in rejected for key, _ in announcement.calls)
@@ -414,7 +435,8 @@ class Recorder:
     async def _send_records(self, items: list[_Item]) -> None:
         opened = [item.opened for item in items if item.opened is not None]
         closed = [item.closed for item in items if item.closed is not None and not _is_kept(item)]
-        rejected = await self._send(opened, closed) if opened or closed else ()
+        images = {name: data for item in items for name, data in item.images.items()}
+        rejected = await self._send(opened, closed, images) if opened or closed else ()
         if rejected:
             ids = {key.call_id for key in rejected}
             self.stats.rejected += len(rejected)
@@ -426,8 +448,14 @@ class Recorder:
     def _is_announced(self, item: _Item) -> bool:
         return item.closed is None or item.closed[0].call_id not in self._unannounced
 
-    async def _send(self, opened: list[OpenedCall], closed: list[ClosedCall]) -> Sequence[CallKey]:
+    async def _send(
+        self, opened: list[OpenedCall], closed: list[ClosedCall], images: Mapping[str, bytes]
+    ) -> Sequence[CallKey]:
         try:
+            new = {name: data for name, data in images.items() if name not in self._stored_images}
+            if new and self._write_images is not None:
+                await self._write_images(new)
+                self._stored_images.update(dict.fromkeys(new))
             rejected = await self._sink(opened, closed)
         except INVALID_ITEM:
             raise
@@ -456,7 +484,7 @@ class Recorder:
     def _lose_record(self, item: _Item, error: Exception) -> _Item | None:
         """Return the record without its span, which may be the invalid part. Anything else is lost."""
         if item.closed is not None and item.closed[2] is not None:
-            return _Item(closed=(*item.closed[:2], None))
+            return _Item(closed=(*item.closed[:2], None), images=item.images)
         if item.hold is not None:
             self._holds.drop(item.hold)
         self.stats.lost += 1

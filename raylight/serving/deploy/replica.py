@@ -200,7 +200,9 @@ class EngineReplica:
         self._following = asyncio.create_task(executor.run())
         store = settings.store
         if store is not None:
-            self._recorder = Recorder(functools.partial(store.capture, recorder=self._replica))
+            self._recorder = Recorder(
+                functools.partial(store.capture, recorder=self._replica), write_images=store.write_images
+            )
         gateway = build_gateway(
             engine_app,
             engine,

@@ -47,6 +47,16 @@ class FieldNames:
                 return match.expand(self._names[chat].replace("[]", r"\1")) + path[match.end() :]
         return path
 
+    def behind(self, sources: Sequence[MessageSource]) -> FieldNames:
+        """Return the names of a request whose messages were rearranged.
+
+        Args:
+            sources: the source of each message in the request that this object names.
+        """
+        return FieldNames(
+            self._names, lambda: [{name: self.of(path) for name, path in one.items()} for one in sources]
+        )
+
     def _of_message(self, index: int, inner: str) -> str | None:
         sources = self._messages()
         if index >= len(sources):

@@ -447,31 +447,27 @@ def _system_message(texts: list[TextBlock]) -> dict[str, Any]:
 
 
 def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any], MessageSource]]:
-    """Translate a user's message. Each tool result becomes a message, before all other blocks.
-
-    The images of tool results move into the user's message, because chat allows only text in those of tools.
-    """
+    """Translate a user's message. Each tool result becomes a message, before all other blocks."""
     results: list[tuple[dict[str, Any], MessageSource]] = []
-    images: list[tuple[dict[str, Any], str]] = []
     others: list[tuple[dict[str, Any], str]] = []
     for index, block in enumerate(message.content):
         place = f"{path}.content[{index}]"
         if isinstance(block, ToolResultBlock):
-            parts = [(_part(part), f"{place}.content[{i}]") for i, part in enumerate(block.content)]
-            images += [pair for pair in parts if pair[0]["type"] != "text"]
-            text = join_parts([part for part, _ in parts if part["type"] == "text"])
-            content = f"Error: {text}" if block.is_error else text
-            results.append(
-                ({"role": "tool", "tool_call_id": block.tool_use_id, "content": content}, {"": place})
-            )
+            results.append(_result_to_chat(block, place))
         else:
             others.append((_part(block), place))
-    pairs = images + others
-    if not pairs:
+    if not others:
         return results
-    places = {f"content[{index}]": place for index, (_, place) in enumerate(pairs)}
-    user = {"role": "user", "content": join_parts([part for part, _ in pairs])}
+    places = {f"content[{index}]": place for index, (_, place) in enumerate(others)}
+    user = {"role": "user", "content": join_parts([part for part, _ in others])}
     return [*results, (user, {"": path} | places)]
+
+
+def _result_to_chat(block: ToolResultBlock, place: str) -> tuple[dict[str, Any], MessageSource]:
+    content = join_parts([_part(part) for part in block.content])
+    if block.is_error:
+        content = f"Error: {content}" if isinstance(content, str) else [*content, text_part("(an error)")]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}, {"": place}
 
 
 def _part(block: TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock) -> dict[str, Any]:

@@ -436,27 +436,19 @@ def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
             continue
         messages += [turn.message()] if turn else []
         turn = None
-        messages += _input_messages(item, path)
+        messages.append(_input_message(item, path))
     return messages + ([turn.message()] if turn else [])
 
 
-def _input_messages(
+def _input_message(
     item: InputMessageItem | ToolOutputItem, path: str
-) -> list[tuple[dict[str, Any], MessageSource]]:
-    """Return the messages of an item. The images of a tool's output become a message of the user, because
-    chat allows only text in those of tools."""
+) -> tuple[dict[str, Any], MessageSource]:
     if isinstance(item, InputMessageItem):
         role = "user" if item.role == "user" else "system"
-        return [({"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path})]
-    texts = [text_part(part.text) for part in item.output if isinstance(part, InputText)]
-    images = [(i, part) for i, part in enumerate(item.output) if isinstance(part, InputImage)]
-    output = {"role": "tool", "tool_call_id": item.call_id, "content": join_parts(texts)}
-    messages: list[tuple[dict[str, Any], MessageSource]] = [(output, {"": path, "content": f"{path}.output"})]
-    if images:
-        user = {"role": "user", "content": [_part(image) for _, image in images]}
-        places = {f"content[{k}]": f"{path}.output[{i}]" for k, (i, _) in enumerate(images)}
-        messages.append((user, {"": f"{path}.output"} | places))
-    return messages
+        return {"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path}
+    content = join_parts([_part(part) for part in item.output])
+    places = {"": path, "content": f"{path}.output"}
+    return {"role": "tool", "tool_call_id": item.call_id, "content": content}, places
 
 
 def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:

@@ -32,6 +32,8 @@ from raylight.serving.dialects.chat_normalizer import (
 )
 from raylight.serving.dialects.dialect import Dialect, Event, Translation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect, dialect_of
+from raylight.serving.dialects.request_images import IMAGES_KEY, ImageReader, Images
+from raylight.serving.dialects.tool_images import ToolImages
 from raylight.types.request_fields import log_dropped
 
 KEEP_ALIVE_S = 15.0
@@ -119,6 +121,7 @@ class TranslationMiddleware:
         tokenizer: the model's tokenizer, with its chat template; None if the model runs elsewhere.
         count_dropped: called with the type of each tool that a request has and the model does not get.
         keep_alive_s: seconds of silence in a stream after which a sign of life is sent.
+        images: reads the images of requests; None: by the default limits.
     """
 
     def __init__(
@@ -127,12 +130,15 @@ class TranslationMiddleware:
         tokenizer: Any = None,
         count_dropped: Callable[[str], None] = lambda kind: None,
         keep_alive_s: float = KEEP_ALIVE_S,
+        images: ImageReader | None = None,
     ) -> None:
         self._app = app
         self._keep_alive_s = keep_alive_s
         self._count_dropped = count_dropped
         self._is_remote = tokenizer is None
+        self._images = images or ImageReader(is_remote=self._is_remote)
         self._normalizer = ChatNormalizer(None if tokenizer is None else template_of(tokenizer), tokenizer)
+        self._tool_images = ToolImages(tokenizer)
         self._dialects: dict[type[Dialect], Dialect] = {}
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -157,7 +163,7 @@ class TranslationMiddleware:
             fields = (await json_request(scope, receive)).fields
             check_bounds(fields)
             answer.translation = translation = self._instance(dialect).translate(path, fields, SCOPE.get())
-            chat = await self._normalize(translation)
+            chat, images = await self._normalize(translation)
         except RequestError as error:
             await answer.send_error(error)
             return
@@ -166,7 +172,8 @@ class TranslationMiddleware:
             log_dropped(f"tools of type {kind}", "no model here can use")
         request = JsonRequest(chat, receive)
         inner = _inner_scope(scope, scope.get("root_path", "") + translation.engine_path)
-        await self._app(request.put_into(inner | {DIALECT_KEY: dialect.name}), request, answer)
+        inner |= {DIALECT_KEY: dialect.name, IMAGES_KEY: images}
+        await self._app(request.put_into(inner), request, answer)
 
     async def _serve_native(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         try:
@@ -174,6 +181,10 @@ class TranslationMiddleware:
             fields = request.fields
             check_bounds(fields)
             await check_large_schemas(fields)
+            fields, images = await self._images.take(fields)
+            messages, sources = self._tool_images.place(fields.get("messages"))
+            if sources is not None:
+                fields = fields | {"messages": messages}
             if scope["path"].removeprefix(scope.get("root_path", "")) == ChatDialect.path:
                 fields = self._normalizer.normalize(fields)
             else:
@@ -183,10 +194,10 @@ class TranslationMiddleware:
             return
         if fields is not request.fields:
             request = JsonRequest(fields, receive)
-        await self._app(request.put_into(scope), request, send)
+        await self._app(request.put_into(scope | {IMAGES_KEY: images}), request, send)
 
-    async def _normalize(self, translation: Translation) -> dict[str, Any]:
-        """Return the engine's request in normal form.
+    async def _normalize(self, translation: Translation) -> tuple[dict[str, Any], Images]:
+        """Return the engine's request in normal form, and its images.
 
         Raises:
             RequestError: 400, it has none; the error names the fields as the agent does.
@@ -196,7 +207,12 @@ class TranslationMiddleware:
             request = request | {"stream_options": {"include_usage": True}}
         try:
             await check_large_schemas(request)
-            return self._normalizer.normalize(request, names.of)
+            request, images = await self._images.take(request)
+            messages, sources = self._tool_images.place(request["messages"])
+            if sources is not None:
+                request = request | {"messages": messages}
+                translation.field_names = names = names.behind(sources)
+            return self._normalizer.normalize(request, names.of), images
         except RequestError as error:
             raise names.rename(error) from None
 

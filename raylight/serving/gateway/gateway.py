@@ -19,12 +19,15 @@ from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.request import MAX_BODY, OTHER_HOST, JsonRequest, is_own_host, read_request
+from raylight.images.image import ImageLimits
+from raylight.images.urls import ImageFetcher
 from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts
 from raylight.serving.capture.middleware import CaptureMiddleware
 from raylight.serving.capture.recorder import AttemptFinishedError, Recorder
 from raylight.serving.capture.retry_cache import RETRY_COUNT, RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.registry import dialect_of
+from raylight.serving.dialects.request_images import ImageReader, ImageSender
 from raylight.serving.dialects.translate import KEEP_ALIVE_S, TranslationMiddleware
 from raylight.serving.gateway.error_shaping import ErrorShapingSend, reject_websocket
 from raylight.serving.gateway.metrics import Metrics, RequestTimer
@@ -291,7 +294,7 @@ def build_gateway(
     metrics = metrics or Metrics()
     metrics.watch_load(engine.load)
     finished = FinishedAttempts(None if store is None else store.is_attempt_finished)
-    app = metrics.count_samples(engine_app)
+    app: ASGIApp = ImageSender(metrics.count_samples(engine_app))
     if recorder is not None:
         conversations = None
         if config.token_in and engine.tokenizer is not None:
@@ -312,7 +315,9 @@ def build_gateway(
             count_override=functools.partial(metrics.count, "overridden_requests_total"),
         )
     count_dropped = functools.partial(metrics.count, "dropped_tools_total")
-    app = TranslationMiddleware(app, engine.tokenizer, count_dropped, keep_alive_s)
+    app = TranslationMiddleware(
+        app, engine.tokenizer, count_dropped, keep_alive_s, _image_reader(engine, config)
+    )
     if recorder is not None:
         app = AnyModelName(app, engine.model, functools.partial(metrics.count, "auxiliary_requests_total"))
         app = RetryCache(app, on_replay=functools.partial(metrics.count, "replays_total"))
@@ -329,6 +334,12 @@ def build_gateway(
         max_body=config.max_body_bytes,
         ignore_fields=config.ignore_fields,
     )
+
+
+def _image_reader(engine: Engine, config: EngineConfig) -> ImageReader:
+    limits = ImageLimits(config.max_image_bytes, config.max_image_pixels)
+    fetcher = ImageFetcher(limits) if config.fetch_images else None
+    return ImageReader(limits, fetcher, is_remote=engine.tokenizer is None)
 
 
 def _watch_records(metrics: Metrics, recorder: Recorder, conversations: Conversations | None) -> None:

@@ -1,0 +1,62 @@
+"""Images in the content of chat messages.
+
+A recorded message has an image's digest in place of its URL: the bytes are kept once, under the digest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_RECORDED = re.compile(r"raylight-image:([0-9a-f]{64})")
+
+
+def recorded_url(sha256: str) -> str:
+    """Return the URL of an image in a recorded message."""
+    return f"raylight-image:{sha256}"
+
+
+def recorded_digest(url: Any) -> str | None:
+    """Return the digest of an image from its URL in a recorded message; None for another URL."""
+    match = _RECORDED.fullmatch(url) if isinstance(url, str) else None
+    return match[1] if match else None
+
+
+def image_url_of(part: Any) -> str | None:
+    """Return the URL of a part of a message's content; None if it is no image."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return None
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    return url if isinstance(url, str) else None
+
+
+def image_urls(messages: Any) -> Iterator[tuple[str, str]]:
+    """Yield the path of each image, such as `messages[1].content[0]`, and its URL, in their order."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if (url := image_url_of(part)) is not None:
+                yield f"messages[{index}].content[{place}]", url
+
+
+def replace_urls(messages: Sequence[Any], replace: Callable[[str], str]) -> list[Any]:
+    """Return messages with other URLs of their images; those with text content are the same objects."""
+    return [_replace(message, replace) for message in messages]
+
+
+def _replace(message: Any, replace: Callable[[str], str]) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts = [
+        part if (url := image_url_of(part)) is None else part | {"image_url": _with_url(part, replace(url))}
+        for part in content
+    ]
+    return message | {"content": parts}
+
+
+def _with_url(part: dict[str, Any], url: str) -> dict[str, Any]:
+    image = part["image_url"]
+    return (image if isinstance(image, dict) else {}) | {"url": url}

@@ -1,0 +1,105 @@
+"""Images of chat requests: read once, named by their digests within the gateway, and sent to the engine.
+
+Between the two layers of this module an image is its digest, so that requests are compared and recorded
+without its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
+
+from raylight.errors import ImageError
+from raylight.http.errors import RequestError
+from raylight.http.request import JsonRequest, json_request
+from raylight.images.image import LIMITS, Image, ImageLimits, read_data_url
+from raylight.images.messages import image_urls, recorded_digest, recorded_url, replace_urls
+from raylight.images.urls import ImageFetcher
+
+IMAGES_KEY = "raylight.images"
+"""Key of the ASGI scope that holds the images of a request, by digest."""
+MAX_IMAGES = 1500
+"""Most images of a request."""
+
+Images = Mapping[str, Image]
+
+
+class ImageReader:
+    """Reads the images of requests.
+
+    Args:
+        fetcher: fetches http URLs; None refuses them.
+        is_remote: True if the model runs elsewhere: images that cannot be read here are left to it.
+    """
+
+    def __init__(
+        self, limits: ImageLimits = LIMITS, fetcher: ImageFetcher | None = None, is_remote: bool = False
+    ) -> None:
+        self._limits = limits
+        self._fetcher = fetcher
+        self._is_remote = is_remote
+
+    async def take(self, body: dict[str, Any]) -> tuple[dict[str, Any], Images]:
+        """Return a chat request with digests in place of its images' URLs, and the images.
+
+        Raises:
+            RequestError: 400, an image cannot be read, or there are too many.
+        """
+        places = list(image_urls(body.get("messages")))
+        if not places:
+            return body, {}
+        if len(places) > MAX_IMAGES:
+            raise RequestError(f"messages: at most {MAX_IMAGES} images are allowed, not {len(places)}")
+        urls: dict[str, str] = {}
+        images: dict[str, Image] = {}
+        for path, url in places:
+            if url in urls:
+                continue
+            try:
+                image = await self._read(url)
+            except ImageError as error:
+                if not self._is_remote:
+                    raise RequestError(f"{path}: {error}", code="image_parse_error") from None
+                urls[url] = url
+                continue
+            urls[url] = recorded_url(image.sha256)
+            images[image.sha256] = image
+        return body | {"messages": replace_urls(body["messages"], urls.__getitem__)}, images
+
+    async def _read(self, url: str) -> Image:
+        """Return the image of a URL.
+
+        Raises:
+            ImageError: it cannot be read.
+        """
+        if not url.lower().startswith(("http:", "https:")):
+            return await asyncio.to_thread(read_data_url, url, self._limits)
+        if self._fetcher is None:
+            raise ImageError(
+                f"{url[:200]!r} is not fetched, because engine.fetch_images is off; send a data URL"
+            )
+        return await self._fetcher.fetch(url)
+
+
+class ImageSender:
+    """ASGI middleware that sends the images of a request to the engine, as data URLs."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        images: Images = scope.get(IMAGES_KEY, {})
+        if images:
+            fields = (await json_request(scope, receive)).fields
+
+            def data_url(url: str) -> str:
+                image = images.get(recorded_digest(url) or "")
+                return url if image is None else image.data_url
+
+            receive = JsonRequest(fields | {"messages": replace_urls(fields["messages"], data_url)}, receive)
+            scope = receive.put_into(scope)
+        await self._app(scope, receive, send)
