@@ -69,6 +69,7 @@ class ModelImages:
         self._placeholder: str = getattr(
             processor.tokenizer if attribute else processor, attribute or "image_token"
         )
+        self._shows_strings = _shows_strings(self._tokenizer)
         self._processed: LRUCache[str, ProcessedImage] = LRUCache(CACHE_BYTES, getsizeof=lambda it: it.size)
         self._lock = Lock()
 
@@ -85,6 +86,19 @@ class ModelImages:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             logger.warning("%s takes no images: its processor cannot be loaded (%s)", model_path, reason)
             return None
+
+    def template_content(self, content: Any) -> Any:
+        """Return the content of a message as the chat template takes it.
+
+        Args:
+            content: text, or parts of the types `text`, `image_url` and `image`; None is no text.
+        """
+        if isinstance(content, list) and any(part["type"] != "text" for part in content):
+            return [part if part["type"] == "text" else {"type": "image"} for part in content]
+        text = content or ""
+        if isinstance(content, list):
+            text = "\n".join(part["text"] for part in content)
+        return text if self._shows_strings else [{"type": "text", "text": text}]
 
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """Return the tokens of a rendered prompt, and the places of its images.
@@ -111,19 +125,22 @@ class ModelImages:
             ImageError: one has no tokens, or those of another image.
         """
         tokens = np.asarray(ids, np.int32)
-        starts = np.flatnonzero(tokens == self.token_id)
+        is_image = tokens == self.token_id
+        runs = np.flatnonzero(is_image[1:] & ~is_image[:-1]) + 1
         places: list[PlacedImage] = []
         for image in images:
             own = self._process(image).ids
             after = places[-1].stop if places else 0
-            index = int(np.searchsorted(starts, after))
-            start = int(starts[index]) if index < len(starts) else len(tokens)
-            if not np.array_equal(tokens[start : start + len(own)], own):
-                raise ImageError(
-                    f"the prompt's tokens do not show image {len(places) + 1} of {len(images)}, "
-                    f"which has {len(own)} tokens; send the images of all messages, in order"
-                )
+            # a model may have sampled the token that stands for images
+            starts = [after, *runs[runs > after].tolist()]
+            start = next((s for s in starts if np.array_equal(tokens[s : s + len(own)], own)), None)
+            if start is None:
+                raise _not_shown(len(places), images)
             places.append(PlacedImage(image.sha256, start, start + len(own)))
+        following = {place.start for place in places} | {len(tokens)}
+        for index, place in enumerate(places):
+            if place.stop not in following and is_image[place.stop]:  # a larger image's
+                raise _not_shown(index, images)
         return tuple(places)
 
     def inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
@@ -180,8 +197,27 @@ def load_processor(model_path: str, kind: Any) -> Any:
     return partial.from_args_and_dict(parts, settings)
 
 
+def _not_shown(index: int, images: Sequence[Image]) -> ImageError:
+    return ImageError(
+        f"the prompt's tokens do not show image {index + 1} of {len(images)}; send the images of all "
+        "messages, in order"
+    )
+
+
+def _shows_strings(tokenizer: Any) -> bool:
+    """Return True if a chat template shows a content that is a string, and not only lists of parts."""
+    probe = "a content"
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": probe}], tokenize=False)
+    except Exception:  # a template is the model authors' program and may raise anything
+        return False
+    return probe in text
+
+
 def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate tensors of images; those with fewer tiles are padded with zeros."""
+    if len(tensors) == 1:
+        return tensors[0]
     most = max(tensor.shape[1] for tensor in tensors) if tensors[0].ndim > 1 else 0
     padded = [
         torch.cat([t, t.new_zeros(len(t), most - t.shape[1], *t.shape[2:])], 1) if t.ndim > 1 else t

@@ -64,6 +64,8 @@ def build_vlm(family: str, folder: Path, *, text: Any = None, vision: Any = None
     config = AutoConfig.for_model(family, **_settings(family, ids, len(vocabulary), text or {}, vision or {}))
     torch.manual_seed(seed)
     model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    if family == "gemma3":  # its own initial value is zero
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 256, 257
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(image_processor))

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from raylight.engines.transformers.chat import begin_chat
 from raylight.engines.transformers.completions import begin_completion
-from raylight.engines.transformers.prompt import encode, render
+from raylight.engines.transformers.prompt import encode, read_images, render
 from raylight.engines.transformers.reply import Reply, resolve_adapter, sse
 from raylight.engines.transformers.requests import (
     DetokenizeRequest,
@@ -85,7 +85,8 @@ def _route(engine: TransformersEngine, compute: Callable[[TransformersEngine, An
 def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     if isinstance(body, dict) and "messages" in body:
         chat = TokenizeChatRequest.read(body)
-        tokens, model, with_strings = render(engine, chat), chat.model, chat.return_token_strs
+        tokens = render(engine, chat, read_images(engine, chat)).ids
+        model, with_strings = chat.model, chat.return_token_strs
     else:
         plain = TokenizeRequest.read(body)
         tokens = encode(engine, plain.prompt, plain.add_special_tokens)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylight.engines.transformers.harmony import HarmonyParser
 from raylight.engines.transformers.message import PARSERS, MessageParser, think_first
-from raylight.engines.transformers.prompt import render
+from raylight.engines.transformers.prompt import PromptTokens, read_prompt
 from raylight.engines.transformers.reply import (
     ChoiceReader,
     Envelope,
@@ -43,13 +43,20 @@ async def begin_chat(engine: TransformersEngine, body: Any) -> ChatReply:
     request = ChatRequest.read(body)
     adapter = resolve_adapter(engine, request.model)
     _check_tools(engine, request)
-    prompt = request.prompt_ids or render(engine, request)
-    prompt_end = engine.vocabulary.text(prompt[-PROMPT_END:]) if engine.style.reasoning else None
+    prompt = await read_prompt(engine, request)
+    prompt_end = engine.vocabulary.text(prompt.ids[-PROMPT_END:]) if engine.style.reasoning else None
     grammar = await _grammar(engine, request, prompt_end)
     max_tokens = request.max_completion_tokens or request.max_tokens or engine.max_model_len
     params = request.params(max_tokens, engine.vocab_size, request.top_logprobs or 0, grammar)
     count = request.n or 1
-    choices = engine.begin([prompt] * count, params_per_choice(params, count), adapter, bool(request.stream))
+    choices = engine.begin(
+        [prompt.ids] * count,
+        params_per_choice(params, count),
+        adapter,
+        bool(request.stream),
+        prompt.images,
+        prompt.places,
+    )
     return ChatReply(engine, request, prompt, choices, prompt_end)
 
 
@@ -197,12 +204,12 @@ class ChatReply:
         self,
         engine: TransformersEngine,
         request: ChatRequest,
-        prompt: list[int],
+        prompt: PromptTokens,
         choices: Choices,
         prompt_end: str | None,
     ) -> None:
         self.choices, self.streams = choices, bool(request.stream)
-        self._engine, self._request, self._prompt = engine, request, prompt
+        self._engine, self._request, self._prompt = engine, request, prompt.ids
         self._envelope = Envelope("chatcmpl", "chat.completion", request.model)
         style, schemas = engine.style, request.schemas() if _may_call_tools(request) else None
         self._choices = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -17,7 +17,9 @@ from raylight.engines.transformers.adapters import LoadedAdapter, PeftAdapters, 
 from raylight.engines.transformers.prefixes import PrefixCache, count_kept_sequences
 from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
+from raylight.engines.transformers.vision import VisionPart
 from raylight.errors import EngineStartError
+from raylight.images.model_inputs import ModelImages
 from raylight.types import IntArray, TopLogprobs
 
 CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -41,13 +43,22 @@ class Decoder:
         slots: number of sequences in the cache.
         longest: tokens of the longest sequence.
         record_routes: record the experts that each token is sent to.
+        images: conversion of images; None loads only the language part of a model.
     """
 
     def __init__(
-        self, path: str, dtype: str, device: str, slots: int, longest: int, record_routes: bool = False
+        self,
+        path: str,
+        dtype: str,
+        device: str,
+        slots: int,
+        longest: int,
+        record_routes: bool = False,
+        images: ModelImages | None = None,
     ) -> None:
+        architecture = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         # transformers chooses "sdpa", or "eager" for an architecture without it
-        module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+        module: Any = architecture.from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
         text = module.config.get_text_config()
         kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
@@ -59,6 +70,7 @@ class Decoder:
         self._masks = AttentionMasks(self.module)
         self.device = torch.device(device)
         self.slots, self._longest = slots, longest
+        self.vision = None if images is None else VisionPart(self.module, images)
         self.adapters = PeftAdapters(self.module)
         self.active: list[Sequence] = []
         """Sequences in the cache, by slot."""
@@ -73,7 +85,7 @@ class Decoder:
     def count_missing(self, sequence: Sequence) -> int:
         """Return the number of a new sequence's tokens that must be computed."""
         adapter = sequence.adapter or self.adapters.find(sequence.adapter_name or "")
-        return sequence.length - self.prefixes.find(adapter, sequence.ids)[1]
+        return sequence.length - self.prefixes.find(adapter, sequence.compared_ids)[1]
 
     def prefill(self, admitted: list[Sequence]) -> torch.Tensor:
         """Add sequences with all their tokens so far. Equal ones are computed once, and kept prefixes not at
@@ -83,7 +95,7 @@ class Decoder:
             The logits of their next tokens, shape (rows, vocabulary).
         """
         places: dict[Any, int] = {}
-        place = [places.setdefault((s.adapter, s.ids.tobytes()), len(places)) for s in admitted]
+        place = [places.setdefault((s.adapter, s.compared_ids.tobytes()), len(places)) for s in admitted]
         computed = [admitted[place.index(i)] for i in range(len(places))]
         chosen = set(computed)
         repeated = [(s, i) for s, i in zip(admitted, place, strict=True) if s not in chosen]
@@ -96,9 +108,10 @@ class Decoder:
             self._cache.copy(slots, max(sequence.length for sequence, _ in repeated))
             for sequence, i in repeated:
                 sequence.record_routes(computed[i].sample.routes, 0)
+                sequence.position_delta = computed[i].position_delta
         for slot, sequence in enumerate(computed, first):
             if self._keeps_prefixes and self.count_missing(sequence) > 1:
-                self._keep(sequence, slot, sequence.ids)
+                self._keep(sequence, slot, sequence.compared_ids)
         return logits[place]
 
     def _compute(self, admitted: list[Sequence], first: int) -> torch.Tensor:
@@ -113,7 +126,7 @@ class Decoder:
 
     def _compute_padded(self, admitted: list[Sequence], first: int) -> torch.Tensor:
         """Compute sequences in one pass, padded to the same length."""
-        rows, found = len(admitted), [self.prefixes.find(s.adapter, s.ids) for s in admitted]
+        rows, found = len(admitted), [self.prefixes.find(s.adapter, s.compared_ids) for s in admitted]
         lengths = torch.tensor([s.length for s in admitted])
         known = torch.tensor([count for _, count in found])
         width = int((lengths - known).max())
@@ -130,11 +143,16 @@ class Decoder:
                     admitted[slot - first].record_routes([prefix.routes[:count]], 0)
         positions = (starts[:, None] + torch.arange(width)).to(self.device)
         same = self._cache.window.positions is None
-        mask = self._masks.build(positions[:1] if same else positions, self._cache.window.width)
+        blocks = self.vision and self.vision.blocks(admitted, self._cache.window.width)
+        mask = self._masks.build(positions[:1] if same else positions, self._cache.window.width, blocks)
+        ids, embeddings = ids.to(self.device), None
+        if self.vision is not None and any(s.images for s in admitted):
+            embeddings = self.vision.embed(admitted, ids, starts.tolist())
+            positions = self.vision.positions(admitted, positions)
         # logits only at positions where some row ends
         ends, end_of_row = (lengths - starts - 1).unique(return_inverse=True)
         logits = self._forward(
-            admitted, ids.to(self.device), positions, mask, ends.to(self.device), starts.tolist()
+            admitted, ids, positions, mask, ends.to(self.device), starts.tolist(), embeddings
         )
         return logits[torch.arange(rows, device=self.device), end_of_row.to(self.device)]
 
@@ -145,7 +163,8 @@ class Decoder:
         self._cache.decode(positions)
         first = torch.zeros(1, dtype=torch.long, device=self.device)
         mask = self._masks.build(positions[:, None], self._cache.window.width)
-        return self._forward(self.active, ids, positions[:, None], mask, first, positions.tolist())[:, 0]
+        rotary = positions + torch.tensor([s.position_delta for s in self.active], device=self.device)
+        return self._forward(self.active, ids, rotary[:, None], mask, first, positions.tolist())[:, 0]
 
     def _forward(
         self,
@@ -155,15 +174,18 @@ class Decoder:
         mask: Masks,
         keep: torch.Tensor,
         starts: list[int] | None = None,
+        embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits of shape (rows, len(keep), vocabulary) at the indices `keep`.
 
         Args:
-            starts: position of the first token of each row; None does not record the routes.
+            positions: rotary positions, of shape (rows, tokens) or a model's own.
+            starts: index of the first token of each row; None does not record the routes.
+            embeddings: embeddings of the tokens; None: those of `ids`.
         """
         if self._routes is not None and starts is not None:
             with self._routes.recording() as routes:
-                logits = self._forward(sequences, ids, positions, mask, keep)
+                logits = self._forward(sequences, ids, positions, mask, keep, None, embeddings)
             rows = routes().reshape(*ids.shape, self._routes.layers, self._routes.top_k)
             for sequence, found, start in zip(sequences, rows, starts, strict=True):
                 assert sequence is not None
@@ -171,7 +193,8 @@ class Decoder:
             return logits
         return self.adapters.forward(
             [s.adapter if s else None for s in sequences],
-            input_ids=ids,
+            input_ids=ids if embeddings is None else None,
+            inputs_embeds=embeddings,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=self._cache,
@@ -242,7 +265,7 @@ class Decoder:
         adapter = sequence.adapter
         is_current = adapter is None or self.adapters.find(adapter.name) is adapter
         if self._keeps_prefixes and is_current:
-            self._keep(sequence, self.active.index(sequence), sequence.ids[:-1])
+            self._keep(sequence, self.active.index(sequence), sequence.compared_ids[:-1])
         self.remove(sequence)
 
     def _keep(self, sequence: Sequence, slot: int, ids: IntArray) -> None:
@@ -277,11 +300,15 @@ class Decoder:
         """Load some of the weights, by the names of the model's module."""
         own = self.adapters.own_state()
         for name, tensor in weights:
+            if self.vision is not None:
+                self.vision.check_features(name, own[name], tensor)
             own[name].copy_(tensor)
 
     def offload(self) -> None:
         """Free the device: move the parameters to main memory and drop the cache."""
         self._cache = self._empty_cache()
+        if self.vision is not None:
+            self.vision.clear()
         self.module.to("cpu")
         torch.cuda.empty_cache()
 
@@ -317,18 +344,26 @@ class AttentionMasks:
         self._adds = config._attn_implementation == "eager"
         self._dtype = module.dtype
 
-    def build(self, positions: torch.Tensor, keys: int) -> Masks:
+    def build(self, positions: torch.Tensor, keys: int, blocks: torch.Tensor | None = None) -> Masks:
         """Return the masks of a pass.
 
         Args:
             positions: positions of the queries, shape (rows, queries); one row if all rows have the same.
             keys: number of keys; key i is at position i.
+            blocks: number of the block of each key, shape (rows, keys), or -1. The tokens of a block attend
+                to each other.
         """
         queries, places = positions[:, None, :, None], torch.arange(keys, device=positions.device)
-        full = places <= queries
+        causal = full = places <= queries
+        together: torch.Tensor | None = None
+        if blocks is not None:
+            own = blocks.gather(1, positions.expand(len(blocks), -1))[:, None, :, None]
+            together = (own == blocks[:, None, None, :]) & (own >= 0)
+            full = full | together
         if self._window is None:
             return self._convert(full)
-        sliding = self._convert(full & (places > queries - self._window))
+        near = causal & (places > queries - self._window)
+        sliding = self._convert(near if together is None else near | together)
         return {FULL: self._convert(full), SLIDING: sliding} if self._by_kind else sliding
 
     def _convert(self, mask: torch.Tensor) -> torch.Tensor:

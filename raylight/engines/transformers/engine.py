@@ -31,7 +31,10 @@ from raylight.engines.transformers.worker import CLOSED, EngineWorker
 from raylight.errors import ConfigError, WeightSyncError
 from raylight.http.bounds import check_answer_size
 from raylight.http.errors import ContextLengthError, RequestError
+from raylight.images.image import Image
+from raylight.images.model_inputs import ModelImages
 from raylight.types import TopLogprobs
+from raylight.types.images import PlacedImage
 from raylight.weights.transports import make_receiver
 
 logger = logging.getLogger(__name__)
@@ -74,7 +77,9 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
 
 
 class TransformersEngine:
-    """`Engine` on `AutoModelForCausalLM`, with continuous batching of concurrent requests.
+    """`Engine` on transformers, with continuous batching of concurrent requests.
+
+    A model with a vision part and the files of its processor is loaded whole, and takes images.
 
     Weights, adapters and sleep change between two decoding steps, on the engine's thread.
 
@@ -121,7 +126,8 @@ class TransformersEngine:
     ) -> None:
         self.model = model
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._decoder = Decoder(path, dtype, device, slots, max_model_len, record_routes)
+        self.images = ModelImages.load(path)
+        self._decoder = Decoder(path, dtype, device, slots, max_model_len, record_routes, self.images)
         config = self._decoder.module.config.get_text_config()
         self.max_model_len = min(max_model_len, config.max_position_embeddings)
         self._max_new_tokens = max_new_tokens or self.max_model_len
@@ -164,6 +170,8 @@ class TransformersEngine:
         params: list[SamplingParams],
         adapter: str | None = None,
         streams: bool = False,
+        images: tuple[Image, ...] = (),
+        places: tuple[PlacedImage, ...] = (),
     ) -> Choices:
         """Start sampling one response per prompt.
 
@@ -173,6 +181,8 @@ class TransformersEngine:
             params: one per prompt.
             adapter: name of the adapter to sample with; None samples with the model itself.
             streams: notify of every token, not only of the end.
+            images: images of each prompt.
+            places: places of these images in each prompt.
 
         Raises:
             RequestError: a prompt does not fit, too many requests wait, or the engine is closed.
@@ -201,8 +211,8 @@ class TransformersEngine:
             if capture is not None and capture.max_tokens is not None:
                 limit = min(limit, capture.max_tokens)
             capped = replace(requested, max_tokens=limit)
-            sample = new_sample(index, np.asarray(prompt, np.int32), capped.as_record())
-            sequences.append(self._sequence(sample, capped, progressed, adapter, streams))
+            sample = new_sample(index, np.asarray(prompt, np.int32), capped.as_record(), images=places)
+            sequences.append(self._sequence(sample, capped, progressed, adapter, streams, images))
         self._in_flight += len(sequences)
         self._worker.submit(sequences)
         return Choices(sequences, progressed, lambda: self._release(len(sequences)))
@@ -242,6 +252,7 @@ class TransformersEngine:
         progressed: asyncio.Event,
         adapter: str | None,
         streams: bool,
+        images: tuple[Image, ...],
     ) -> Sequence:
         generator = None
         if params.seed is not None:
@@ -253,6 +264,7 @@ class TransformersEngine:
             loop=asyncio.get_running_loop(),
             progressed=progressed,
             streams=streams,
+            images=images,
             adapter_name=adapter,
             generator=generator,
             grammar_matcher=matcher_for(params.grammar),

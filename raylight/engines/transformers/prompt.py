@@ -2,19 +2,85 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raylight.engines.transformers.requests import ChatMessage, MessagesBody
+from raylight.engines.transformers.requests import ChatMessage, ChatRequest, ImagePart, MessagesBody
+from raylight.errors import ImageError
 from raylight.http.errors import RequestError
+from raylight.images.image import Image, read_data_url
 from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of
+from raylight.types.images import PlacedImage
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine
 
 
-def render(engine: TransformersEngine, request: MessagesBody) -> list[int]:
+class PromptTokens(NamedTuple):
+    """Tokens of a prompt, its images, and their places among the tokens."""
+
+    ids: list[int]
+    images: tuple[Image, ...] = ()
+    places: tuple[PlacedImage, ...] = ()
+
+
+async def read_prompt(engine: TransformersEngine, request: ChatRequest) -> PromptTokens:
+    """Return the prompt of a chat request, rendered or given in tokens.
+
+    Raises:
+        RequestError: see `read_images`, `place_images` and `render`.
+    """
+
+    def read() -> PromptTokens:
+        images = read_images(engine, request)
+        if request.prompt_ids is None:
+            return render(engine, request, images)
+        return place_images(engine, request.prompt_ids, images)
+
+    # decoding and scaling images takes up to seconds
+    return await asyncio.to_thread(read) if request.has_images else read()
+
+
+def read_images(engine: TransformersEngine, request: MessagesBody) -> tuple[Image, ...]:
+    """Return the images of all messages, in order.
+
+    Raises:
+        RequestError: the model takes none, or one is invalid.
+    """
+    images: list[Image] = []
+    for i, message in enumerate(request.messages):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, ImagePart):
+                path = f"messages[{i}].content[{j}]"
+                if engine.images is None:
+                    raise RequestError(f"{path}: this model accepts text only, not images")
+                try:
+                    images.append(read_data_url(part.image_url.url))
+                except ImageError as error:
+                    raise RequestError(f"{path}.image_url: {error}") from None
+    return tuple(images)
+
+
+def place_images(engine: TransformersEngine, ids: list[int], images: tuple[Image, ...]) -> PromptTokens:
+    """Return a prompt that is given in tokens.
+
+    Raises:
+        RequestError: the tokens do not show the images.
+    """
+    if engine.images is None:
+        return PromptTokens(ids)
+    try:
+        return PromptTokens(ids, images, engine.images.place(ids, images))
+    except ImageError as error:
+        raise RequestError(f"kv_transfer_params.prompt_token_ids: {error}") from None
+
+
+def render(engine: TransformersEngine, request: MessagesBody, images: tuple[Image, ...]) -> PromptTokens:
     """Render messages with the model's own chat template, and return the tokens.
+
+    Args:
+        images: images of all messages.
 
     Raises:
         RequestError: the template does not support the messages or the tools, or they are too long.
@@ -32,8 +98,8 @@ def render(engine: TransformersEngine, request: MessagesBody) -> list[int]:
         if "reasoning_effort" not in template:
             raise RequestError("reasoning_effort: this model's chat template does not read it")
         variables["reasoning_effort"] = request.reasoning_effort
-    messages = [_for_template(message) for message in request.messages]
-    engine.check_text("".join(message["content"] for message in messages))
+    messages = [_for_template(engine, message) for message in request.messages]
+    engine.check_text("".join(map(_text_of, messages)))
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -46,7 +112,14 @@ def render(engine: TransformersEngine, request: MessagesBody) -> list[int]:
     except Exception as error:  # a template is the model authors' program and may raise anything
         raise RequestError(f"messages: the chat template rejected them: {error}") from error
     # checks the length again, with the text that the template and the tools add
-    return encode(engine, text, add_special_tokens=False)
+    engine.check_text(text)
+    try:
+        if engine.images is not None:
+            ids, places = engine.images.encode(text, images)
+            return PromptTokens(ids, images, places)
+    except ImageError as error:
+        raise RequestError(f"messages: {error}") from None
+    return PromptTokens(encode(engine, text, add_special_tokens=False))
 
 
 def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> list[int]:
@@ -62,13 +135,15 @@ def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> l
         raise RequestError(f"the text cannot be encoded: {error}") from error
 
 
-def _for_template(message: ChatMessage) -> dict[str, Any]:
+def _for_template(engine: TransformersEngine, message: ChatMessage) -> dict[str, Any]:
     """Convert a message for the template: content as one string, arguments of calls as mappings."""
     converted = message.model_dump(exclude_none=True)
     if message.role == "developer":
         converted["role"] = "system"  # templates know only the older name
-    if isinstance(message.content, list):
-        converted["content"] = "\n".join(part.text for part in message.content)
+    if engine.images is not None:
+        converted["content"] = engine.images.template_content(converted.get("content"))
+    elif isinstance(message.content, list):
+        converted["content"] = _text_of(converted)
     converted.setdefault("content", "")
     calls = converted.get("tool_calls", ())
     if reasoning := reasoning_of(converted):
@@ -76,3 +151,8 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     for call in calls:
         call["function"]["arguments"] = arguments_for_template(call["function"].get("arguments"))
     return converted
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

@@ -153,9 +153,24 @@ class TextPart(Body):
     text: str
 
 
+class ImageUrl(Body):
+    url: str
+    detail: str | None = None
+    """Accepted and without effect: the model's processor chooses the resolution."""
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class CalledFunction(BaseModel):
     name: str
     arguments: Any = None
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+KINDS = frozenset({"text", "image_url"})
 
 
 class HistoryCall(BaseModel):
@@ -169,12 +184,12 @@ class HistoryCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A text message. Undeclared fields are kept, because a chat template may use them."""
+    """A message of text and images. Undeclared fields are kept, because a chat template may use them."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     tool_calls: list[HistoryCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -183,11 +198,11 @@ class ChatMessage(BaseModel):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _check_text_only(cls, content: Any) -> Any:
+    def _check_kinds(cls, content: Any) -> Any:
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-                what = {"image_url": "images", "input_audio": "audio"}.get(str(kind), f"{kind!r:.50}")
-                raise ValueError(f"this model accepts text only, not {what}")
+            if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind not in KINDS:
+                what = "audio" if kind == "input_audio" else f"{kind!r:.50}"
+                raise ValueError(f"this engine accepts text and images, not {what}")
         return content
 
     @model_validator(mode="before")
@@ -237,6 +252,12 @@ class MessagesBody(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """True if a message has an image."""
+        parts = (part for m in self.messages if isinstance(m.content, list) for part in m.content)
+        return any(isinstance(part, ImagePart) for part in parts)
 
     @model_validator(mode="after")
     def _check_final_message(self) -> MessagesBody:

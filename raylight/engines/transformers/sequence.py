@@ -14,7 +14,9 @@ from raylight.engines.capture_context import Sample
 from raylight.engines.transformers.adapters import LoadedAdapter
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.text import TextStream
+from raylight.images.image import Image
 from raylight.types import IntArray, RouteArray, TokenSets
+from raylight.types.images import compared_ids
 
 
 @dataclass(eq=False)
@@ -39,6 +41,10 @@ class Sequence:
     """State of the response within the grammar of `params`."""
     stop_words: TextStream | None = None
     """Detects the stop words of `params`."""
+    images: tuple[Image, ...] = ()
+    """Files of the images of the prompt."""
+    position_delta: int = 0
+    """Difference between the rotary position of a token after the images and its index."""
     routed: int = 0
     """Number of its tokens whose routes are recorded."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -57,6 +63,11 @@ class Sequence:
     def ids(self) -> IntArray:
         """Token ids of prompt and response."""
         return self.sample.token_ids
+
+    @property
+    def compared_ids(self) -> IntArray:
+        """Token ids, different where images differ."""
+        return compared_ids(self.ids, self.sample.images)
 
     @property
     def count(self) -> int:

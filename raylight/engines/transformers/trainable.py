@@ -40,6 +40,8 @@ class TrainableEngine(TransformersEngine):
                 with torch.inference_mode(False):
                     self._worker.version, result = action()
             finally:
+                if self._decoder.vision is not None:
+                    self._decoder.vision.clear()
                 self._worker.recompute()
             return result
 

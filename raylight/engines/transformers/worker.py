@@ -179,7 +179,7 @@ class EngineWorker:
         longest = 0
         while self._waiting and len(self.decoder.active) + len(admitted) < self.decoder.slots:
             sequence = self._waiting[0]
-            known.add((sequence.adapter_name, sequence.ids.tobytes()))
+            known.add((sequence.adapter_name, sequence.compared_ids.tobytes()))
             longest = max(longest, self.decoder.count_missing(sequence))
             if admitted and (self._alone or longest * len(known) > PREFILL_TOKENS):
                 break

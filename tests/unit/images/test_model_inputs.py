@@ -93,6 +93,11 @@ class TestPlace:
         ids, places = images.encode(render(folder, [PART, PART, text("and"), PART]), shown)
         assert images.place(ids, shown) == places
 
+    def test_a_sampled_image_token(self, folder: str, images: ModelImages) -> None:
+        ids, places = images.encode(render(folder, [PART]), [RED])
+        (moved,) = images.place([images.token_id, 5, *ids], [RED])
+        assert (moved.start, moved.stop) == (places[0].start + 2, places[0].stop + 2)
+
     def test_other_images_than_those_shown(self, folder: str, images: ModelImages) -> None:
         ids, _ = images.encode(render(folder, [PART]), [RED])
         with pytest.raises(ImageError, match="image 2 of 2"):
@@ -104,8 +109,30 @@ class TestPlace:
         images = ModelImages.load(build_vlm("qwen3_vl", tmp_path))
         assert images is not None
         ids, _ = images.encode(render(str(tmp_path), [PART, PART]), [RED, RED])
-        with pytest.raises(ImageError, match="image 1 of 2, which has 40 tokens"):
+        with pytest.raises(ImageError, match="image 1 of 2"):
             images.place(ids, [WIDE, RED])
+        ids, _ = images.encode(render(str(tmp_path), [PART, PART]), [RED, WIDE])
+        with pytest.raises(ImageError, match="image 2 of 2"):
+            images.place(ids, [RED, RED])
+
+
+class TestTemplateContent:
+    def test_an_image_makes_a_list(self, images: ModelImages) -> None:
+        sent = {"type": "image_url", "image_url": {"url": "data:"}}
+        assert images.template_content([text("a"), sent]) == [text("a"), PART]
+
+    def test_text_is_a_string_unless_the_template_shows_none(self, tmp_path: Path) -> None:
+        images = ModelImages.load(build_vlm("gemma3", tmp_path))
+        assert images is not None
+        assert images.template_content([text("a"), text("b")]) == "a\nb"
+        assert images.template_content(None) == ""
+        lists = (
+            "{% for m in messages %}{% for p in m.content if p.type %}{{ p.text }}{% endfor %}{% endfor %}"
+        )
+        (tmp_path / "chat_template.jinja").write_text(lists)
+        images = ModelImages.load(str(tmp_path))
+        assert images is not None
+        assert images.template_content("a") == [text("a")]
 
 
 class TestInputs:

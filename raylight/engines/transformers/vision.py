@@ -1,0 +1,139 @@
+"""The vision part of the engine's model: features of images, and their places in a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+
+from raylight.engines.transformers.sequence import Sequence
+from raylight.images.image import Image
+from raylight.images.model_inputs import ModelImages
+
+CACHE_BYTES = 512 * 2**20
+"""Size of the features that are kept on the device. Rollouts of a group, and later turns, show the same
+images."""
+BLOCKWISE = frozenset({"gemma3"})
+"""Architectures in which the tokens of an image attend to each other in both directions."""
+Features = list[torch.Tensor]
+"""Embeddings of an image's tokens, shape (tokens, width), and what is added to them in the first layers."""
+
+
+class VisionPart:
+    """The vision part of a model. All calls must come from the engine's thread.
+
+    Args:
+        module: the whole model.
+        images: conversion of images for it.
+    """
+
+    def __init__(self, module: Any, images: ModelImages) -> None:
+        self._model, self._images = module.model, images
+        self._blockwise = module.config.model_type in BLOCKWISE
+        self._has_grid_positions = hasattr(self._model, "get_rope_index")
+        self._features: LRUCache[str, Features] = LRUCache(
+            CACHE_BYTES, getsizeof=lambda found: sum(tensor.nbytes for tensor in found)
+        )
+        self._added: dict[str, Any] = {}
+        """Further arguments of the next pass of the language part."""
+        self._model.language_model.register_forward_pre_hook(self._add_arguments, with_kwargs=True)
+
+    def embed(self, rows: Rows[Sequence], ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
+        """Return the embeddings of tokens, with the features of images in their places.
+
+        Args:
+            ids: shape (rows, tokens).
+            starts: index of the first of these tokens in each sequence.
+        """
+        shown = torch.zeros(ids.shape, dtype=torch.bool)
+        parts: list[Features] = []
+        for row, (sequence, start) in enumerate(zip(rows, starts, strict=True)):
+            for image, place in zip(sequence.images, sequence.sample.images, strict=True):
+                first, last = max(place.start, start), min(place.stop, start + ids.shape[1])
+                if first < last:
+                    shown[row, first - start : last - start] = True
+                    own = slice(first - place.start, last - place.start)
+                    parts.append([feature[own] for feature in self._find(image)])
+        shown = shown.to(ids.device)
+        embeddings: torch.Tensor = self._model.get_input_embeddings()(ids.masked_fill(shown, 0))
+        if parts:
+            features, *deeper = (torch.cat(level) for level in zip(*parts, strict=True))
+            embeddings[shown] = features.to(embeddings.dtype)
+            if deeper:  # Qwen 3-VL
+                self._added = {"visual_pos_masks": shown, "deepstack_visual_embeds": deeper}
+        return embeddings
+
+    def positions(self, rows: Rows[Sequence], indices: torch.Tensor) -> torch.Tensor:
+        """Return the rotary positions of tokens; `indices` for a model without positions in two dimensions.
+
+        Args:
+            indices: index of each token in its sequence, shape (rows, tokens).
+        """
+        if not self._has_grid_positions:
+            return indices
+        return torch.stack(
+            [
+                self._sequence_positions(sequence)[:, own.clamp(max=sequence.length - 1)]
+                for sequence, own in zip(rows, indices, strict=True)
+            ],
+            dim=1,
+        )
+
+    def blocks(self, rows: Rows[Sequence], keys: int) -> torch.Tensor | None:
+        """Return the number of the image that each key belongs to, shape (rows, keys), or -1; None if that
+        does not matter."""
+        if not self._blockwise or not any(sequence.images for sequence in rows):
+            return None
+        blocks = torch.full((len(rows), keys), -1)
+        for row, sequence in enumerate(rows):
+            for number, place in enumerate(sequence.sample.images):
+                blocks[row, place.start : place.stop] = number
+        return blocks.to(self._model.device)
+
+    def check_features(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Forget all features if a weight of the vision part changes.
+
+        Args:
+            name: the weight's name in the whole model.
+        """
+        is_language = name.startswith(("model.language_model.", "lm_head."))
+        if self._features and not is_language and not torch.equal(old, new.to(old.device, old.dtype)):
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all features."""
+        self._features.clear()
+
+    def _find(self, image: Image) -> Features:
+        found = self._features.get(image.sha256)
+        if found is None:
+            inputs = {
+                name: tensor.to(self._model.device) for name, tensor in self._images.inputs([image]).items()
+            }
+            output = self._model.get_image_features(**inputs, return_dict=True)
+            pooled = output.pooler_output
+            pooled = torch.cat(list(pooled)) if isinstance(pooled, list | tuple) else pooled.flatten(0, -2)
+            found = [pooled, *(getattr(output, "deepstack_features", None) or ())]
+            if sum(tensor.nbytes for tensor in found) <= CACHE_BYTES:
+                self._features[image.sha256] = found
+        return found
+
+    def _sequence_positions(self, sequence: Sequence) -> torch.Tensor:
+        """Return the positions of all tokens of a sequence, shape (3, tokens), and set its delta."""
+        device = self._model.device
+        if not sequence.images:
+            return torch.arange(sequence.length, device=device).expand(3, -1)
+        ids = torch.from_numpy(sequence.ids).long()[None]
+        kinds = torch.zeros_like(ids, dtype=torch.int)
+        for place in sequence.sample.images:
+            kinds[0, place.start : place.stop] = 1
+        grids = self._images.inputs(sequence.images)["image_grid_thw"]
+        found, delta = self._model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
+        sequence.position_delta = int(delta)
+        return found[:, 0].to(device)
+
+    def _add_arguments(self, module: Any, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        added, self._added = self._added, {}
+        return args, arguments | added
