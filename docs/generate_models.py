@@ -30,7 +30,7 @@ from raylight.config import LearnerConfig
 from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
 from raylight.experience.settings import PolicySettings
-from raylight.learner.model_check import build_on_meta, causal_lm_class, round_trip
+from raylight.learner.model_check import build_on_meta, round_trip, trained_class
 from raylight.learner.varlen_attention import supports_varlen
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import WeightSource
@@ -204,7 +204,7 @@ def tiny_config(model_type: str, name: str) -> Any:
 def build(config: Any, dtype: torch.dtype) -> Any:
     """Return the whole model, of which learners may load only the text part."""
     whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    return (whole or causal_lm_class(config))._from_config(copy.deepcopy(config), dtype=dtype)
+    return (whole or trained_class(config))._from_config(copy.deepcopy(config), dtype=dtype)
 
 
 def check_names(config: Any) -> str:
@@ -350,7 +350,7 @@ def make_row(model_type: str, name: str, with_vllm: bool, known: dict[str, list[
 
 def packed_rows(config: Any, names: str) -> str:
     """Return "yes" if rows of a model that can be trained are packed without a mask."""
-    return "yes" if names == "yes" and supports_varlen(config, causal_lm_class(config)) else ""
+    return "yes" if names == "yes" and supports_varlen(config, trained_class(config)) else ""
 
 
 def _result(check: Callable[[Any], str], config: Any) -> str:

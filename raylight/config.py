@@ -334,6 +334,9 @@ class LearnerConfig(Config):
     """Send each token to the experts that the engine's routers chose for it, in all passes of the policy and
     of the initial model (R3, https://arxiv.org/abs/2510.11370). For mixtures of experts and the transformers
     engine, whose routes are recorded with the tokens."""
+    train_vision: bool = False
+    """Train the vision part of a model too: its tower, and the projector of its features. It is frozen by
+    default; then the features of an image are computed once an update."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
     """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
     dropped."""
@@ -387,6 +390,10 @@ class LearnerConfig(Config):
                 f"ulysses={self.ulysses} gives silently wrong results without packed rows, or with an "
                 "attention implementation of your own; set packed=True, and leave out attention"
             )
+        if self.train_vision and self.lora is not None:
+            raise ValueError(
+                "an adapter (learner.lora) adapts the language part alone; leave out train_vision, or lora"
+            )
         if self.ulysses > 1 and self.router_aux_loss_coef:
             raise ValueError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef:g} cannot be computed by ranks that share "
@@ -432,7 +439,7 @@ READ_BY_KIND = {
     "local": ROW_SETTINGS
     | LOCAL_SETTINGS
     | {"num_threads", "dtype", "lora", "gradient_checkpointing"}
-    | {"router_aux_loss_coef"},
+    | {"router_aux_loss_coef", "train_vision"},
     "simulated": ROW_SETTINGS | SIMULATED_TIMES,
 }
 """Settings that a kind of learner reads; the ranks read all but those of the simulated learner."""

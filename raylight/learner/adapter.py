@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import torch
 
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError
+from raylight.images.model_inputs import ModelImages
+from raylight.learner.vision import LANGUAGE
 
 
 def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
@@ -18,10 +21,13 @@ def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
     """
     import peft
     from peft.tuners.lora import LoraLayer
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from raylight.learner.model_check import build_on_meta
+
+    reads_images = ModelImages.load(model_path) is not None
+    model = build_on_meta(AutoConfig.from_pretrained(model_path), reads_images)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
         try:
             peft.inject_adapter_in_model(peft_config(lora, None, model), model)
         except ValueError as error:
@@ -55,11 +61,29 @@ def peft_config(lora: LoraConfig, task: str | None, module: Any) -> Any:
         lora_alpha=cast(Any, lora.alpha),
         lora_dropout=lora.dropout,
         target_modules=targets,
-        exclude_modules=lora.exclude_modules,
+        exclude_modules=_excluded(lora, names),
         target_parameters=lora.target_parameters or None,
         bias="none",
         task_type=task,
     )
+
+
+def _excluded(lora: LoraConfig, names: list[str]) -> Any:
+    """Return the modules that are not adapted: those of the settings and, of a model with a vision part, all
+    but its language part, whose layers have the same names.
+
+    Args:
+        names: of all modules.
+    """
+    language = next((name for name in names if name.rpartition(".")[2] == LANGUAGE), None)
+    if language is None:
+        return lora.exclude_modules
+    others = f"(?!{re.escape(language)}\\.).*"
+    if lora.exclude_modules is None:
+        return others
+    given = lora.exclude_modules
+    own = given if isinstance(given, str) else rf"(.*\.)?({'|'.join(map(re.escape, given))})"
+    return f"{others}|{own}"
 
 
 def check_adapter(module: Any, lora: LoraConfig) -> None:

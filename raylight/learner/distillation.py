@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -41,6 +41,11 @@ class Distiller:
         # a teacher has experts of its own
         config = config.model_copy(update={"router_replay": False, "router_aux_loss_coef": 0.0})
         self._engines = [build_reference(path, config) for path in settings.local_teachers]
+
+    def load_images(self, files: Mapping[str, bytes]) -> None:
+        """Take the images of an update, by digest."""
+        for engine in self._engines:
+            engine.load_images(files)
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:

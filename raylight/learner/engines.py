@@ -20,13 +20,15 @@ from raylight.errors import ConfigError
 from raylight.experience.packing import keeps_state
 from raylight.experience.settings import CriticSettings, OptimizerSettings
 from raylight.experience.supervised_settings import PairSettings, SupervisedSettings
+from raylight.images.model_inputs import ModelImages
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, RewardEngine, ValueEngine
 from raylight.learner.local_engine import LocalEngine
-from raylight.learner.model_check import causal_lm_class, check_model
+from raylight.learner.model_check import check_model, trained_class
 from raylight.learner.rows import make_probe_row
 from raylight.learner.varlen_attention import VARLEN, supports_varlen
+from raylight.learner.vision import PACKED_VISION_MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +116,10 @@ def _build(
     total_steps: int,
     forward_only: bool = False,
 ) -> Any:
+    reads_text_alone = cls in (ValueEngine, RewardEngine)
+    images = None if reads_text_alone else ModelImages.load(model_path)
     if config.packed:
-        _check_layers(model_path)
+        _check_layers(model_path, images is not None)
     settings.check_adapter(config.lora is not None and not forward_only)
     on_gpu = torch.cuda.is_available()
     lora = None if forward_only else config.lora
@@ -124,9 +128,11 @@ def _build(
         config,
         model_config=verl.HFModelConfig(
             path=model_path,
-            model_type="value_model" if cls in (ValueEngine, RewardEngine) else "language_model",
+            model_type="value_model" if reads_text_alone else "language_model",
             use_remove_padding=config.packed,
-            override_config={"attn_implementation": choose_attention(config, on_gpu, model_path)},
+            override_config={
+                "attn_implementation": choose_attention(config, on_gpu, model_path, images is not None)
+            },
             enable_gradient_checkpointing=config.gradient_checkpointing and not forward_only,
             lora_rank=lora.rank if lora else 0,
         ),
@@ -156,6 +162,7 @@ def _build(
     # ratios and pair weights compare passes, which must have the same weights; answers alone need none
     learns_answers = isinstance(settings, SupervisedSettings)
     engine.keeps_dropout = learns_answers and not isinstance(settings, PairSettings)
+    engine.images = images
     engine.initialize()
     if config.packed:
         _check_packing(engine, config, model_path)
@@ -179,8 +186,11 @@ def optimizer_config(settings: OptimizerSettings, total_steps: int) -> Any:
     )
 
 
-def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> str:
+def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str, reads_images: bool = False) -> str:
     """Return the attention implementation, eager if the architecture supports no faster one.
+
+    Args:
+        reads_images: the model is loaded with its vision part.
 
     Raises:
         ConfigError: an implementation is configured, or required by `ulysses`, that is not available, or not
@@ -200,7 +210,7 @@ def choose_attention(config: LearnerConfig, on_gpu: bool, model_path: str) -> st
     hf_config.architectures = [  # a reward model has the layers of a language model
         name.replace("ForSequenceClassification", "ForCausalLM") for name in hf_config.architectures or []
     ]
-    architecture = causal_lm_class(hf_config)
+    architecture = trained_class(hf_config, reads_images)
     if config.packed and supports_varlen(hf_config, architecture) and (on_16_bits or not on_gpu):
         return VARLEN
     if config.ulysses > 1:
@@ -222,7 +232,7 @@ def _check_routers(model_path: str, config: LearnerConfig) -> None:
         ConfigError: it has none: no mixture of experts, or one whose routers are balanced otherwise.
     """
     hf_config = AutoConfig.from_pretrained(model_path)
-    architecture = causal_lm_class(hf_config)
+    architecture = trained_class(hf_config, ModelImages.load(model_path) is not None)
     module = importlib.import_module(architecture.__module__)
     if not hasattr(module, "load_balancing_loss_func"):
         raise ConfigError(
@@ -240,13 +250,20 @@ def _warn_about_unused_offload(config: LearnerConfig) -> None:
         )
 
 
-def _check_layers(model_path: str) -> None:
-    """Check that no layer carries a state from one packed row into the next.
+def _check_layers(model_path: str, reads_images: bool) -> None:
+    """Check that no layer carries a state from one packed row into the next, and that images need no mask or
+    positions of their own.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: one does, or they do.
     """
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    whole = AutoConfig.from_pretrained(model_path)
+    if reads_images and whole.model_type not in PACKED_VISION_MODELS:
+        raise ConfigError(
+            f"rows of {model_path} ({whole.model_type}) cannot be packed, because the tokens of its images "
+            "have positions of several dimensions or attend to each other; set learner.packed=False"
+        )
+    config = whole.get_text_config()
     if keeps_state(config.to_dict()):
         raise ConfigError(
             f"layers of {model_path} ({config.model_type}) keep a state that would go on from one packed row "
@@ -270,7 +287,7 @@ def _check_packing(engine: RaylightEngine, config: LearnerConfig, model_path: st
     allowed = max(10 * first, ROUNDING[config.dtype] * largest)
     if not (first <= MAX_ROUNDING[config.dtype] * largest and second <= allowed):
         raise ConfigError(
-            f"with attention {choose_attention(config, torch.cuda.is_available(), model_path)!r} this "
+            f"with attention {engine.model_config.hf_config._attn_implementation!r} this "
             f"model mixes packed rows (log-probs of the second change by {second:.2g}, those of the first by "
             f"{first:.2g}); set learner.packed=False"
         )

@@ -6,19 +6,20 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
 from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
 from raylight.errors import ConfigError
 from raylight.experience.token_budgets import plan_micro_batches
+from raylight.images.model_inputs import ModelImages
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.micro_batch import MicroBatch, activation_bytes, host_tokens, place
@@ -28,6 +29,7 @@ from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.learner.rows import Minibatch, TrainRow, mask_all
 from raylight.learner.token_logprobs import TokenDivergence
 from raylight.learner.varlen_attention import VARLEN, row_bounds
+from raylight.learner.vision import VisionPart
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def __init__(self, learner: LearnerConfig, **configs: Any) -> None:
         self._learner, self._is_resident = learner, False
         self._routes: ExpertRoutes | None = None
+        self.images: ModelImages | None = None
+        """Conversion of images for the model; None for one that reads text alone."""
+        self._vision: VisionPart | None = None
         self.keeps_dropout = True
         """True if the model's own dropout is active in training."""
         self.head: LogprobHead
@@ -102,9 +107,10 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         )
         with place_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = self._auto_class.from_pretrained(
-                settings.local_path, config=hf_config, dtype=torch.float32
-            )
+            auto_class: Any = self._auto_class if self.images is None else AutoModelForImageTextToText
+            if self.images is not None:  # a tower has no packed rows
+                hf_config.vision_config._attn_implementation = "sdpa"
+            module = auto_class.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
         module.to(torch.float32)  # transformers loads some parameters in a type of their own
         if not self.keeps_dropout:
             disable_dropout(module)
@@ -140,8 +146,13 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         """Make the model return log-probs instead of logits."""
         model = module.get_base_model() if self._is_lora else module
         self.head = LogprobHead(model)
+        self._add_vision(model)
         if self._learner.router_replay:
             self._routes = ExpertRoutes(model)
+
+    def _add_vision(self, model: Any) -> None:
+        if self.images is not None:
+            self._vision = VisionPart(model, self.images, self._learner.train_vision)
 
     def _build_fsdp_module(self, module: Any) -> Any:
         forward_only = self.engine_config.forward_only
@@ -161,10 +172,29 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             return module
         # verl would offload every forward-only model to pinned host memory, which needs a GPU
         self.engine_config.forward_only = forward_only and self.engine_config.param_offload
+        left_whole = contextlib.nullcontext() if self._vision is None else self._vision.left_whole()
         try:
-            return super()._build_fsdp_module(module)
+            with left_whole:
+                wrapped = super()._build_fsdp_module(module)
         finally:
             self.engine_config.forward_only = forward_only
+        if self._vision is not None:
+            self._vision.place(self.device)
+        return wrapped
+
+    def load_images(self, files: Mapping[str, bytes]) -> None:
+        """Take the images of an update, by digest.
+
+        Raises:
+            ConfigError: the model reads none.
+        """
+        if self._vision is not None:
+            self._vision.load(files)
+        elif files:
+            raise ConfigError(
+                f"rows have images, and {self.model_config.local_path} reads text alone as "
+                f"{type(self).__name__}; use an algorithm without a critic, and a model with a vision part"
+            )
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
@@ -394,10 +424,16 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def _model_inputs(self, batch: MicroBatch) -> tuple[dict[str, Any], int]:
         """Return the model's inputs, and the tokens that pad a packed sequence."""
+        padding = 0
+        if batch.packed:
+            inputs, arguments = self.prepare_model_inputs(batch.packed_inputs())
+            padding = arguments["pad_size"]
+        else:
+            inputs = batch.padded_inputs()
+        if self._vision is not None:
+            inputs |= self._vision.inputs(batch, inputs["input_ids"])
         if not batch.packed:
-            return batch.padded_inputs(), 0
-        inputs, arguments = self.prepare_model_inputs(batch.packed_inputs())
-        padding = arguments["pad_size"]
+            return inputs, 0
         if self.model_config.hf_config._attn_implementation == VARLEN:
             lengths = [row.tokens for row in batch.rows]
             inputs |= row_bounds(lengths + [padding] * (padding > 0), self.device)

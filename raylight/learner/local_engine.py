@@ -38,6 +38,7 @@ class LocalEngine(RaylightEngine):
         if not self.keeps_dropout:
             disable_dropout(self.module)
         self.head = LogprobHead(self.module, SMALL_CHUNK)
+        self._add_vision(self.module)
         if self._is_lora:
             self.module = self._build_lora_module(self.module)
         with contextlib.redirect_stdout(None):  # verl prints the schedule

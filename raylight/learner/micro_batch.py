@@ -204,6 +204,16 @@ class MicroBatch:
         found = torch.cat(kept) if self.packed else pad_sequence(kept, batch_first=True).flatten()
         return found.to(self.device)
 
+    def image_tokens(self) -> torch.Tensor:
+        """Return True for the tokens of images, in the shape of the model's input, in host memory."""
+        found = []
+        for row in self.rows:
+            inside = torch.zeros(row.tokens, dtype=torch.bool)
+            for image in row.images:
+                inside[image.start : image.stop] = True
+            found.append(inside)
+        return torch.cat(found)[None] if self.packed else pad_sequence(found, batch_first=True)
+
     def routes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the experts of the tokens of the model's input, and True for those that have some; None if
         none has any."""

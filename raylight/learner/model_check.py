@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from raylight.errors import ConfigError
+from raylight.images.model_inputs import ModelImages
 from raylight.learner.response_logprobs import LogprobHead
 from raylight.weights.source import WeightSource
 
@@ -57,7 +58,7 @@ def check_model(path: str) -> None:
             "the unquantized model, or dequantize this one: AutoModelForCausalLM.from_pretrained(PATH, "
             "dtype='bfloat16').dequantize() and save_pretrained"
         )
-    model = build_on_meta(config)
+    model = build_on_meta(config, reads_images=ModelImages.load(path) is not None)
     stored = read_shapes(path)
     exported = round_trip(model, stored)
     lost = {name: shape for name, shape in exported.items() if stored.get(name) != shape}
@@ -90,16 +91,20 @@ def check_layout(model: Any) -> None:
         ) from error
 
 
-def build_on_meta(config: Any) -> Any:
+def build_on_meta(config: Any, reads_images: bool = False) -> Any:
     """Build a model without values.
 
+    Args:
+        reads_images: build a vision part too.
+
     Raises:
-        ConfigError: transformers cannot build it, or see `causal_lm_class`.
+        ConfigError: transformers cannot build it, or see `trained_class`.
     """
-    architecture = causal_lm_class(config)
+    architecture = trained_class(config, reads_images)
+    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return auto_class.from_config(config, dtype=torch.float32)
     except Exception as error:  # an architecture's own code may fail in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
@@ -107,22 +112,24 @@ def build_on_meta(config: Any) -> Any:
         ) from error
 
 
-def causal_lm_class(config: Any) -> Any:
-    """Return the class of transformers that learners and engines load, that of `AutoModelForCausalLM`.
-
-    It is the text part alone of some models with a vision part (Qwen 3.5).
+def trained_class(config: Any, reads_images: bool = False) -> Any:
+    """Return the class of transformers that learners and engines load: that of `AutoModelForImageTextToText`
+    for a model that reads images, else that of `AutoModelForCausalLM`, which is the text part alone of some
+    models with a vision part (Qwen 3.5).
 
     Raises:
         ConfigError: it does not generate text, or the model's files are those of a model without output
             layer.
     """
     name = (config.architectures or [""])[0]
-    served: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    served: Any = whole if reads_images else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if served is not None and name in {each.__name__ for each in (served, whole) if each is not None}:
         return served
     reason = "it does not generate text in transformers"
-    if served is not None:
+    if served is None and whole is not None:
+        reason = "its folder has no processor of images that can be loaded (preprocessor_config.json)"
+    elif served is not None:
         reason = f"transformers generates text with {served.__name__}"
     raise ConfigError(
         f"the architecture {name or config.model_type} cannot be trained: {reason}; choose a model of an "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,11 @@ class Policy(TrainedModel):
         """The engines that are trained, by name: `policy` and, if there is one, `critic`."""
         return {"policy": self.engine} | ({} if self.critic is None else {"critic": self.critic.engine})
 
+    def load_images(self, files: Mapping[str, bytes]) -> None:
+        super().load_images(files)
+        if self._distiller is not None:
+            self._distiller.load_images(files)
+
     def progress(self) -> dict[str, Any]:
         """Return the version, the KL coefficient, and the count of non-finite gradients."""
         return super().progress() | {"kl_coef": self._kl.adapted_coef}
@@ -83,6 +89,7 @@ class Policy(TrainedModel):
             NonFiniteGradientError: the gradient was not finite several times in a row.
         """
         settings = self.settings
+        self.load_images(shard.image_files)
         rows = build_rows(shard.rows, shard.outline.owners.tolist())
         minibatches = build_minibatches(rows, shard.minibatches)
         critic_minibatches = build_minibatches(rows, shard.critic_minibatches)
@@ -125,6 +132,7 @@ class Policy(TrainedModel):
         )
         self.version += 1
         self.row_records = [record_row(row) for row in own_rows]
+        self.load_images({})  # whose features would stay on the device
         return metrics
 
     def _infer_before_update(self, rows: list[TrainRow], infers: bool) -> None:

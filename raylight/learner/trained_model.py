@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,15 @@ class TrainedModel:
     def restore_progress(self, progress: dict[str, Any]) -> None:
         """Continue from the numbers that `progress` returned."""
         self.version, self._gradients.consecutive = progress["version"], progress["non_finite"]
+
+    def load_images(self, files: Mapping[str, bytes]) -> None:
+        """Give the images of an update to all engines.
+
+        Args:
+            files: by digest.
+        """
+        for engine in filter(None, (*self.engines.values(), self._reference)):
+            engine.load_images(files)
 
     def infer_reference(self, rows: list[TrainRow]) -> list[torch.Tensor]:
         """Return the initial model's log-probs of the response tokens of each row."""

@@ -129,11 +129,14 @@ def _write_model(engine: Any, folder: str, adapter: dict[str, torch.Tensor] | No
     module, settings = engine.module, engine.model_config
     model = base_model(module)
     rest: dict[str, torch.Tensor] = {}
-    if settings.hf_config.model_type != model.config.model_type:  # only the text part is loaded
+    is_part = settings.hf_config.model_type != model.config.model_type  # only the text part is loaded
+    if is_part or engine.images is not None:  # layers that predict further tokens are not loaded either
         rest = _other_tensors(settings.local_path, WeightSource(module, torch.float32))
     if _is_rank_0():
-        _write_config(model, folder, settings.local_path if rest else None)
+        _write_config(model, folder, settings.local_path if is_part else None)
         settings.get_processor().save_pretrained(folder)
+        for file in Path(settings.local_path).glob("*processor_config.json"):
+            shutil.copy(file, folder)
     _write_tensors(WeightSource(module, torch.float32, tied=False, adapter=adapter), folder, rest)
     if hasattr(module, "peft_config"):
         if adapter is None:
@@ -154,9 +157,6 @@ def _write_config(model: Any, folder: str, original: str | None) -> None:
         if name.endswith(PER_TOKEN):  # a reward model, which scores the last token of a row
             name = name.removesuffix(PER_TOKEN) + "ForSequenceClassification"
         config.architectures = [name]
-    else:
-        for file in Path(original).glob("*processor_config.json"):
-            shutil.copy(file, folder)
     config.dtype = "float32"
     vars(config).pop("attn_implementation", None)  # specific to this machine
     config.save_pretrained(folder)

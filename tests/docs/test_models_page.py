@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from docs_snippets import DOCS
 
-from raylight.learner.model_check import causal_lm_class
+from raylight.learner.model_check import trained_class
 from raylight.learner.varlen_attention import VARLEN, row_bounds
 
 
@@ -104,7 +104,7 @@ def gradients(model: Any, outputs: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_packed_rows_are_computed_as_each_alone(model_type: str) -> None:
     """Also where a row is longer than the window of a layer."""
     config = GENERATOR.tiny_config(model_type, ROWS[model_type][0])
-    text, architecture = config.get_text_config(), causal_lm_class(config)
+    text, architecture = config.get_text_config(), trained_class(config)
     if getattr(text, "sliding_window", None):
         text.sliding_window = 5
     text.initializer_range = 0.1
