@@ -29,7 +29,7 @@ from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.learner.rows import Minibatch, TrainRow, mask_all
 from raylight.learner.token_logprobs import TokenDivergence
 from raylight.learner.varlen_attention import VARLEN, row_bounds
-from raylight.learner.vision import VisionPart
+from raylight.learner.vision import ModelVision
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         self._routes: ExpertRoutes | None = None
         self.images: ModelImages | None = None
         """Conversion of images for the model; None for one that reads text alone."""
-        self._vision: VisionPart | None = None
+        self._vision: ModelVision | None = None
         self.keeps_dropout = True
         """True if the model's own dropout is active in training."""
         self.head: LogprobHead
@@ -152,7 +152,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def _add_vision(self, model: Any) -> None:
         if self.images is not None:
-            self._vision = VisionPart(model, self.images, self._learner.train_vision)
+            self._vision = ModelVision(model, self.images, self._learner.train_vision)
 
     def _build_fsdp_module(self, module: Any) -> Any:
         forward_only = self.engine_config.forward_only

@@ -37,7 +37,7 @@ class ImageFeatures(NamedTuple):
     """Features that are added within the language part; None for most models."""
 
 
-class VisionPart:
+class ModelVision:
     """Gives a model the images of its rows.
 
     The model computes features and puts them in place with its own code, of which two functions of this

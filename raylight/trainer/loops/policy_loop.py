@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from raylight._utils.aio import cancel_all
@@ -184,6 +185,8 @@ class PolicyLoop(StepLoop):
         report.batch(content)
         if not content.has_signal:
             return metrics, False
+        if digests := batch.image_digests:
+            batch = replace(batch, image_files=await self._run.store.read_images(digests))
         if (teachers := self._run.teachers) is not None:
             with report.phase("scoring by the teacher"):
                 batch, found = await self._until_failure(teachers.score(batch, rollouts))

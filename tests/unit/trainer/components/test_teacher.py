@@ -43,7 +43,7 @@ from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
 from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teachers
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, Teachers, split_rows
 from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
-from raylight.types import FinishedRollout, Span, TopLogprobs, Trajectory
+from raylight.types import FinishedRollout, PlacedImage, Span, TopLogprobs, Trajectory
 
 
 @given(st.lists(st.integers(2, 2 * MOST_TOKENS), max_size=40), st.integers(1, 6))
@@ -136,6 +136,13 @@ async def test_each_row_has_the_log_probs_of_its_response() -> None:
     assert handle.calls == 4
     assert handle.most <= 4  # two for each replica
     assert metrics["teacher/retries"] == 0
+
+
+async def test_rows_with_images_are_not_scored_by_tokens_alone() -> None:
+    batch = make_batch()
+    shown = replace(batch.rows[0], images=(PlacedImage("a" * 64, 0, 1),))
+    with pytest.raises(TeacherPromptError, match="16 rows show 1 images; give the teacher kind='learner'"):
+        await make_teacher(Handle())[0].score(replace(batch, rows=[shown, *batch.rows[1:]]), [])
 
 
 async def test_each_row_has_the_most_probable_tokens_of_its_response() -> None:
