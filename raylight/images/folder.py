@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ class ImageFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._writing = threading.Lock()
 
     def write(self, images: Mapping[str, bytes]) -> None:
         """Write files, which are on the disk afterwards. Those that are there stay.
@@ -32,8 +34,9 @@ class ImageFolder:
                 continue
             if hashlib.sha256(data).hexdigest() != sha256:
                 raise ImageError(f"the image {sha256} has another digest: it was damaged on its way")
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, data)
+            with self._writing:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, data)
 
     def read(self, digests: Iterable[str]) -> dict[str, bytes]:
         """Return files by their digests.

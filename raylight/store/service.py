@@ -227,7 +227,6 @@ class StoreService(Mailbox):
         self._queries = Queries(self._journal.reader, monotonic)
         self._answered = AnsweredMessages(self._journal)
         self._images = ImageFolder(self._journal.path.with_name(IMAGES))
-        self._writes_images = asyncio.Lock()
         self._methods = self._callable_methods()
         self._queue_changed = BroadcastCondition()
         self._queue_has_room = BroadcastCondition()
@@ -482,9 +481,8 @@ class StoreService(Mailbox):
     async def write_images(self, images: dict[str, bytes]) -> None:
         """Write the files of images, by digest; see `ImageFolder.write`."""
         self._ensure_timer()
-        async with self._writes_images:
-            with disk_errors(self._images.path):
-                await asyncio.to_thread(self._images.write, images)
+        with disk_errors(self._images.path):
+            await asyncio.to_thread(self._images.write, images)
 
     async def read_images(self, digests: list[str]) -> dict[str, bytes]:
         """Return the files of images by their digests."""
