@@ -16,7 +16,7 @@ DRIFT_REMEDIES = {
     "tools_changed": "offer the same tools, in the same order, in all calls of a conversation",
     "variables_changed": "send the same chat_template_kwargs and reasoning_effort in all calls",
     "template": "use a chat template that renders every message once and in order",
-    "unsupported": "send images and audio in the first message only, or train on the rows that they make",
+    "unsupported": "send audio in the first message only, or train on the rows that they make",
     "token_in_off": "remove the header x-raylight-token-in",
 }
 """Remedies by the kind of a drift."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import ASGIApp
 
@@ -38,6 +38,9 @@ from raylight.weights.protocol import EngineLoad as EngineLoad
 from raylight.weights.protocol import LoraAdapter as LoraAdapter
 from raylight.weights.protocol import SyncedEngine
 from raylight.weights.protocol import UpdateMode as UpdateMode
+
+if TYPE_CHECKING:
+    from raylight.images.model_inputs import ModelImages
 
 PROMPT_IDS = "prompt_token_ids"
 """Key in a chat request's `kv_transfer_params` for a prompt given as token ids, as in vLLM. The engine
@@ -72,6 +75,8 @@ class Engine(SyncedEngine, Protocol):
     """A Hugging Face tokenizer; None if the model's tokens are not known (an upstream model)."""
     max_model_len: int | None
     """Longest prompt plus response, in tokens; None if not known."""
+    images: ModelImages | None
+    """Conversion of images; None, or no such attribute, if the model takes none."""
 
     async def app(self) -> ASGIApp:
         """Return the ASGI application. Called once, when the engine is ready."""
@@ -109,6 +114,7 @@ class InferenceOnlyEngine:
 
     tokenizer: Any = None
     max_model_len: int | None = None
+    images: ModelImages | None = None
     workers: int = 1
     not_trainable = "this engine's model cannot be trained: the engine takes no weights"
     """Error message for every attempt to change or probe the weights."""

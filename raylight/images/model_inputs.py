@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -149,6 +149,11 @@ class ModelImages:
         return (
             {name: _concatenate([each[name] for each in tensors]) for name in tensors[0]} if tensors else {}
         )
+
+    def prepare(self, images: Iterable[Image]) -> None:
+        """Convert images, so that other methods find the latest ones converted."""
+        for image in images:
+            self._process(image)
 
     def _process(self, image: Image) -> ProcessedImage:
         with self._lock:

@@ -196,7 +196,7 @@ class CaptureMiddleware:
             context, known, send, self._clock, self._conversations, sent, is_translated
         )
         try:
-            if is_chat and (tokens := await self._prompt(context, sent, headers)) is not None:
+            if is_chat and (tokens := await self._prompt(context, sent, headers, images)) is not None:
                 request = JsonRequest({**context.body, PROMPT_FIELD: {PROMPT_IDS: tokens}}, receive)
             other_headers = [pair for pair in scope["headers"] if pair[0] != REQUEST_ID]
             call_id = context.keys[0].call_id.encode()
@@ -245,7 +245,11 @@ class CaptureMiddleware:
         )
 
     async def _prompt(
-        self, context: CaptureContext, sent: SentConversation | None, headers: dict[bytes, bytes]
+        self,
+        context: CaptureContext,
+        sent: SentConversation | None,
+        headers: dict[bytes, bytes],
+        images: Images,
     ) -> list[int] | None:
         """Return the prompt of a continued conversation in tokens; None has the engine render messages.
 
@@ -268,7 +272,9 @@ class CaptureMiddleware:
             missing = self._conversations.unknown_answer(sent)
             if missing:
                 await self._loader.load(context.scope, missing)
-        prompt = self._conversations.prompt(sent)
+        if images:
+            await self._conversations.prepare(images)
+        prompt = self._conversations.prompt(sent, images)
         context.prompt, context.history = prompt.source, prompt.note
         return prompt.tokens
 

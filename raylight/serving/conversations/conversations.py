@@ -7,16 +7,19 @@ cannot change past turns. Law: a spliced prompt begins with the tokens of the co
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cachetools import LRUCache
 
 from raylight.engines.capture_context import AttemptScope
+from raylight.errors import ImageError
+from raylight.images.image import Image
 from raylight.serving.conversations.drift import NEW, describe_tools, diagnose
 from raylight.serving.conversations.message_forms import (
     MessageForm,
@@ -29,6 +32,9 @@ from raylight.serving.conversations.rendering import Renderer, UnsupportedTempla
 from raylight.serving.conversations.rewrites import Rewrites
 from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix, prune
 from raylight.types import DRIFTS, HistoryNote, IntArray
+
+if TYPE_CHECKING:
+    from raylight.images.model_inputs import ModelImages
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +128,7 @@ class Conversations:
         template_kwargs: the engine's defaults for `chat_template_kwargs`.
         tolerate_rewrites: continue a conversation whose messages were rewritten with the same meaning (see
             `rewrites`).
+        images: converts images to the model's tokens; None for a model that takes none.
     """
 
     def __init__(
@@ -131,9 +138,11 @@ class Conversations:
         template_kwargs: Mapping[str, Any] | None = None,
         *,
         tolerate_rewrites: bool = True,
+        images: ModelImages | None = None,
     ) -> None:
         self.counts = SpliceCounts()
-        self._renderer = Renderer(tokenizer)
+        self._images = images
+        self._renderer = Renderer(tokenizer, images)
         self._rewrites = Rewrites(tokenizer) if tolerate_rewrites else None
         self._defaults = dict(template_kwargs or {})
         self._attempts: LRUCache[tuple[str, str], _AttemptConversations] = LRUCache(
@@ -161,10 +170,14 @@ class Conversations:
                 logger.debug("a request cannot be continued in tokens, and is rendered: %s", error)
         return SentConversation(scope, messages or [], forms, root, tools, variables, problem)
 
-    def prompt(self, sent: SentConversation) -> Prompt:
-        """Return the prompt of a request: spliced if it continues a stored conversation."""
+    def prompt(self, sent: SentConversation, files: Mapping[str, Image] | None = None) -> Prompt:
+        """Return the prompt of a request: spliced if it continues a stored conversation.
+
+        Args:
+            files: the request's images, by digest.
+        """
         try:
-            prompt = self._prompt(sent)
+            prompt = self._prompt(sent, files)
         except UnsupportedTemplate as error:
             self.counts.refused_by_template += 1
             self._warn_once(str(error))
@@ -176,6 +189,12 @@ class Conversations:
         else:
             self.counts.rendered += 1
         return prompt
+
+    async def prepare(self, files: Mapping[str, Image]) -> None:
+        """Convert the images of a request in a thread, before `prompt`: one takes up to a second."""
+        if self._images is not None:
+            with suppress(ImageError):  # the engine reports it
+                await asyncio.to_thread(self._images.prepare, files.values())
 
     def unknown_answer(self, sent: SentConversation) -> bytes | None:
         """Return the key of a request's last answer if it could be spliced but is not stored here.
@@ -240,7 +259,7 @@ class Conversations:
         stored = steps[-1].next.find(answer)
         return stored is not None and stored.prefix is not None
 
-    def _prompt(self, sent: SentConversation) -> Prompt:
+    def _prompt(self, sent: SentConversation, files: Mapping[str, Image] | None) -> Prompt:
         """Return a request's prompt.
 
         Raises:
@@ -264,6 +283,7 @@ class Conversations:
             len(before) - len(shown[-1]),
             sent.tools,
             sent.variables,
+            files,
         )
         complete = not any(form.is_answer for form in sent.forms[last + 1 :])
         return Prompt(tokens, "spliced" if complete else "partly", note)

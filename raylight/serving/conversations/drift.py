@@ -108,6 +108,8 @@ def _changed_before(
     reason = DRIFTS[kind]
     if form.role != branch.form.role:
         reason = f"the role of an earlier message was {branch.form.role} and is {form.role}"
+    elif form.text == branch.form.text and form.images != branch.form.images:
+        reason = "the images of an earlier message were changed"
     return _difference(kind, reason, index, branch, form)
 
 

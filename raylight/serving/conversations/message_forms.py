@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from raylight.images.messages import image_url_of, recorded_digest
 from raylight.types.chat_messages import is_reasoning
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -21,7 +22,7 @@ UNSUPPORTED_KEYS = ("audio", "function_call", "refusal")
 
 
 class UnsupportedMessage(Exception):
-    """A message without a canonical form, such as one with an image, or a value that is not a message.
+    """A message without a canonical form, such as one with audio, or a value that is not a message.
 
     The text gives the reason.
     """
@@ -39,10 +40,12 @@ class MessageForm:
     others: Sequence[Any]
     """Other content of a message that is not an answer: the index of the tool call that it answers, because
     some agents replace call ids, and its other keys; empty if there is none."""
+    images: Sequence[list[Any]] = ()
+    """Digest of each image, and number of characters before it, without white space."""
     digest: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", digest_of([self.role, self.text, self.calls, self.others]))
+        object.__setattr__(self, "digest", self._digest_with(self.text))
 
     @property
     def is_answer(self) -> bool:
@@ -51,7 +54,11 @@ class MessageForm:
 
     def loose_digest(self) -> bytes:
         """Return a digest that does not depend on white space in the text."""
-        return digest_of([self.role, collapse(self.text), self.calls, self.others])
+        return self._digest_with(collapse(self.text))
+
+    def _digest_with(self, text: str) -> bytes:
+        images = [self.images] if self.images else []
+        return digest_of([self.role, text, self.calls, self.others, *images])
 
 
 def digest_of(value: Any) -> bytes:
@@ -71,7 +78,7 @@ def message_forms(messages: Sequence[Any]) -> list[MessageForm]:
     """Return the canonical forms of a conversation's messages.
 
     Raises:
-        UnsupportedMessage: one of them is not text, or not a message.
+        UnsupportedMessage: one of them has other content than text and images, or is not a message.
     """
     forms: list[MessageForm] = []
     call_indices: dict[Any, int] = {}
@@ -143,7 +150,28 @@ def _input_form(message: Mapping[str, Any], call_indices: Mapping[Any, int]) -> 
     call_id = message.get("tool_call_id")
     index = call_indices.get(call_id) if isinstance(call_id, str) else None
     others = (index, rest) if rest or index is not None else ()
-    return MessageForm(message["role"], text_of(message.get("content")).strip(), (), others)
+    text, images = _content_of(message.get("content"))
+    return MessageForm(message["role"], text.strip(), (), others, images)
+
+
+def _content_of(content: Any) -> tuple[str, Sequence[list[Any]]]:
+    """Return the text of a message's content, and its images as `MessageForm.images` has them.
+
+    Raises:
+        UnsupportedMessage: it has other content.
+    """
+    if not isinstance(content, list) or not any(image_url_of(part) is not None for part in content):
+        return text_of(content), ()
+    texts: list[Any] = []
+    images: list[list[Any]] = []
+    for part in content:
+        if (url := image_url_of(part)) is None:
+            texts.append(part)
+        elif (sha256 := recorded_digest(url)) is not None:
+            images.append([sha256, len("".join(text_of(texts).split()))])
+        else:
+            raise UnsupportedMessage("an image at a URL that only the model's provider reads")
+    return text_of(texts), images
 
 
 def _canonical_call(call: Any) -> list[Any]:

@@ -13,10 +13,21 @@ import logging
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from raylight.errors import ImageError
+from raylight.images.image import Image
+from raylight.images.messages import image_url_of, image_urls, recorded_digest
 from raylight.serving.conversations.message_forms import text_of
-from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of
+from raylight.types.chat_messages import (
+    arguments_for_template,
+    reasoning_fields,
+    reasoning_of,
+    text_part,
+)
+
+if TYPE_CHECKING:
+    from raylight.images.model_inputs import ModelImages
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +88,14 @@ class _TemplateInput:
     new: list[Message]
     tools: Any
     kwargs: dict[str, Any]
+    images: list[Image]
+    """Images of the new messages, in order."""
 
     @property
     def shape(self) -> Hashable:
         """Properties that the end of the rendered text depends on."""
         calls = len(self.answer.get("tool_calls", ()))
-        new = tuple((m["role"], bool(m["content"]), "tool_calls" in m) for m in self.new)
+        new = tuple((m["role"], bool(m["content"]), _has_image(m), "tool_calls" in m) for m in self.new)
         return calls, new, bool(self.tools), repr(self.kwargs)
 
 
@@ -105,9 +118,11 @@ class Renderer:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
+        images: converts images to the model's tokens; None for a model that takes none.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, images: ModelImages | None = None) -> None:
+        self._images = images
         self._tokenizer = copy.deepcopy(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added_ids = frozenset(added)
@@ -124,6 +139,7 @@ class Renderer:
         answer_index: int,
         tools: Any = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        files: Mapping[str, Image] | None = None,
     ) -> list[int]:
         """Return a conversation's tokens, extended by the messages after `messages[answer_index]`.
 
@@ -134,15 +150,16 @@ class Renderer:
             tokens: the conversation's tokens, up to and including its last answer.
             messages: all messages of the request.
             answer_index: index of that last answer.
+            files: the request's images, by digest.
 
         Raises:
             UnsupportedTemplate: the template does not allow it.
         """
-        conversation = self._read(messages, answer_index, tools, template_kwargs)
+        conversation = self._read(messages, answer_index, tools, template_kwargs, files)
         rule = self._rule(conversation)
         if rule.last_end and self._encode(rule.last_end) == list(tokens[-1:]):
             raise UnsupportedTemplate(f"it ends earlier answers with another token than {rule.last_end}")
-        ids = self._encode(self._new_text(rule, conversation, FIRST))
+        ids = self._encode_turns(self._new_text(rule, conversation, FIRST), conversation.images)
         if not ids or ids[0] not in self._added_ids:
             raise UnsupportedTemplate("it ends the assistant's turn without a special token")
         end = list(tokens[-MAX_TURN_END:])
@@ -152,23 +169,39 @@ class Renderer:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def _encode_turns(self, text: str, images: Sequence[Image]) -> list[int]:
+        """Return the tokens of new turns.
+
+        Raises:
+            UnsupportedTemplate: they do not show the images, once each and in order.
+        """
+        if self._images is None:
+            return self._encode(text)
+        try:
+            return self._images.encode(text, images)[0]
+        except ImageError as error:
+            raise UnsupportedTemplate(str(error)) from None
+
     def _read(
         self,
         messages: Sequence[Mapping[str, Any]],
         answer_index: int,
         tools: Any,
         template_kwargs: Mapping[str, Any] | None,
+        files: Mapping[str, Image] | None = None,
     ) -> _TemplateInput:
         kwargs = dict(template_kwargs or {})
         if kwargs.keys() & RESERVED:
             raise UnsupportedTemplate("chat_template_kwargs has names that are not template variables")
         converted = [self._for_template(message) for message in messages]
+        digests = [recorded_digest(url) for _, url in image_urls(list(messages[answer_index + 1 :]))]
         return _TemplateInput(
             converted[:answer_index],
             converted[answer_index],
             converted[answer_index + 1 :],
             tools or None,
             kwargs,
+            [files[digest] for digest in digests if files and digest],
         )
 
     def _rule(self, conversation: _TemplateInput) -> _TurnEndRule:
@@ -299,7 +332,7 @@ class Renderer:
 
     def _for_template(self, message: Mapping[str, Any]) -> Message:
         """Convert a message as engines do: content as the template reads it, arguments decoded."""
-        converted = {**message, "content": self._content(message["role"], text_of(message.get("content")))}
+        converted = {**message, "content": self._input_content(message)}
         calls = converted.pop("tool_calls", None)
         if reasoning := reasoning_of(message):
             converted |= reasoning_fields(reasoning, bool(calls and converted["content"]))
@@ -316,11 +349,21 @@ class Renderer:
             ]
         return converted
 
+    def _input_content(self, message: Mapping[str, Any]) -> Any:
+        content = message.get("content")
+        if self._images is not None and any(image_url_of(part) for part in content or ()):
+            parts = [part if image_url_of(part) else text_part(text_of([part])) for part in content or ()]
+            return self._images.template_content(parts)
+        return self._content(message["role"], text_of(content))
+
     def _content(self, role: str, text: str) -> Any:
         """Return content as text, or as parts for a template that reads parts.
 
-        Tool results and empty content are always text.
+        Tool results and empty content are always text, except for a model with images, whose engine passes
+        them on in one form.
         """
+        if self._images is not None:
+            return self._images.template_content(text)
         if self._takes_parts is None:
             probe = [{"role": "user", "content": [{"type": "text", "text": FIRST.content}]}]
             try:
@@ -352,3 +395,8 @@ class Renderer:
             )
         except Exception as error:  # a template is the model authors' program and may raise anything
             raise UnsupportedTemplate(f"it raises: {error}") from error
+
+
+def _has_image(message: Message) -> bool:
+    content = message["content"]
+    return isinstance(content, list) and any(part["type"] == "image" for part in content)

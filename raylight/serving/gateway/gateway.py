@@ -298,7 +298,10 @@ def build_gateway(
     if recorder is not None:
         conversations = None
         if config.token_in and engine.tokenizer is not None:
-            conversations = Conversations(engine.tokenizer, tolerate_rewrites=config.tolerate_rewrites)
+            images = getattr(engine, "images", None)  # a user's own engine may lack it
+            conversations = Conversations(
+                engine.tokenizer, tolerate_rewrites=config.tolerate_rewrites, images=images
+            )
         _watch_records(metrics, recorder, conversations)
         budgets = None
         if store is not None and config.kind != "upstream":  # whose tokens are not known

@@ -75,7 +75,7 @@ class Known:
     def read(self, scope: AttemptScope, body: Any) -> Sent:
         return scope, body
 
-    def prompt(self, sent: Sent) -> Prompt:
+    def prompt(self, sent: Sent, files: Any) -> Prompt:
         if not self.spliced:
             return Prompt(None, "rendered", HistoryNote("new"))
         return Prompt(self.spliced, "spliced" if self.whole else "partly", NOTE)

@@ -115,9 +115,9 @@ def test_changed_variables_of_the_template() -> None:
 
 
 def test_content_that_cannot_be_compared() -> None:
-    image = user([{"type": "image_url", "image_url": {"url": "data:"}}])
-    note = note_of([*TURNS, says("A3"), image])
-    assert (note.kind, note.reason) == ("unsupported", "a content part of type 'image_url'")
+    audio = user([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}])
+    note = note_of([*TURNS, says("A3"), audio])
+    assert (note.kind, note.reason) == ("unsupported", "a content part of type 'input_audio'")
     assert note_of(TURNS, documents=[{"text": "x"}]).kind == "unsupported"
 
 
