@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 CODE = sorted(path for folder in ("raylight", "examples", "docs") for path in (ROOT / folder).rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -22,13 +20,21 @@ def docstrings(tree: ast.AST) -> list[ast.Constant]:
     return [value for value in alone if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_begin_with_a_noun_or_a_verb(path: Path) -> None:
-    texts = [(text.lineno, text.value.strip()) for text in docstrings(ast.parse(path.read_text()))]
-    assert [(line, text.splitlines()[0]) for line, text in texts if QUESTION.match(text)] == []
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{text.lineno}: {text.value.strip().splitlines()[0]}"
+        for path in CODE
+        for text in docstrings(ast.parse(path.read_text()))
+        if QUESTION.match(text.value.strip())
+    ]
+    assert found == []
 
 
-@pytest.mark.parametrize("path", [*CODE, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_words_are_plain(path: Path) -> None:
-    lines = enumerate(path.read_text().splitlines(), 1)
-    assert [(number, line.strip()) for number, line in lines if ARCHAIC.search(line)] == []
+def test_the_words_are_plain() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in [*CODE, *PAGES]
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if ARCHAIC.search(line)
+    ]
+    assert found == []
