@@ -100,7 +100,7 @@ class EngineServer:
         self.engine = engine = await self._engine(model_path)
         self._stack.callback(engine.close)
         self.tokenizer = engine.tokenizer
-        self.recorder = Recorder(self.store.capture)
+        self.recorder = Recorder(self.store.capture, write_images=self.store.write_images)
         self._stack.push_async_callback(self.recorder.aclose)
         options = {"keep_alive_s": KEEP_ALIVE_S, **self.gateway_options}
         app = build_gateway(await engine.app(), engine, SECRET, self.recorder, self.store, **options)
