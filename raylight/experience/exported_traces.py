@@ -85,6 +85,7 @@ def token_records(finished: FinishedRollout, rules: RowRules = DEFAULT_RULES) ->
                 "weight_versions": row.weight_versions.tolist(),
                 "temperature": row.temperature,
             }
+            | ({"images": [image._asdict() for image in row.images]} if row.images else {})
             for row in learned_rows(finished, rules)
         ],
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from raylight.experience.call_lineage import CallLineage, PromptSegment, trace_lineage
 from raylight.experience.row_rules import DEFAULT_RULES, RowRules
+from raylight.images.messages import image_url_of, recorded_digest
 from raylight.semconv import (
     CALL_ID,
     DIALECT,
@@ -260,18 +261,24 @@ def _is_same_conversation(some: list[Any], others: list[Any]) -> bool:
 
 def _message(message: dict[str, Any], indent: str) -> str:
     content = message.get("content")
-    text = (
-        content
-        if isinstance(content, str)
-        else ""
-        if content is None
-        else json.dumps(content, ensure_ascii=False)
-    )
+    text = content if isinstance(content, str) else "" if content is None else _parts(content)
     lines = f"[{message.get('role')}] {text}".rstrip().split("\n")
     for call in message.get("tool_calls") or ():
         function = call.get("function") or {}
         lines.append(f"  calls {function.get('name')}({function.get('arguments')})")
     return "\n".join([indent + lines[0], *(" " * len(indent) + line for line in lines[1:])])
+
+
+def _parts(content: Any) -> str:
+    """Return the parts of a message's content, each on a line if some are images."""
+    parts = content if isinstance(content, list) else [content]
+    digests = [recorded_digest(image_url_of(part)) for part in parts]
+    if not any(digests):
+        return json.dumps(content, ensure_ascii=False)
+    return "\n".join(
+        f"[image {digest[:12]}]" if digest else str(part.get("text") or json.dumps(part, ensure_ascii=False))
+        for part, digest in zip(parts, digests, strict=True)
+    )
 
 
 def _format_value(value: Any) -> str:

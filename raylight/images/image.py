@@ -27,6 +27,12 @@ MEDIA_TYPES = {
 """Media type by Pillow's name of the format."""
 MAX_ASPECT = 200
 """Largest ratio of width and height; Qwen's processors raise beyond it."""
+SIGNATURES = {
+    b"\x89PNG\r\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"RIFF": "image/webp",
+    b"GIF8": "image/gif",
+}
 FORMATS = [form for form in MEDIA_TYPES if form != "MPO"]  # Pillow opens MPO as JPEG
 CACHE_BYTES = 128 * 2**20
 """Size of the images that are kept by their URL, because an agent sends those of earlier turns again."""
@@ -82,7 +88,17 @@ class Image:
 
     @property
     def data_url(self) -> str:
-        return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
+        """The file in a URL."""
+        return to_data_url(self.data, self.media_type)
+
+
+def media_type_of(data: bytes) -> str | None:
+    """Return the media type of a file by its first bytes; None if they are no image's."""
+    return next((kind for start, kind in SIGNATURES.items() if data.startswith(start)), None)
+
+
+def to_data_url(data: bytes, media_type: str) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:

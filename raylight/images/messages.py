@@ -6,7 +6,7 @@ A recorded message has an image's digest in place of its URL: the bytes are kept
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _RECORDED = re.compile(r"raylight-image:([0-9a-f]{64})")
@@ -39,6 +39,34 @@ def image_urls(messages: Any) -> Iterator[tuple[str, str]]:
         for place, part in enumerate(content if isinstance(content, list) else ()):
             if (url := image_url_of(part)) is not None:
                 yield f"messages[{index}].content[{place}]", url
+
+
+def recorded_images(value: Any) -> Iterator[str]:
+    """Yield the digests of the images anywhere in recorded messages."""
+    if isinstance(value, dict):
+        if (sha256 := recorded_digest(image_url_of(value))) is not None:
+            yield sha256
+        else:
+            for entry in value.values():
+                yield from recorded_images(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from recorded_images(entry)
+
+
+def inline_images(value: Any, urls: Mapping[str, str]) -> Any:
+    """Return recorded messages, wherever they are in a JSON value, with other URLs of their images.
+
+    Args:
+        urls: URL of each image, by digest.
+    """
+    if isinstance(value, list):
+        return [inline_images(entry, urls) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if (sha256 := recorded_digest(image_url_of(value))) is not None:
+        return value | {"image_url": _with_url(value, urls[sha256])}
+    return {name: inline_images(entry, urls) for name, entry in value.items()}
 
 
 def replace_urls(messages: Sequence[Any], replace: Callable[[str], str]) -> list[Any]:

@@ -46,8 +46,12 @@ from raylight.store.tables.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-IMAGES = "images"
-"""Folder beside the store's file, in which the files of images are."""
+
+def image_folder(path: Path) -> ImageFolder:
+    """Return the folder of the images of a store, beside its file: `store-images` for `store.db`."""
+    return ImageFolder(path.with_name(f"{path.stem}-images"))
+
+
 MIN_WAIT_S = 0.001
 """Shortest wait, because the clocks of the event loop and of the store differ slightly."""
 
@@ -226,7 +230,7 @@ class StoreService(Mailbox):
         self._sessions = Sessions(*tables, run_clock)
         self._queries = Queries(self._journal.reader, monotonic)
         self._answered = AnsweredMessages(self._journal)
-        self._images = ImageFolder(self._journal.path.with_name(IMAGES))
+        self._images = image_folder(self._journal.path)
         self._methods = self._callable_methods()
         self._queue_changed = BroadcastCondition()
         self._queue_has_room = BroadcastCondition()

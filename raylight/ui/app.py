@@ -37,10 +37,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight._utils.aio import pause
 from raylight._utils.no_proxy import LOOPBACK
-from raylight.errors import ConfigError, QueryError, RaylightError, UnknownIdError
+from raylight.errors import ConfigError, ImageError, QueryError, RaylightError, UnknownIdError
 from raylight.http.request import is_own_host
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.http.sse import sse_bytes
+from raylight.images.image import media_type_of
 from raylight.ui import rollout_view, token_view
 from raylight.ui.rollout_view import plain
 from raylight.ui.run_folder import REFRESH_S, RunFolder, ShownRun, find_runs, name_runs
@@ -138,7 +139,12 @@ CACHED_ROLLOUTS = 4
 """Rollouts whose rows of tokens are kept in memory."""
 FILTERS = ("mode", "status", "step", "group", "failure", "min_reward", "max_reward", "q")
 
-STATUSES: dict[type[Exception], int] = {UnknownIdError: 404, QueryError: 400, ConfigError: 400}
+STATUSES: dict[type[Exception], int] = {
+    UnknownIdError: 404,
+    ImageError: 404,
+    QueryError: 400,
+    ConfigError: 400,
+}
 """Statuses of errors; others are those of a store that cannot be read."""
 
 Answer = Callable[[Request], Awaitable[Any]]
@@ -321,6 +327,13 @@ class Ui:
         store, path = await self.run(request).store(), request.path_params
         return await rollout_view.show_request(store, path["rollout"], path["call"])
 
+    async def image(self, request: Request) -> Response:
+        """Return the file of an image; its digest names it for good."""
+        store, sha256 = await self.run(request).store(), request.path_params["image"]
+        data = (await store.read_images([sha256]))[sha256]
+        headers = {"Content-Disposition": "inline"}
+        return Response(data, media_type=media_type_of(data) or "application/octet-stream", headers=headers)
+
     async def _row(self, request: Request) -> tuple[list[token_view.TokenRow], int, token_view.TokenRow]:
         """Return all rows of a rollout, and the one that a request names, with its number."""
         run, name = self.run(request), request.path_params["rollout"]
@@ -439,6 +452,7 @@ def build_app(paths: Iterable[Path], key: str | None = None) -> Starlette:
         _json_route(f"{rollout}/token_summary", ui.token_summary),
         _json_route(f"{rollout}/raw", ui.raw),
         _json_route(f"{rollout}/calls/{{call}}/request", ui.request_of_call),
+        Route(f"/api{run}/images/{{image}}", ui.image),
         Route(f"/api{run}/events", ui.events),
         Route("/api/{rest:path}", _unknown),
         Mount("/static", StaticFiles(directory=STATIC)),

@@ -14,6 +14,8 @@ from raylight.errors import UnknownIdError
 from raylight.experience.call_lineage import CallLineage, trace_lineage
 from raylight.experience.row_rules import RowRules
 from raylight.experience.token_records import TokenRecords
+from raylight.images.image import media_type_of, to_data_url
+from raylight.images.messages import inline_images, recorded_images
 from raylight.semconv import (
     CALL_ID,
     DIALECT,
@@ -173,6 +175,9 @@ async def show_request(store: StoreReader, rollout_id: str, call_id: str) -> dic
     body = {**_json(span.attributes.get(REQUEST_PARAMETERS), {}), "messages": messages}
     if tools := _json(span.attributes.get(TOOL_DEFINITIONS), None):
         body["tools"] = tools
+    if images := await store.read_images(recorded_images(messages)):
+        urls = {name: to_data_url(data, media_type_of(data) or "image/png") for name, data in images.items()}
+        body["messages"] = messages = inline_images(messages, urls)
     # the recorded messages are those of a chat, whatever the dialect was
     text = json.dumps(body, ensure_ascii=False, indent=2)
     curl = (

@@ -16,10 +16,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from raylight.config import StoreConfig
 from raylight.errors import ConfigError, summarize_ray_error
-from raylight.images.folder import ImageFolder
 from raylight.store.actor import StoreWatch, start_store
 from raylight.store.client import StoreClient
-from raylight.store.service import IMAGES
+from raylight.store.service import image_folder
 from raylight.store.tables.journal import Journal
 from raylight.trainer.spec.resume import ResumePoint, wait_for_store
 from raylight.trainer.spec.settings import RolloutSettings
@@ -64,7 +63,7 @@ class RunStore:
     def _start(self, config: StoreConfig, path: str, stack: contextlib.AsyncExitStack) -> None:
         if not self._reopens and config.path is None:
             Journal.discard(Path(path))  # left by an earlier run in this directory
-            ImageFolder(Path(path).with_name(IMAGES)).clear()
+            image_folder(Path(path)).clear()
         elif not self._reopens and os.path.exists(path):
             raise ConfigError(f"store.path {path} already exists; choose another path, or remove the file")
         os.makedirs(os.path.dirname(path), exist_ok=True)

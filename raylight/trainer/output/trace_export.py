@@ -19,6 +19,9 @@ from raylight.experience.exported_traces import (
 )
 from raylight.experience.rollout_selection import RolloutSelection
 from raylight.experience.row_rules import RowRules, learned_rows
+from raylight.images.image import media_type_of, to_data_url
+from raylight.images.messages import inline_images, recorded_images
+from raylight.store.service import image_folder
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import StoredRollouts
 from raylight.types import FinishedRollout
@@ -53,7 +56,7 @@ class ExportCounts:
 
 
 def export_traces(run: str | Path, kind: str, selection: RolloutSelection, output: IO[bytes]) -> ExportCounts:
-    """Write the selected rollouts of a run as JSON lines; return the counts.
+    """Write the selected rollouts of a run as JSON lines; return the counts. Images are data URLs.
 
     Args:
         run: run directory, or the file of a store.
@@ -63,13 +66,20 @@ def export_traces(run: str | Path, kind: str, selection: RolloutSelection, outpu
     Raises:
         ConfigError: there is no store.
         DatasetError: the selection has no rollouts.
+        ImageError: the file of an image is missing.
     """
     stored, counts = StoredRollouts(run), ExportCounts()
+    images = image_folder(stored.file)
     for records in _records(stored, kind, selection, counts):
         empty = True
         for record in records:
             empty = False
-            output.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            files = images.read(set(recorded_images(record)))
+            urls = {
+                name: to_data_url(data, media_type_of(data) or "image/png") for name, data in files.items()
+            }
+            line = inline_images(record, urls) if urls else record
+            output.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             counts.written += 1
         counts.left_out += empty
     return counts

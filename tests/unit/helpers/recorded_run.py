@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from store_helpers import Box, Clock, open_box, reward_of, span_of
 from unit_helpers import make_generation
 
 from raylight.experience.token_records import RowRecord, TokenRecords
+from raylight.images.image import Image
+from raylight.images.messages import recorded_url
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, OUTPUT_MESSAGES, REQUEST_PARAMETERS
-from raylight.types import CallKey, EnqueueRolloutRequest, Failure, StepGroups
+from raylight.types import CallKey, EnqueueRolloutRequest, Failure, PlacedImage, StepGroups
 
 LINEAGE = "abcd1234"
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -129,3 +131,30 @@ async def record_call(box: Box, rollout: Any, turn: int, number: int, dialect: s
 
 def _answer_before(number: int) -> dict[str, str]:
     return {"role": "assistant", "content": f"It is zebra{number} of turn 0."}
+
+
+async def record_image_run(folder: Path, image: Image) -> str:
+    """Write the directory of a run with one rollout, whose only call has an image; return its id."""
+    folder.mkdir(parents=True)  # noqa: ASYNC240
+    (folder / "config.yaml").write_text(yaml.safe_dump({"agent": "tests:agent", "run": {"name": "run-1"}}))
+    part = {"type": "image_url", "image_url": {"url": recorded_url(image.sha256)}}
+    asked = [{"role": "user", "content": [{"type": "text", "text": f"which color? {HOSTILE}"}, part]}]
+    async with open_box(folder / "store.db", Clock(1_000.0)) as box:
+        request = EnqueueRolloutRequest(input={}, mode="train", rollout_id=f"{LINEAGE}-train-0-0")
+        await box.store.enqueue_many_rollouts([request])
+        rollout = await box.again()
+        key = CallKey(*_ids(rollout), "call-0")
+        call = make_generation([1, 9, 9, 2], [4, 5], key=key, start=box.clock.now)
+        call = replace(call, images=(PlacedImage(image.sha256, 1, 3),))
+        attributes = {
+            CALL_ID: key.call_id,
+            DIALECT: "chat",
+            INPUT_MESSAGES: json.dumps(asked),
+            OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": "red"}]),
+            REQUEST_PARAMETERS: json.dumps({"model": "policy"}),
+        }
+        span = span_of(rollout, "openai.chat.completion", attributes=attributes)
+        await box.store.write_images({image.sha256: image.data})
+        await box.store.capture([(key, box.clock.now)], [(key, call, span)])
+        await box.store.finish_attempt(rollout, "succeeded", spans=[reward_of(rollout, 1.0)])
+    return str(rollout.rollout_id)

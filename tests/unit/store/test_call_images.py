@@ -76,7 +76,9 @@ async def test_files_are_beside_the_store(tmp_path: Path) -> None:
     store = StoreClient(service)
     await store.write_images({RED.sha256: RED.data})
     await store.write_images({RED.sha256: RED.data, BLUE.sha256: BLUE.data})
-    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted([RED.sha256, BLUE.sha256])
+    assert sorted(path.name for path in (tmp_path / "store-images").iterdir()) == sorted(
+        [RED.sha256, BLUE.sha256]
+    )
     await service.close()
     reader = StoreService(tmp_path / "store.db", read_only=True)
     store = StoreClient(reader)

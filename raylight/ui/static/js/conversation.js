@@ -33,19 +33,30 @@ function callCard(run, rollout, call) {
     call.relation_reason ? h("p", { class: "aside" }, recorded(call.relation_reason)) : null,
     call.tools?.length ? h("details", {}, h("summary", {}, count(call.tools.length, "tool")), h("pre", { class: "answer" }, recorded(text(call.tools)))) : null,
     call.shared_messages ? h("p", { class: "earlier" }, `${count(call.shared_messages, "message")} as before`) : null,
-    call.messages.map((message) => messageCard(message, false)),
-    call.answers.map((message) => messageCard(message, true)));
+    call.messages.map((message) => messageCard(run, message, false)),
+    call.answers.map((message) => messageCard(run, message, true)));
 }
 
-function messageCard(message, isAnswer) {
+function messageCard(run, message, isAnswer) {
   const role = isAnswer ? "answer" : String(message.role ?? "?");
   const reasoning = message.reasoning_content || message.reasoning || message.thinking;
   const parts = Array.isArray(message.content) ? message.content : message.content === null || message.content === undefined ? [] : [message.content];
   return h("div", { class: `message ${isAnswer ? "answered" : ROLES.includes(role) ? role : ""}` },
     h("div", { class: "role" }, recorded(role), message.name ? [" ", recorded(message.name)] : null, message.tool_call_id ? h("span", { class: "aside" }, " for ", recorded(message.tool_call_id)) : null),
     reasoning ? h("details", { class: "thought" }, h("summary", {}, "thinking"), body(String(reasoning))) : null,
-    parts.map((part) => (typeof part === "string" ? thoughts(part) : part?.type === "text" || part?.text ? thoughts(String(part.text)) : part?.thinking ? thoughts(`<think>${part.thinking}</think>`) : h("pre", {}, recorded(text(part))))),
+    parts.map((part) => (typeof part === "string" ? thoughts(part) : digestOf(part) ? thumbnail(run, digestOf(part)) : part?.type === "text" || part?.text ? thoughts(String(part.text)) : part?.thinking ? thoughts(`<think>${part.thinking}</think>`) : h("pre", {}, recorded(text(part))))),
     (message.tool_calls ?? []).map((call) => h("div", { class: "tool-call" }, h("b", {}, recorded(call.function?.name ?? "?")), " ", h("span", { class: "aside" }, recorded(call.id ?? "")), h("pre", {}, recorded(pretty(call.function?.arguments))))));
+}
+
+/** Return the digest of a recorded image; null for another part. */
+function digestOf(part) {
+  const match = /^raylight-image:([0-9a-f]{64})$/.exec(part?.image_url?.url ?? "");
+  return match ? match[1] : null;
+}
+
+function thumbnail(run, digest) {
+  const address = `/api${runPath(run, "images", digest)}`;
+  return h("a", { class: "thumbnail", href: address, target: "_blank", rel: "noopener" }, h("img", { src: address, alt: `image ${digest.slice(0, 12)}`, loading: "lazy" }));
 }
 
 /** Return a text with its thoughts, which some models write between tags, folded. */
