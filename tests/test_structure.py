@@ -155,7 +155,10 @@ def test_no_two_classes_have_one_name() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["raylight", "raylight.types", "raylight.agent", "raylight.cli", "raylight.experience.trajectory"],
+    [
+        *("raylight", "raylight.types", "raylight.agent", "raylight.cli", "raylight.experience.trajectory"),
+        "raylight.ui.app",
+    ],
 )
 def test_light_imports(module: str) -> None:
     code = (

@@ -1,5 +1,1 @@
 """The driver: a Trainer brings the components of a run up, runs the loop, and leaves the cluster clean."""
-
-from raylight.trainer.trainer import Trainer
-
-__all__ = ["Trainer"]
