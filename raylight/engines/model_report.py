@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from raylight.engines.families import THINK, find_style
@@ -25,6 +26,8 @@ class ModelReport:
         reason: the findings that decided about the parser.
         reasoning: format of the reasoning that is separated from the answer; None: none is.
         writes_reasoning: True if the template shows that the model writes its reasoning before its answer.
+        has_vision: True if the model has a vision part.
+        takes_images: True if the engine takes images for it.
     """
 
     engine: str
@@ -35,6 +38,8 @@ class ModelReport:
     reason: str
     reasoning: str | None
     writes_reasoning: bool
+    has_vision: bool = False
+    takes_images: bool = False
 
     def rows(self) -> dict[str, str]:
         """Return the report in words, by name."""
@@ -46,6 +51,9 @@ class ModelReport:
             "chat template": template if self.has_template else "none",
             "tool calls": f"{self.tool_parser or 'not parsed'} ({self.reason})",
             "reasoning": self.reasoning or ("left in the answer" if self.writes_reasoning else "none"),
+            "images": "taken"
+            if self.takes_images
+            else f"refused (the model has {'no processor' if self.has_vision else 'no vision part'})",
         }
 
     def remedies(self) -> dict[str, str]:
@@ -73,6 +81,14 @@ class ModelReport:
             found[f"the {self.engine} engine leaves the model's reasoning in its answers"] = (
                 f"set engine.args.{setting}"
             )
+        if self.has_vision and not self.takes_images:
+            found["the model has a vision part, and requests with images are refused"] = (
+                "copy preprocessor_config.json and the other files of its processor into the model's folder"
+            )
+        elif self.takes_images and self.engine == "vllm" and find_spec("torchvision") is None:
+            found["vLLM loads a model that takes images only with torchvision, which is not installed"] = (
+                "install the version for this torch, or set engine={'kind': 'transformers'}"
+            )
         return found
 
 
@@ -88,6 +104,8 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
         ModelNotFoundError: transformers cannot read the model's configuration.
     """
     from transformers import AutoConfig, AutoTokenizer
+
+    from raylight.images.model_inputs import ModelImages
 
     args = args or {}
     try:
@@ -121,4 +139,6 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
         reason="set in engine.args" if is_set else style.reason,
         reasoning=reasoning,
         writes_reasoning=style.reasoning is not None and not style.closes_reasoning,
+        has_vision=getattr(config, "vision_config", None) is not None,
+        takes_images=ModelImages.load(path) is not None,
     )

@@ -59,7 +59,9 @@ class VllmAdapters:
         self._client, self._capture, self._files = client, capture, AdapterFiles()
         self._loaded: dict[int, AdapterVersion] = {}
         self._last_version: dict[str, int] = {}
-        self._prefix = TEXT_PART if has_text_part(client.vllm_config.model_config.hf_config) else MODEL
+        model = client.vllm_config.model_config
+        is_part = has_text_part(model.hf_config) and model.multimodal_config.language_model_only
+        self._prefix = TEXT_PART if is_part else MODEL
         self._ids = itertools.count(1)
         self._removals: set[asyncio.Task[None]] = set()
         self._generate, client.generate = client.generate, self._tracked_generate

@@ -161,9 +161,11 @@ def vllm_args(
         backend: backend of weight transfers.
 
     Raises:
-        ConfigError: see `check_args`.
+        ConfigError: see `check_args` and `check_torchvision`.
     """
     from transformers import AutoConfig
+
+    from raylight.images.model_inputs import ModelImages
 
     check_args(args)
     config, style = AutoConfig.from_pretrained(path), model_style(path, args.get("chat_template"))
@@ -180,7 +182,9 @@ def vllm_args(
         "weight_transfer_config": {"backend": backend},
         "scheduler_cls": SCHEDULER,
     }
-    if has_text_part(config):  # no update has weights of the other part; vLLM refuses images then
+    if ModelImages.load(path) is not None:
+        check_torchvision()
+    elif has_text_part(config):  # no update has weights of the other part; vLLM refuses images then
         defaults["language_model_only"] = True
     if gpus == 0:
         defaults["enforce_eager"] = True  # compilation takes minutes on a CPU
@@ -195,6 +199,19 @@ def vllm_args(
     if style.vllm_reasoning:
         defaults["reasoning_parser"] = style.vllm_reasoning
     return defaults | FIXED | dict(args)
+
+
+def check_torchvision() -> None:
+    """Check that vLLM can load models that take images.
+
+    Raises:
+        ConfigError: torchvision is missing.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise ConfigError(
+            "vLLM loads a model that takes images only with torchvision, which is not installed; install the "
+            "version for this torch, or set engine={'kind': 'transformers'}"
+        )
 
 
 def has_text_part(config: Any) -> bool:

@@ -21,6 +21,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from raylight.engines.capture_context import CONSTRAINED, CURRENT, CaptureContext, Sample
 from raylight.engines.vllm.args import SCHEDULER
 from raylight.engines.vllm.constraints import is_constrained, limit_json, read_columns
+from raylight.engines.vllm.images import place_images
 from raylight.engines.vllm.scheduler import CANDIDATES, LOGPROBS, RECORDED
 from raylight.types import FinishReason as Finish
 from raylight.types import TokenSets
@@ -137,7 +138,7 @@ class Capture:
         if keeps_candidates:
             params.extra_args = {**(params.extra_args or {}), CANDIDATES: True}
         self._add_request(request, prompt, parent, index, queue)
-        sample = capture.sample(choice, request.prompt_token_ids, record)
+        sample = capture.sample(choice, request.prompt_token_ids, record, place_images(request))
         sample.keeps_candidates = keeps_candidates
         version = self.adapter_versions[request.lora_request.lora_int_id] if request.lora_request else None
         state = self._states[request.request_id]

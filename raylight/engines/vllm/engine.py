@@ -27,6 +27,7 @@ from raylight.engines.vllm.adapters import VllmAdapters
 from raylight.engines.vllm.capture import Capture
 from raylight.engines.vllm.core_watch import CoreWatch
 from raylight.engines.vllm.fields import RejectUnknownFields
+from raylight.engines.vllm.images import ImagePrompts
 from raylight.engines.vllm.prompt_temperature import PROMPT_TEMPERATURE
 from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.transfer_worker import LOST
@@ -64,6 +65,9 @@ class VllmEngine:
         self.workers: int = parallel.world_size * parallel.data_parallel_size
         self._capture = Capture(client)
         self._adapters = VllmAdapters(client, self._capture)
+        self._takes_images = client.renderer.mm_processor is not None
+        if self._takes_images:
+            ImagePrompts(client)
         self._load = LoadStats(client)
         self._update_lock = asyncio.Lock()
         self._core_watch = CoreWatch(client.engine_core.is_sleeping_async)
@@ -161,6 +165,8 @@ class VllmEngine:
         try:
             # the client's own method adds a pause of 20 ms; cached keys and values are recomputed afterwards
             await self._client.engine_core.pause_scheduler_async(mode, True)
+            if self._takes_images:  # the core has dropped the images that are not sent to it again
+                await self._client.renderer.clear_mm_cache_async()
             await self._capture.wait_until_recorded()
         except BaseException:  # also when the caller gives up
             await self._resume()

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
+from raylight.engines.vllm.images import take_images
 from raylight.engines.vllm.schemas import SchemaCheck, constraining_schemas
 from raylight.http.body import DESCRIBED_PROBLEMS, UNKNOWN_PARAMETER, ignore_hint
 from raylight.http.bounds import check_answer_size
@@ -80,10 +81,12 @@ class RejectUnknownFields:
             self._check(request.fields, known)
             if self._schemas is not None:
                 await self._schemas.check(request.fields)
+            replaced = take_images(request.fields)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
         else:
             request = _show_calls(request, receive)
+            request = JsonRequest(request.fields | replaced, receive) if replaced else request
             if self._unparsed_reasoning and any(constraining_schemas(request.fields)):
                 self._unparsed_reasoning = False  # logged once
                 logger.warning(NO_THOUGHTS)

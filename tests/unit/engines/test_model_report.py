@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_vlms import build_vlm
 from transformers import AutoTokenizer
 
 from raylight.engines.model_report import report_model
@@ -103,3 +104,18 @@ def test_a_configuration_that_transformers_cannot_read_is_an_error(tmp_path: Pat
     code.write_text("raise SystemExit('it ran')")
     with pytest.raises(ModelNotFoundError, match=r"transformers cannot read .*is never run"):
         report_model(str(tmp_path), "transformers")
+
+
+def test_a_model_that_takes_images(tmp_path: Path) -> None:
+    path = build_vlm("gemma3", tmp_path)
+    report = report_model(path, "transformers")
+    assert report.rows()["images"] == "taken"
+    assert not any("vision" in problem for problem in report.remedies())
+    (tmp_path / "preprocessor_config.json").unlink()
+    report = report_model(path, "transformers")
+    assert report.rows()["images"] == "refused (the model has no processor)"
+    assert "preprocessor_config.json" in "".join(report.remedies().values())
+
+
+def test_a_model_of_text_alone(model: Path) -> None:
+    assert report_model(str(model), "vllm").rows()["images"] == "refused (the model has no vision part)"
