@@ -42,6 +42,8 @@ SIGLIP_TOWER = {
     "vision_use_head": False,
 }
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
+WITH_TORCHVISION = "gemma4"
+"""Family whose processor needs torchvision, which is not among the tests' packages."""
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "internvl", "llava_onevision")
 
 
@@ -51,7 +53,7 @@ def build_vlm(family: str, folder: Path, *, text: Any = None, vision: Any = None
     Its tokenizer has one token a byte. An image of 32 x 32 pixels is 16 tokens, and 136 of LLaVA-OneVision.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES`, or `WITH_TORCHVISION`.
         text: settings of the language part in place of the defaults.
         vision: settings of the vision tower in place of the defaults.
     """
@@ -84,6 +86,13 @@ def _processing(family: str) -> tuple[dict[str, str], str, dict[str, Any], dict[
             tokens |= {"eoi_token": "<end_of_image>"}
             processor = {"processor_class": "Gemma3Processor", "image_seq_length": 16}
             return tokens, "<start_of_image>", processor, _pixels("Gemma3", square)
+        case "gemma4":
+            tokens = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+            tokens |= {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+            tokens |= {"video_token": "<|video|>"}
+            patches = {"patch_size": PATCH, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+            pixels = {"image_processor_type": "Gemma4ImageProcessor"} | patches
+            return tokens, "<|image|>", {"processor_class": "Gemma4Processor"}, pixels
         case "internvl":
             tokens = {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>"}
             tokens |= {"context_image_token": "<IMG_CONTEXT>"}
@@ -160,6 +169,21 @@ def _settings(
                 "eoi_token_index": ids["eoi_token"],
                 "image_token_index": ids["image_token"],
                 "eos_token_id": 256,
+            }
+        case "gemma4":
+            layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+            layers |= {"vocab_size_per_layer_input": size, "hidden_size_per_layer_input": 8}
+            layers |= {"global_head_dim": 32, "use_bidirectional_attention": "vision"}
+            tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+            tower |= {"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": PATCH}
+            return {
+                "text_config": layers | text,
+                "vision_config": tower | {"pooling_kernel_size": 2, "position_embedding_size": 64} | vision,
+                "boi_token_id": ids["boi_token"],
+                "eoi_token_id": ids["eoi_token"],
+                "image_token_id": ids["image_token"],
+                "video_token_id": ids["video_token"],
+                "audio_token_id": ids["audio_token"],
             }
         case "internvl":
             tower = SIGLIP_TOWER | {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]} | vision

@@ -145,15 +145,14 @@ class Decoder:
         same = self._cache.window.positions is None
         blocks = self.vision and self.vision.blocks(admitted, self._cache.window.width)
         mask = self._masks.build(positions[:1] if same else positions, self._cache.window.width, blocks)
-        ids, embeddings = ids.to(self.device), None
+        ids = ids.to(self.device)
+        inputs: Mapping[str, torch.Tensor] = {"input_ids": ids}
         if self.vision is not None and any(s.images for s in admitted):
-            embeddings = self.vision.embed(admitted, ids, starts.tolist())
+            inputs = self.vision.embed(admitted, ids, starts.tolist())
             positions = self.vision.positions(admitted, positions)
         # logits only at positions where some row ends
         ends, end_of_row = (lengths - starts - 1).unique(return_inverse=True)
-        logits = self._forward(
-            admitted, ids, positions, mask, ends.to(self.device), starts.tolist(), embeddings
-        )
+        logits = self._forward(admitted, inputs, positions, mask, ends.to(self.device), starts.tolist())
         return logits[torch.arange(rows, device=self.device), end_of_row.to(self.device)]
 
     def decode(self) -> torch.Tensor:
@@ -164,37 +163,36 @@ class Decoder:
         first = torch.zeros(1, dtype=torch.long, device=self.device)
         mask = self._masks.build(positions[:, None], self._cache.window.width)
         rotary = positions + torch.tensor([s.position_delta for s in self.active], device=self.device)
-        return self._forward(self.active, ids, rotary[:, None], mask, first, positions.tolist())[:, 0]
+        inputs = {"input_ids": ids}
+        return self._forward(self.active, inputs, rotary[:, None], mask, first, positions.tolist())[:, 0]
 
     def _forward(
         self,
         sequences: list[Sequence] | list[None],
-        ids: torch.Tensor,
+        inputs: Mapping[str, torch.Tensor],
         positions: torch.Tensor,
         mask: Masks,
         keep: torch.Tensor,
         starts: list[int] | None = None,
-        embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return logits of shape (rows, len(keep), vocabulary) at the indices `keep`.
 
         Args:
+            inputs: tokens, or what a model with images takes in their place.
             positions: rotary positions, of shape (rows, tokens) or a model's own.
             starts: index of the first token of each row; None does not record the routes.
-            embeddings: embeddings of the tokens; None: those of `ids`.
         """
         if self._routes is not None and starts is not None:
             with self._routes.recording() as routes:
-                logits = self._forward(sequences, ids, positions, mask, keep, None, embeddings)
-            rows = routes().reshape(*ids.shape, self._routes.layers, self._routes.top_k)
+                logits = self._forward(sequences, inputs, positions, mask, keep)
+            rows = routes().reshape(len(sequences), -1, self._routes.layers, self._routes.top_k)
             for sequence, found, start in zip(sequences, rows, starts, strict=True):
                 assert sequence is not None
                 sequence.record_routes([found[: sequence.length - start]], start)
             return logits
         return self.adapters.forward(
             [s.adapter if s else None for s in sequences],
-            input_ids=ids if embeddings is None else None,
-            inputs_embeds=embeddings,
+            **inputs,
             position_ids=positions,
             attention_mask=mask,
             past_key_values=self._cache,
@@ -235,11 +233,12 @@ class Decoder:
             positions = torch.arange(start, end, device=self.device)[None]
             self._cache.prefill(0, positions[:, 0].cpu(), end - start)
             mask, at = self._masks.build(positions, end), torch.full_like(ids[0, :1], end - start - 1)
-            self._forward([None], ids[:, start:end], positions, mask, at)
+            self._forward([None], {"input_ids": ids[:, start:end]}, positions, mask, at)
         positions = torch.tensor([last], device=self.device)
         self._cache.decode(positions)
         mask = self._masks.build(positions[None], last + 1)
-        return self._forward([None], ids[:, -1:], positions[None], mask, torch.zeros_like(ids[0, :1]))[0, 0]
+        final = {"input_ids": ids[:, -1:]}
+        return self._forward([None], final, positions[None], mask, torch.zeros_like(ids[0, :1]))[0, 0]
 
     def logprobs(
         self, ids: list[int], adapter: LoadedAdapter | None, temperature: float = 1.0

@@ -15,8 +15,6 @@ from raylight.images.model_inputs import ModelImages
 CACHE_BYTES = 512 * 2**20
 """Size of the features that are kept on the device. Rollouts of a group, and later turns, show the same
 images."""
-BLOCKWISE = frozenset({"gemma3"})
-"""Architectures in which the tokens of an image attend to each other in both directions."""
 Features = list[torch.Tensor]
 """Embeddings of an image's tokens, shape (tokens, width), and what is added to them in the first layers."""
 
@@ -31,7 +29,14 @@ class VisionPart:
 
     def __init__(self, module: Any, images: ModelImages) -> None:
         self._model, self._images = module.model, images
-        self._blockwise = module.config.model_type in BLOCKWISE
+        text = module.config.get_text_config()
+        # an image's tokens attend to each other in both directions
+        self._blockwise = (
+            module.config.model_type == "gemma3"
+            or getattr(text, "use_bidirectional_attention", None) == "vision"
+        )
+        self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", None))
+        self._padding: int = getattr(text, "pad_token_id", None) or 0
         self._has_grid_positions = hasattr(self._model, "get_rope_index")
         self._features: LRUCache[str, Features] = LRUCache(
             CACHE_BYTES, getsizeof=lambda found: sum(tensor.nbytes for tensor in found)
@@ -40,8 +45,9 @@ class VisionPart:
         """Further arguments of the next pass of the language part."""
         self._model.language_model.register_forward_pre_hook(self._add_arguments, with_kwargs=True)
 
-    def embed(self, rows: Rows[Sequence], ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
-        """Return the embeddings of tokens, with the features of images in their places.
+    def embed(self, rows: Rows[Sequence], ids: torch.Tensor, starts: list[int]) -> dict[str, torch.Tensor]:
+        """Return what a pass takes in place of tokens: embeddings, with the features of images in their
+        places.
 
         Args:
             ids: shape (rows, tokens).
@@ -57,13 +63,17 @@ class VisionPart:
                     own = slice(first - place.start, last - place.start)
                     parts.append([feature[own] for feature in self._find(image)])
         shown = shown.to(ids.device)
-        embeddings: torch.Tensor = self._model.get_input_embeddings()(ids.masked_fill(shown, 0))
+        ids = ids.masked_fill(shown, self._padding)
+        embeddings: torch.Tensor = self._model.get_input_embeddings()(ids)
+        inputs = {"inputs_embeds": embeddings}
+        if self._has_layer_inputs:  # Gemma 4
+            inputs["per_layer_inputs"] = self._model.language_model.get_per_layer_inputs(ids, embeddings)
         if parts:
             features, *deeper = (torch.cat(level) for level in zip(*parts, strict=True))
             embeddings[shown] = features.to(embeddings.dtype)
             if deeper:  # Qwen 3-VL
                 self._added = {"visual_pos_masks": shown, "deepstack_visual_embeds": deeper}
-        return embeddings
+        return inputs
 
     def positions(self, rows: Rows[Sequence], indices: torch.Tensor) -> torch.Tensor:
         """Return the rotary positions of tokens; `indices` for a model without positions in two dimensions.
@@ -112,7 +122,8 @@ class VisionPart:
             inputs = {
                 name: tensor.to(self._model.device) for name, tensor in self._images.inputs([image]).items()
             }
-            output = self._model.get_image_features(**inputs, return_dict=True)
+            # the class's own function: a learner that shares the model replaces the model's
+            output = type(self._model).get_image_features(self._model, **inputs, return_dict=True)
             pooled = output.pooler_output
             pooled = torch.cat(list(pooled)) if isinstance(pooled, list | tuple) else pooled.flatten(0, -2)
             found = [pooled, *(getattr(output, "deepstack_features", None) or ())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import openai
 import pytest
 import torch
 from image_helpers import data_url, image_file, make_image
-from tiny_vlms import FAMILIES, build_vlm
+from tiny_vlms import FAMILIES, WITH_TORCHVISION, build_vlm
 from transformers import AutoModelForImageTextToText
 from transformers_helpers import MakeEngine, client_of, open_context
 from unit_helpers import within
@@ -27,6 +29,13 @@ RED, BLUE, WIDE = make_image("red"), make_image("blue"), make_image("green", (64
 SAMPLED, GREEDY = SamplingParams(8, ignore_eos=True), SamplingParams(8, temperature=0.0, ignore_eos=True)
 TOLERANCE = 1e-5
 PART = {"type": "image_url", "image_url": {"url": data_url(image_file("red")), "detail": "low"}}
+ALL = (
+    *FAMILIES,
+    pytest.param(
+        WITH_TORCHVISION,
+        marks=pytest.mark.skipif(find_spec("torchvision") is None, reason="its processor needs torchvision"),
+    ),
+)
 BASIC = "qwen3_vl"
 """Family of the tests that are the same for all: with positions in two dimensions and deep features."""
 
@@ -82,14 +91,15 @@ def plain_logprobs(module: Any, engine: TransformersEngine, found: Sample, *imag
     kinds = torch.zeros_like(ids)
     for place in found.images:
         kinds[0, place.start : place.stop] = 1
-    given = {"qwen": "mm_token_type_ids", "gemm": "token_type_ids"}.get(module.config.model_type[:4])
-    inputs = engine.images.inputs(images) | ({given: kinds} if images and given else {})
+    names = "mm_token_type_ids", "token_type_ids"
+    taken = inspect.signature(type(module).forward).parameters
+    inputs = engine.images.inputs(images) | {name: kinds for name in names if images and name in taken}
     count = len(found.output_ids)
     logits = module(input_ids=ids, **inputs).logits[0, -count - 1 : -1]
     return logits.log_softmax(-1).gather(-1, ids[0, -count:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 async def test_logprobs_are_those_of_the_plain_model(
     make_engine: MakeEngine, folders: Any, family: str
 ) -> None:
@@ -113,6 +123,7 @@ async def test_logprobs_are_those_of_the_plain_model(
     )
     later = engine.tokenizer.encode("<|im_end|>\n") + prompt_of(engine, BLUE)
     await check([*first.token_ids.tolist(), *later], RED, WIDE, BLUE)
+    assert max(np.abs(np.subtract(plain_logprobs(module, engine, first, BLUE, WIDE), first.logprobs))) > 0.01
 
 
 async def test_no_prefix_is_shared_by_different_images(make_engine: MakeEngine, folders: Any) -> None:
@@ -130,26 +141,34 @@ async def test_features_are_computed_once_until_the_tower_changes(
     make_engine: MakeEngine, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, module = make_engine(folders(BASIC)), whole_model(folders(BASIC))
-    ids, model = prompt_of(engine, RED, RED), engine._decoder.module.model
+    ids, model = prompt_of(engine, RED, RED), type(engine._decoder.module.model)
     passes, compute = [], model.get_image_features
-    monkeypatch.setattr(model, "get_image_features", lambda **given: passes.append(1) or compute(**given))
+
+    def count(own: Any, *args: Any, **given: Any) -> Any:
+        passes.append(own)
+        return compute(own, *args, **given)
+
+    monkeypatch.setattr(model, "get_image_features", count)
 
     async def check() -> None:
         found = await sample(engine, ids, (RED, RED))
         expected = plain_logprobs(module, engine, found, RED, RED)
         assert found.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
+    def engine_passes() -> int:
+        return sum(own is engine._decoder.module.model for own in passes)
+
     await check()
     await check()
-    assert len(passes) == 1
-    for version, part, count in ((1, "lm_head", 1), (2, "visual", 2)):
+    assert engine_passes() == 1
+    for version, part, expected in ((1, "lm_head", 1), (2, "visual", 2)):
         with torch.no_grad():
             for name, weight in module.named_parameters():
                 if part in name:
                     weight += 0.05 * torch.randn_like(weight)
         await load_weights(engine, version, {n: t.numpy() for n, t in module.state_dict().items()})
         await check()
-        assert len(passes) == count
+        assert engine_passes() == expected
 
 
 async def test_an_adapter_of_the_language_part(make_engine: MakeEngine, folders: Any) -> None:
@@ -164,10 +183,10 @@ async def test_an_adapter_of_the_language_part(make_engine: MakeEngine, folders:
     adapted_found, found = await asyncio.gather(
         sample(engine, ids, (RED,), adapter="policy"), sample(engine, ids, (RED,))
     )
-    expected = plain_logprobs(adapted, engine, adapted_found, RED)
+    expected = plain_logprobs(module, engine, adapted_found, RED)
     assert adapted_found.logprobs == pytest.approx(expected, abs=TOLERANCE)
     with adapted.disable_adapter():
-        assert found.logprobs == pytest.approx(plain_logprobs(adapted, engine, found, RED), abs=TOLERANCE)
+        assert found.logprobs == pytest.approx(plain_logprobs(module, engine, found, RED), abs=TOLERANCE)
 
 
 class TestRequests:
