@@ -16,6 +16,10 @@ from raylight.images.messages import image_urls
 from raylight.types.images import PlacedImage
 
 PROMPT_FIELD = "kv_transfer_params"
+NOT_SHOWN = (
+    f"{PROMPT_FIELD}.{PROMPT_IDS}: the tokens do not show the images of the messages; send the images of all "
+    "messages, in order"
+)
 
 
 class RequestImages(NamedTuple):
@@ -97,14 +101,11 @@ class ImagePrompts:
             return await self._process(prompt, **more)
         try:
             processed = await self._process({**prompt, "prompt_token_ids": ids}, **more)
-            if processed["prompt_token_ids"] == ids:
-                return processed
-        except (AssertionError, RuntimeError):  # there is no place for an image
-            pass
-        raise VLLMValidationError(
-            f"{PROMPT_FIELD}.{PROMPT_IDS}: the tokens do not show the images of the messages; send the "
-            "images of all messages, in order"
-        )
+        except (AssertionError, RuntimeError) as error:  # vLLM finds no place for an image
+            raise VLLMValidationError(NOT_SHOWN) from error
+        if processed["prompt_token_ids"] != ids:
+            raise VLLMValidationError(NOT_SHOWN)
+        return processed
 
 
 def _keep_expanded(processor: Any) -> Any:
