@@ -57,11 +57,12 @@ def generation_bytes(call: Generation, shared: int = 0, routed: int = 0, seen: i
         TypeError: its sampling parameters cannot be stored.
     """
     versions, candidates = call.weight_versions, call.candidates
+    prompt = call.prompt_ids[shared:].tobytes()
     is_constant = len(versions) > 0 and bool((versions == versions[0]).all())
     return pack(
         [
             call.model,
-            call.prompt_ids[shared:].tobytes(),
+            zlib.compress(prompt, 1) if call.images else prompt,
             call.output_ids.tobytes(),
             call.logprobs.tobytes(),
             int(versions[0]) if is_constant else versions.tobytes(),
@@ -97,7 +98,10 @@ def _route_fields(routes: RouteArray, start: int) -> list[Any]:
 
 
 def _image_fields(images: Sequence[PlacedImage], seen: int) -> dict[str, Any]:
-    """Return the images after the first `seen`; a mapping, which no other last field is."""
+    """Return the images after the first `seen`; a mapping, which no other last field is.
+
+    A call with such a field has a compressed prompt, because images are long runs of one token.
+    """
     added = [[bytes.fromhex(image.sha256), image.start, image.stop] for image in images[seen:]]
     return {"seen": seen, "images": added}
 
@@ -148,6 +152,14 @@ class _StoredCall:
         self.base: CallId | None = None if base is None else (attempt_id, base)
         self.shared = shared
         self.fields: list[Any] = decode_payload(data)
+        self.seen = 0
+        """Number of its first images that its base has."""
+        self.images: tuple[PlacedImage, ...] = ()
+        if isinstance(self.fields[-1], dict):
+            images = self.fields.pop()
+            self.seen = images["seen"]
+            self.images = tuple(PlacedImage(name.hex(), *place) for name, *place in images["images"])
+            self.fields[1] = zlib.decompress(self.fields[1])
         self.added: IntArray = np.frombuffer(self.fields[1], np.int32)
         self.output: IntArray = np.frombuffer(self.fields[2], np.int32)
         self.length = shared + len(self.added)
@@ -156,13 +168,6 @@ class _StoredCall:
         self.routed = 0
         """Number of its first tokens that have the routes of its base."""
         self.routes: RouteArray | None = None
-        self.seen = 0
-        """Number of its first images that its base has."""
-        self.images: tuple[PlacedImage, ...] = ()
-        if isinstance(self.fields[-1], dict):
-            fields = self.fields.pop()
-            self.seen = fields["seen"]
-            self.images = tuple(PlacedImage(name.hex(), *place) for name, *place in fields["images"])
         if len(self.fields) % 2 == 0:  # candidates are two fields, or none
             self.routed, dtype, layers, top_k, routes = self.fields.pop()
             self.routes = np.frombuffer(routes, dtype).reshape(-1, layers, top_k)

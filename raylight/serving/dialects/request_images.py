@@ -54,35 +54,41 @@ class ImageReader:
             return body, {}
         if len(places) > MAX_IMAGES:
             raise RequestError(f"messages: at most {MAX_IMAGES} images are allowed, not {len(places)}")
+        found = await self._read_all({url for _, url in places})
         urls: dict[str, str] = {}
         images: dict[str, Image] = {}
         for path, url in places:
-            if url in urls:
-                continue
-            try:
-                image = await self._read(url)
-            except ImageError as error:
-                if not self._is_remote:
-                    raise RequestError(f"{path}: {error}", code="image_parse_error") from None
+            if isinstance(image := found[url], Image):
+                urls[url] = recorded_url(image.sha256)
+                images[image.sha256] = image
+            elif self._is_remote:
                 urls[url] = url
-                continue
-            urls[url] = recorded_url(image.sha256)
-            images[image.sha256] = image
+            else:
+                raise RequestError(f"{path}: {image}", code="image_parse_error")
         return body | {"messages": replace_urls(body["messages"], urls.__getitem__)}, images
 
-    async def _read(self, url: str) -> Image:
-        """Return the image of a URL.
+    async def _read_all(self, urls: set[str]) -> dict[str, Image | ImageError]:
+        """Return the images of URLs, or what is wrong with them."""
+        remote = {url for url in urls if url[:6].lower().startswith(("http:", "https:"))}
+        found = await asyncio.to_thread(lambda: {url: self._read(url) for url in urls - remote})
+        fetched = await asyncio.gather(*map(self._fetch, remote))
+        return found | dict(zip(remote, fetched, strict=True))
 
-        Raises:
-            ImageError: it cannot be read.
-        """
-        if not url.lower().startswith(("http:", "https:")):
-            return await asyncio.to_thread(read_data_url, url, self._limits)
+    def _read(self, url: str) -> Image | ImageError:
+        try:
+            return read_data_url(url, self._limits)
+        except ImageError as error:
+            return error
+
+    async def _fetch(self, url: str) -> Image | ImageError:
         if self._fetcher is None:
-            raise ImageError(
+            return ImageError(
                 f"{url[:200]!r} is not fetched, because engine.fetch_images is off; send a data URL"
             )
-        return await self._fetcher.fetch(url)
+        try:
+            return await self._fetcher.fetch(url)
+        except ImageError as error:
+            return error
 
 
 class ImageSender:
