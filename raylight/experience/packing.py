@@ -19,6 +19,10 @@ PACKED_MODELS = frozenset({
 """Types of language models in transformers whose layers need no mask between rows, as the tests of
 docs/models.md show. The state of others goes on into the next row, or their layers make masks of their
 own."""
+PACKED_VISION_MODELS = frozenset({"internvl", "llava_onevision"})
+"""Types of models whose rows can be packed with images: as in text, each token attends to the earlier ones of
+its row. (Tokens of an image attend to each other in Gemma's models, and Qwen's have positions of three
+dimensions.)"""
 STATE_LAYERS = {
     "compressed_sparse_attention",
     "conv",

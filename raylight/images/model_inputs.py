@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from threading import Lock
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.models.auto.image_processing_auto import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from raylight.errors import ImageError
-from raylight.images.image import Image
+from raylight.images.image import Image, read_image
 from raylight.types import IntArray
 from raylight.types.images import PlacedImage
 
@@ -154,6 +155,15 @@ class ModelImages:
         """Convert images, so that other methods find the latest ones converted."""
         for image in images:
             self._process(image)
+
+    def token_bytes(self) -> int:
+        """Return the bytes of the pixels for which a token stands, in an image of usual size."""
+        from PIL import Image as pillow
+
+        file = BytesIO()
+        pillow.new("RGB", (448, 448)).save(file, "PNG")
+        processed = self._process(read_image(file.getvalue()))
+        return processed.size // len(processed.ids)
 
     def _process(self, image: Image) -> ProcessedImage:
         with self._lock:

@@ -17,7 +17,7 @@ from transformers import (
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.packing import keeps_state
+from raylight.experience.packing import PACKED_VISION_MODELS, keeps_state
 from raylight.experience.settings import CriticSettings, OptimizerSettings
 from raylight.experience.supervised_settings import PairSettings, SupervisedSettings
 from raylight.images.model_inputs import ModelImages
@@ -28,7 +28,6 @@ from raylight.learner.local_engine import LocalEngine
 from raylight.learner.model_check import check_model, trained_class
 from raylight.learner.rows import make_probe_row
 from raylight.learner.varlen_attention import VARLEN, supports_varlen
-from raylight.learner.vision import PACKED_VISION_MODELS
 
 logger = logging.getLogger(__name__)
 

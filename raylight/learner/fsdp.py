@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
@@ -23,6 +23,7 @@ from raylight.images.model_inputs import ModelImages
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.micro_batch import MicroBatch, activation_bytes, host_tokens, place
+from raylight.learner.model_check import auto_class
 from raylight.learner.muon import MuonWithAdamW
 from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
@@ -107,10 +108,10 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         )
         with place_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            auto_class: Any = self._auto_class if self.images is None else AutoModelForImageTextToText
+            loader = self._auto_class if self.images is None else auto_class(reads_images=True)
             if self.images is not None:  # a tower has no packed rows
                 hf_config.vision_config._attn_implementation = "sdpa"
-            module = auto_class.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
+            module = loader.from_pretrained(settings.local_path, config=hf_config, dtype=torch.float32)
         module.to(torch.float32)  # transformers loads some parameters in a type of their own
         if not self.keeps_dropout:
             disable_dropout(module)

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from raylight.errors import ConfigError
 from raylight.images.model_inputs import ModelImages
 from raylight.learner.response_logprobs import LogprobHead
+from raylight.learner.vision import LANGUAGE
 from raylight.weights.source import WeightSource
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -101,15 +102,24 @@ def build_on_meta(config: Any, reads_images: bool = False) -> Any:
         ConfigError: transformers cannot build it, or see `trained_class`.
     """
     architecture = trained_class(config, reads_images)
-    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return auto_class.from_config(config, dtype=torch.float32)
+            return auto_class(reads_images).from_config(config, dtype=torch.float32)
     except Exception as error:  # an architecture's own code may fail in any way
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
             f"transformers cannot build {architecture.__name__}: {reason}; repair the model's config.json"
         ) from error
+
+
+def auto_class(reads_images: bool) -> Any:
+    """Return the class of transformers that loads a model, with its vision part or without."""
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def language_part(model: Any) -> Any:
+    """Return the transformer of a model that computes its tokens."""
+    return getattr(model.base_model, LANGUAGE, model.base_model)
 
 
 def trained_class(config: Any, reads_images: bool = False) -> Any:

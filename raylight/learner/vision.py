@@ -23,10 +23,6 @@ TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks the tokens of images."""
 GRID = "image_grid_thw"
 """Name of the tensor with the patches of each image, from which the positions of tokens are computed."""
-PACKED_VISION_MODELS = frozenset({"internvl", "llava_onevision"})
-"""Types of models whose rows can be packed with images: as in text, each token attends to the earlier ones of
-its row. (Tokens of an image attend to each other in Gemma's models, and Qwen's have positions of three
-dimensions.)"""
 
 
 class ImageFeatures(NamedTuple):

@@ -18,7 +18,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
-from raylight.experience.packing import can_pack, keeps_state
+from raylight.experience.packing import PACKED_VISION_MODELS, can_pack, keeps_state
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, engine_on_nodes
@@ -383,7 +383,15 @@ def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig
         reference = frozen if policy.needs_reference and not adapted else 0
         kept = (models * (frozen if adapted else KEPT_BYTES) + reference) * parameters
     overlaps, config = policy is not None and policy.max_staleness > 0, _language_config(folder)
-    return Workload(longest_sequence(folder), kept, overlaps, can_pack(config), keeps_state(config))
+    packs = can_pack(config) and _packs_images(folder)
+    return Workload(longest_sequence(folder), kept, overlaps, packs, keeps_state(config))
+
+
+def _packs_images(folder: Path) -> bool:
+    """Return False for a model whose rows cannot be packed with the images that it reads."""
+    config, file = folder / "config.json", folder / "preprocessor_config.json"
+    kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+    return not file.is_file() or kind in PACKED_VISION_MODELS
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from raylight.config import EngineConfig, LearnerConfig
@@ -22,8 +22,11 @@ from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.errors import DeviceMemoryError
+from raylight.images.model_inputs import ModelImages
 from raylight.learner.adapter import peft_config
+from raylight.learner.model_check import auto_class, language_part
 from raylight.learner.token_logprobs import SMALL_CHUNK, token_logprobs
+from raylight.learner.vision import LANGUAGE
 
 ATTENTION = "raylight_memory_estimate"
 """Name in transformers of the attention that only allocates."""
@@ -112,7 +115,8 @@ def check_memory(
     Raises:
         DeviceMemoryError: it needs more.
     """
-    needed = estimate_memory(AutoConfig.from_pretrained(path), engine, learner)
+    reads_images = ModelImages.load(path) is not None
+    needed = estimate_memory(AutoConfig.from_pretrained(path), engine, learner, reads_images)
     available = free_bytes(device) if limit is None else limit
     if needed.peak > available:
         checkpointing = "" if learner.gradient_checkpointing else ", set gradient_checkpointing=True"
@@ -125,9 +129,15 @@ def check_memory(
     return needed
 
 
-def estimate_memory(config: Any, engine: EngineConfig, learner: LearnerConfig) -> MemoryEstimate:
-    """Return the memory that a run needs, given a transformers configuration of the model."""
-    module = build_on_meta(config, engine, learner)
+def estimate_memory(
+    config: Any, engine: EngineConfig, learner: LearnerConfig, reads_images: bool = False
+) -> MemoryEstimate:
+    """Return the memory that a run needs, given a transformers configuration of the model.
+
+    Args:
+        reads_images: the model is loaded with its vision part.
+    """
+    module = build_on_meta(config, engine, learner, reads_images)
     trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     total = sum(parameter.nbytes for parameter in module.parameters())
     rows = max(learner.max_tokens_per_micro_batch // engine.max_model_len, 1)
@@ -136,24 +146,29 @@ def estimate_memory(config: Any, engine: EngineConfig, learner: LearnerConfig) -
         trained=trained,
         gradients=trained,
         optimizer=2 * trained,
-        cache=_cache(config, engine, module.dtype),
+        cache=_cache(config.get_text_config(), engine, module.dtype),
         training=_training(module, rows, engine.max_model_len) - trained,  # gradients are a field
         sampling=_sampling(module, engine),
     )
 
 
-def build_on_meta(config: Any, engine: EngineConfig, learner: LearnerConfig) -> Any:
+def build_on_meta(
+    config: Any, engine: EngineConfig, learner: LearnerConfig, reads_images: bool = False
+) -> Any:
     """Return the module, with the adapter in it, on the meta device."""
     import peft
 
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(
+        module: Any = auto_class(reads_images).from_config(
             copy.deepcopy(config), dtype=getattr(torch, engine.dtype), attn_implementation=ATTENTION
         )
         if learner.lora is not None:
             peft.get_peft_model(module, peft_config(learner.lora, "CAUSAL_LM", module))
+    if reads_images and not learner.train_vision:
+        for name, param in module.named_parameters():
+            param.requires_grad_(param.requires_grad and (f"{LANGUAGE}." in name or "lm_head." in name))
     module.tie_weights()
     if learner.gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
@@ -175,7 +190,7 @@ def _training(module: Any, rows: int, width: int) -> int:
     with TensorMemoryCounter() as counter:
         for tensor in [*module.parameters(), *module.buffers(), ids, positions, temperatures]:
             counter.ignore(tensor)
-        hidden = module.base_model(input_ids=ids, use_cache=False)[0].flatten(0, 1)[positions]
+        hidden = language_part(module)(input_ids=ids, use_cache=False)[0].flatten(0, 1)[positions]
         logprobs, *_ = token_logprobs(
             head, head.parameters(), hidden, positions, temperatures, chunk=SMALL_CHUNK, entropy=True
         )
@@ -198,12 +213,12 @@ def _sampling(module: Any, engine: EngineConfig) -> int:
     with TensorMemoryCounter() as counter:
         for tensor in [*module.parameters(), *module.buffers(), ids]:
             counter.ignore(tensor)
-        module.base_model(input_ids=ids, use_cache=False)
+        language_part(module)(input_ids=ids, use_cache=False)
         transformer = counter.peak
     rows = engine.max_concurrent
     with TensorMemoryCounter() as counter, torch.device("meta"):
         logits = module.get_output_embeddings()(
-            torch.empty(rows, rows, module.config.hidden_size, dtype=module.dtype)
+            torch.empty(rows, rows, module.config.get_text_config().hidden_size, dtype=module.dtype)
         )
         chosen = logits[:, 0].float()
         torch.softmax(chosen.log_softmax(-1), -1)

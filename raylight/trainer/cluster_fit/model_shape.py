@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from raylight.config import LoraConfig
 from raylight.engines.expert_routes import route_bytes
 from raylight.errors import ConfigError
+from raylight.images.model_inputs import ModelImages
 from raylight.learner.adapter import peft_config
 from raylight.learner.micro_batch import activation_bytes
+from raylight.learner.model_check import auto_class, language_part
 from raylight.learner.muon import muon_matrices
 
 
@@ -26,6 +29,7 @@ class ModelShape:
     Attributes:
         architecture: name of the model's class.
         parameters: all weights; a tied weight counts once.
+        vision: weights of the vision part, if it is loaded.
         matrices: weights that Muon updates.
         root: weights outside the layers, such as the embedding and the output layer. FSDP gathers them as one
             group.
@@ -38,11 +42,13 @@ class ModelShape:
         cache_per_token: key and value elements per token, over all layers that keep every token.
         token_activations: bytes of the activations of a token, in float32, about.
         route_bytes: bytes of the routes of a token through a mixture of experts; 0 for other models.
+        pixel_bytes: bytes of the pixels for which an image's token stands; 0 for a model of text alone.
         context: longest context of the model, in tokens; None if the model states none.
     """
 
     architecture: str
     parameters: int
+    vision: int
     matrices: int
     root: int
     layer: int
@@ -54,6 +60,7 @@ class ModelShape:
     cache_per_token: int
     token_activations: int
     route_bytes: int
+    pixel_bytes: int
     context: int | None
 
 
@@ -89,7 +96,8 @@ def read_shape(path: str) -> ModelShape:
         ConfigError: transformers has no causal language model of this architecture.
     """
     config = read_config(path)
-    model = _build(config, torch.float32)
+    images = ModelImages.load(path)
+    model = _build(path, config)
     text = config.get_text_config()
     layers = list(_layers(model))
     if not layers:
@@ -99,17 +107,19 @@ def read_shape(path: str) -> ModelShape:
     return ModelShape(
         architecture=type(model).__name__,
         parameters=count(model),
+        vision=count(model.base_model) - count(language_part(model)),
         matrices=sum(model.get_parameter(name).numel() for name in muon_matrices(model)),
         root=sum(param.numel() for param in model.parameters() if id(param) not in in_layers),
         layer=max(count(layer) for layer in layers),
         layers=len(layers),
         output=output.weight.numel() if output is not None else 0,
-        tied=bool(text.tie_word_embeddings),
+        tied=bool(getattr(text, "tie_word_embeddings", config.tie_word_embeddings)),
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
         cache_per_token=_cache_per_token(text, len(layers)),
         token_activations=activation_bytes(model),
         route_bytes=route_bytes(model),
+        pixel_bytes=0 if images is None else images.token_bytes(),
         context=getattr(text, "max_position_embeddings", None),
     )
 
@@ -123,7 +133,7 @@ def adapter_parameters(path: str, lora: LoraConfig) -> int:
 def _adapter_parameters(path: str, lora: str) -> int:
     import peft
 
-    model = _build(read_config(path), torch.float32)
+    model = _build(path, read_config(path))
     with torch.device("meta"):
         adapted = peft.get_peft_model(
             model, peft_config(LoraConfig.model_validate_json(lora), "CAUSAL_LM", model)
@@ -166,12 +176,10 @@ def count(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _build(config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _build(path: str, config: Any, dtype: torch.dtype = torch.float32) -> Any:
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+            return auto_class(ModelImages.load(path) is not None).from_config(config, dtype=dtype)
     except ValueError as error:
         raise ConfigError(
             f"transformers has no causal language model for {config.model_type!r}: {error}"
@@ -179,9 +187,9 @@ def _build(config: Any, dtype: torch.dtype, **options: Any) -> Any:
 
 
 def _layers(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules that FSDP gathers as groups of their own."""
+    """Yield the modules of the language part that FSDP gathers as groups of their own."""
     names = set(model._no_split_modules or ())
-    for module in model.modules():
+    for module in language_part(model).modules():
         if type(module).__name__ in names:
             yield module
 
@@ -240,7 +248,7 @@ def _traced_peak(
         ids = torch.zeros(rows, length, dtype=torch.long)
         positions = torch.arange(length).expand(rows, -1)
         with tracker, torch.set_grad_enabled(trains):
-            states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+            states = language_part(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
             if trains:
                 states.backward(torch.zeros_like(states))
     return scale * sum(
@@ -253,11 +261,11 @@ def _traced_peak(
 
 def _few_layers(path: str, layers: int, dtype: torch.dtype) -> Any:
     """Return the model in training mode with fewer layers."""
-    from transformers import AutoModelForCausalLM
-
     config = copy.deepcopy(read_config(path))
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if vars(text).get("layer_types"):  # some architectures derive them from the number of layers
-        text.layer_types = list(text.layer_types)[:layers]
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        kinds = list(text.layer_types)
+        text.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
+    with no_init_weights():  # towers draw values in ways that fake tensors lack
+        return auto_class(ModelImages.load(path) is not None).from_config(config, dtype=dtype).train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -93,6 +93,13 @@ def learner_memory(
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
         items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
+    if shape.vision and not config.train_vision:
+        models = 1 + (settings.needs_reference and not config.lora)
+        size = models * shape.vision * DTYPES[config.dtype].itemsize
+        items.append(Item("frozen vision part", size, stays=True))  # whole on each rank
+        shape = replace(shape, parameters=shape.parameters - shape.vision)
+    if shape.pixel_bytes:
+        items.append(Item("pixels", config.max_tokens_per_micro_batch * shape.pixel_bytes, grows=True))
     trained = adapter_parameters(path, config.lora) if config.lora else shape.parameters
     moments = _moments(settings, shape, trained)
     items += _states("policy", shape, config, trained, moments, computes=True)

@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_vlms import build_vlm
 from transformers import AutoConfig
 
-from raylight.trainer.cluster_fit.model_shape import measure_activations, measure_prefill, read_shape
+from raylight.config import EngineConfig, LearnerConfig, LoraConfig
+from raylight.experience.settings import PolicySettings
+from raylight.trainer.cluster_fit.local_memory import estimate_memory
+from raylight.trainer.cluster_fit.model_shape import (
+    adapter_parameters,
+    measure_activations,
+    measure_prefill,
+    read_config,
+    read_shape,
+)
+from raylight.trainer.cluster_fit.role_needs import learner_memory
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 MODELS = {
@@ -26,3 +37,24 @@ def test_a_model_without_the_usual_attention_is_measured(model_type: str, tmp_pa
     assert (shape.cache_per_token == 0) == (model_type == "mamba")
     assert measure_activations(path, 1, 16, torch.float32).total(shape.layers) > 0
     assert measure_prefill(path, 1, 16, torch.float32) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_vision_part_is_counted(family: str, tmp_path: Path) -> None:
+    path = build_vlm(family, tmp_path)
+    shape = read_shape(path)
+    assert 0 < shape.vision < shape.parameters / 2
+    assert shape.pixel_bytes > 150  # a patch has 192 bytes in float32
+    assert measure_activations(path, 1, 16, torch.float32).total(shape.layers) > 0
+    settings, learner = PolicySettings(), LearnerConfig(n=2)
+    trained = learner.model_copy(update={"train_vision": True})
+    frozen, whole = (
+        {item.name: item.size for item in learner_memory(path, shape, config, settings).items}
+        for config in (learner, trained)
+    )
+    assert frozen["frozen vision part"] == shape.vision * 4
+    assert whole["policy optimizer"] - frozen["policy optimizer"] == shape.vision * 4
+    assert frozen["pixels"] == 16384 * shape.pixel_bytes
+    lora = learner.model_copy(update={"n": 1, "lora": LoraConfig(rank=4)})
+    estimate = estimate_memory(read_config(path), EngineConfig(max_model_len=64), lora, reads_images=True)
+    assert estimate.trained == 4 * adapter_parameters(path, LoraConfig(rank=4))
