@@ -52,6 +52,8 @@ class ImageLimits:
 
 
 LIMITS = ImageLimits()
+CHECKED = ImageLimits(2**31, 2**31)
+"""Limits of an image that was within those of a run's gateway; Pillow has one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +103,11 @@ def to_data_url(data: bytes, media_type: str) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
-def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
+def read_image(data: bytes, limits: ImageLimits = CHECKED) -> Image:
     """Return the image of a file that a stranger may have made.
+
+    Args:
+        limits: by default those of an image that the gateway has checked.
 
     Raises:
         ImageError: it is no single image of a known format within the limits, or not whole.
@@ -151,8 +156,11 @@ _cached: LRUCache[bytes, Image] = LRUCache(CACHE_BYTES, getsizeof=lambda image: 
 _lock = threading.Lock()
 
 
-def read_data_url(url: str, limits: ImageLimits = LIMITS) -> Image:
+def read_data_url(url: str, limits: ImageLimits = CHECKED) -> Image:
     """Return the image of a `data:` URL. The latest ones are kept.
+
+    Args:
+        limits: by default those of an image that the gateway has checked.
 
     Raises:
         ImageError: it is no such URL of an image, or `read_image` raises it.

@@ -351,7 +351,9 @@ class Renderer:
 
     def _input_content(self, message: Mapping[str, Any]) -> Any:
         content = message.get("content")
-        if self._images is not None and any(image_url_of(part) for part in content or ()):
+        if any(image_url_of(part) for part in content or ()):
+            if self._images is None:
+                raise UnsupportedTemplate("the engine does not say what stands for an image")
             parts = [part if image_url_of(part) else text_part(text_of([part])) for part in content or ()]
             return self._images.template_content(parts)
         return self._content(message["role"], text_of(content))

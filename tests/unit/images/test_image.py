@@ -16,7 +16,7 @@ from image_helpers import data_url, image_file, make_image
 from PIL import Image as pillow
 
 from raylight.errors import ImageError
-from raylight.images.image import ImageLimits, read_data_url, read_image
+from raylight.images.image import LIMITS, ImageLimits, read_data_url, read_image
 
 
 def several_frames(form: str, **save: Any) -> bytes:
@@ -88,7 +88,7 @@ def test_a_truncated_file_is_refused(form: str) -> None:
 )
 def test_a_bad_file_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(ImageError, match=words):
-        read_image(data)
+        read_image(data, LIMITS)
 
 
 def test_limits_hold() -> None:

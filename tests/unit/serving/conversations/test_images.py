@@ -150,6 +150,14 @@ def test_text_that_stands_for_an_image_is_left_to_the_engine(seeing: Seeing) -> 
     assert seeing.conversations.splice(SCOPE, sent) is None
 
 
+def test_an_engine_without_a_conversion_renders_images_itself(seeing: Seeing) -> None:
+    conversations = Conversations(seeing.tokenizer)
+    first = {"messages": [user([part(RED)])]}
+    conversations.store(SCOPE, first, says("red"), [1, 2, 3])
+    more = {"messages": [*first["messages"], says("red"), user([part(BLUE)])]}
+    assert conversations.prompt(conversations.read(SCOPE, more), FILES).tokens is None
+
+
 FORMS: dict[str, list[Any]] = {
     "an image": [part(RED)],
     "another": [part(BLUE)],
