@@ -83,7 +83,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # a deadline per example fails on a busy machine; pytest-timeout bounds the whole test
     by_chance = config.getoption("--shuffle") or config.getoption("--slow-part")
-    hypothesis.settings.register_profile("raylight", deadline=None, derandomize=not by_chance)
+    examples = 100 if by_chance else 40  # equal ones in each run
+    hypothesis.settings.register_profile(
+        "raylight", deadline=None, derandomize=not by_chance, max_examples=examples
+    )
     hypothesis.settings.load_profile("raylight")
     if os.environ.get("RAYLIGHT_REQUIRE_FRAMEWORKS") == "1" and (missing := _missing_frameworks()):
         raise pytest.UsageError(

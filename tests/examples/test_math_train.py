@@ -172,21 +172,14 @@ def test_tasks_of_another_shape_are_reported_before_anything_starts(tmp_path: Pa
         train.read_questions(tmp_path / "test.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--model", "no/such/folder/here"), "ModelNotFoundError"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (
-                    ("--model", STARTER_MODEL, "--data", "nowhere"),
-                    f"DatasetError: there is no file {ROOT}/nowhere/",
-                ),
-                (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
-                (("--debug",), "--model is missing"),
-            ]
-        ),
+        (("--model", STARTER_MODEL, "--data", "nowhere"), f"DatasetError: there is no file {ROOT}/nowhere/"),
+        (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
+        (("--debug",), "--model is missing"),
     ],
 )
 def test_a_bad_argument_is_reported_in_one_line(arguments: tuple[str, ...], complaint: str) -> None:

@@ -112,6 +112,7 @@ def test_the_agent_and_its_prompts() -> None:
         assert template.format(question="2+2=").endswith("2+2=")
 
 
+@pytest.mark.slow
 def test_the_defaults_are_50_iterations_within_4_gb() -> None:
     args = train_math_agent.parse(["--model", "m"])
     assert (args.iterations, args.prompt, args.debug) == (50, "cot", False)

@@ -185,23 +185,19 @@ def test_an_adapter_changes_what_is_sampled(cluster: Cluster, data: Path, tmp_pa
     assert figures["lora_adapter"] == str(tmp_path / "adapter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "code", "message"),
     [
         ({"agent": "nowhere:agent"}, 1, "ConfigError: agent='nowhere:agent': cannot import nowhere"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder"),
-                ({"--set": "learner.n=2"}, 1, "there is no section 'learner'"),
-                ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
-                ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
-                ({"--data": os.devnull}, 1, "DatasetError"),
-                ({"--lora-adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
-                ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
-                ({"--samples": "0"}, 2, "--samples"),
-            ]
-        ),
+        ({"--model": "/no/such/model"}, 1, "ModelNotFoundError: there is no model folder"),
+        ({"--set": "learner.n=2"}, 1, "there is no section 'learner'"),
+        ({"agent": "raylight.quickstart.agent:addr"}, 1, "it has: adder"),
+        ({"--data": "/no/such/file.jsonl"}, 1, "DatasetError: there is no file /no/such/file.jsonl"),
+        ({"--data": os.devnull}, 1, "DatasetError"),
+        ({"--lora-adapter": "/no/such"}, 1, "ModelNotFoundError: there is no adapter folder"),
+        ({"--set": "engine.replica=2"}, 1, "no setting 'replica'"),
+        ({"--samples": "0"}, 2, "--samples"),
     ],
 )
 def test_bad_arguments_end_with_one_message(

@@ -134,7 +134,11 @@ def test_a_signal_ends_the_run_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "/no/such/model"], "ModelNotFoundError: there is no model folder /no/such/model"),
+        pytest.param(
+            ["--model", "/no/such/model"],
+            "ModelNotFoundError: there is no model folder /no/such/model",
+            marks=pytest.mark.slow,
+        ),
         (["--steps", "-1"], "Invalid value for '--steps'"),
     ],
 )

@@ -34,6 +34,7 @@ def test_the_quickstart_completes_with_serve_s_own_proxy(tmp_path: Path, no_proc
     assert (summary["steps"], summary["rollouts_lost"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_the_hidden_calls_are_hidden_from_raylight_only() -> None:
     script = (
         "import os, psutil; from raylight._utils.machine import available_cpus, write_problem\n"

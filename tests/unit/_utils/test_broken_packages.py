@@ -62,6 +62,7 @@ def test_a_run_names_a_package_for_another_torch(torchvision: Path) -> None:
     assert message.endswith(f": pip install --upgrade torchvision torch=={TORCH}")
 
 
+@pytest.mark.slow
 def test_a_package_that_works_with_another_torch_than_it_names_is_left_alone(site: Path) -> None:
     install(site, "torchvision", "import torch", requires="torch (==2.4.0)")
     check_packages()
@@ -73,6 +74,7 @@ def test_nothing_is_imported_without_a_reason(site: Path, monkeypatch: pytest.Mo
     check_packages()
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_all_that_cannot_be_imported(torchvision: Path) -> None:
     install(torchvision, "scikit-learn", "print('[\"noise'); import absent_library", module="sklearn")
     found = import_packages(["torchvision", "scikit-learn", "flash-attn"])
@@ -143,6 +145,7 @@ def test_other_errors_are_left_alone(site: Path, statement: str) -> None:
     assert find_broken(error_of(statement)) is None
 
 
+@pytest.mark.slow
 def test_transformers_own_error_names_the_package(torchvision: Path) -> None:
     """transformers only says that it could not import the model's class."""
     code = (
