@@ -179,7 +179,7 @@ class RolloutIndex:
         Raises:
             QueryError: as for `find`.
         """
-        names = ("id", "reward", "tokens", "age", "step", "status")
+        names = ("id", "mode", "reward", "tokens", "age", "step", "status")
         where, values = _where(filters)
         source = _SEARCHED if filters.get("q") else "cards r"
         with self._lock, _query_errors(filters):

@@ -1,7 +1,7 @@
 // Charts: curves with intervals, stacked areas and scatter plots.
 
 import { h } from "./dom.js";
-import { number } from "./format.js";
+import { number, percent } from "./format.js";
 
 const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 const HEIGHT = 200;
@@ -167,16 +167,17 @@ export function spark(values) {
   return svg;
 }
 
-const PLACE = { left: 44, right: 8, top: 8, bottom: 24 };
+const PLACE = { left: 44, right: 44, top: 8, bottom: 24 };
 /** Distance in pixels from which a point is chosen. */
 const NEAR = 14;
-/** Values up to which the points of an equal value are spread by so many pixels, so that they can be told apart. */
-const FEW = 12, SPREAD = 9;
+/** Values up to which the points of an equal value are spread over most of the way to the next value, and their share is shown. */
+const FEW = 12;
+const MAX_TICKS = 4;
 
 /**
  * Return a scatter plot.
  * @param {string} title
- * @param {{x: number[], y: number[], isGood: boolean[]}} points
+ * @param {{x: number[], y: number[], isGood: boolean[], isRing: boolean[]}} points
  * @param {function(number): string} describe returns the text of a point at the pointer.
  * @param {function(number)} open is called with the point of a click.
  */
@@ -201,12 +202,12 @@ export function scatter(title, points, describe, open) {
   canvas.addEventListener("mouseleave", () => { tip.hidden = true; });
   canvas.addEventListener("click", (event) => { const point = nearest(event); if (point) open(point.i); });
   new ResizeObserver(draw).observe(canvas);
-  const key = h("span", { class: "legend" }, h("span", {}, h("span", { class: "swatch good" }), "succeeded"), h("span", {}, h("span", { class: "swatch bad" }), "others"));
+  const key = h("span", { class: "legend" }, h("span", {}, h("span", { class: "swatch good" }), "succeeded"), h("span", {}, h("span", { class: "swatch bad" }), "others"), points.isRing.some((isRing, i) => isRing && points.x[i] !== null) ? h("span", {}, h("span", { class: "swatch ring" }), "validation") : null);
   return h("figure", { class: "chart scatter" }, h("figcaption", { class: "bar" }, title, h("span", { class: "spacer" }), key), canvas, tip);
 }
 
 /** Draw points and axes; return the places of the points. */
-function drawPoints(canvas, { x, y, isGood }) {
+function drawPoints(canvas, { x, y, isGood, isRing }) {
   const width = canvas.clientWidth, height = canvas.clientHeight, ratio = devicePixelRatio || 1;
   if (!width) return [];
   canvas.width = width * ratio;
@@ -231,13 +232,17 @@ function drawPoints(canvas, { x, y, isGood }) {
     pen.fillText(number(tick, 3), PLACE.left - 6, toY(tick) + 4);
     pen.beginPath(); pen.moveTo(PLACE.left, toY(tick)); pen.lineTo(width - PLACE.right, toY(tick)); pen.stroke();
   }
-  pen.globalAlpha = known.length > 1000 ? 0.35 : 0.7;
+  pen.textAlign = "left";
+  for (const [value, n] of rangeY.counts) pen.fillText(percent(n, known.length), width - PLACE.right + 6, toY(value) + 4);
+  const isMany = known.length > 1000, radius = isMany ? 2 : 3;
+  pen.globalAlpha = isMany ? 0.4 : 0.7;
   const good = seriesColor(0), bad = color("--alarm");
-  const [spreadX, spreadY] = [x, y].map((values) => (new Set(known.map((i) => values[i])).size <= FEW ? SPREAD : 0));
+  const spreadX = rangeX.reach * (width - PLACE.left - PLACE.right), spreadY = rangeY.reach * (height - PLACE.top - PLACE.bottom);
   return known.map((i) => {
-    const place = { i, x: toX(x[i]) + spreadX * offset(i, 0.618), y: toY(y[i]) + spreadY * offset(i, 0.755) };
-    pen.fillStyle = isGood[i] ? good : bad;
-    pen.beginPath(); pen.arc(place.x, place.y, 3, 0, 7); pen.fill();
+    const place = { i, x: toX(x[i]) + spreadX * offset(i, 0.7549), y: toY(y[i]) + spreadY * offset(i, 0.5698) };
+    pen.fillStyle = pen.strokeStyle = isGood[i] ? good : bad;
+    pen.beginPath(); pen.arc(place.x, place.y, radius, 0, 7);
+    isRing[i] ? pen.stroke() : pen.fill();
     return place;
   });
 }
@@ -245,11 +250,16 @@ function drawPoints(canvas, { x, y, isGood }) {
 /** Return a number from -1 to 1 that differs between neighbours and is always the same for an index. */
 const offset = (i, factor) => 2 * ((i * factor) % 1) - 1;
 
-/** Return the ticks of an axis with some values, and the function from a value to its place between 0 and 1. */
+/**
+ * Return the ticks of an axis with some values, and the function from a value to its place between 0 and 1. Of few
+ * values also how many points each has, and the part of the axis over which its points may be spread to each side.
+ */
 function spread(values) {
-  let low = Infinity, high = -Infinity;
-  for (const value of values) { low = Math.min(low, value); high = Math.max(high, value); }
-  const margin = low === high ? 1 : (high - low) / 12;
-  const part = (value) => (value - low + margin) / (high - low + 2 * margin);
-  return { part, ticks: low === high ? [low] : [low, (low + high) / 2, high] };
+  const counts = new Map();
+  for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
+  const sorted = [...counts.keys()].sort((a, b) => a - b), low = sorted[0], high = sorted.at(-1);
+  const isFew = sorted.length <= FEW, gap = isFew ? Math.min(...sorted.slice(1).map((value, i) => value - sorted[i])) : 0;
+  const margin = low === high ? 1 : Math.max(gap / 2, (high - low) / 12), span = high - low + 2 * margin;
+  const part = (value) => (value - low + margin) / span;
+  return { part, ticks: sorted.length <= MAX_TICKS ? sorted : [low, (low + high) / 2, high], counts: isFew ? counts : new Map(), reach: isFew ? Math.min(0.4 * gap / span, 0.4) : 0 };
 }

@@ -45,8 +45,8 @@ export async function showRollouts({ args: [run], query, signal, go }) {
   const pages = h("nav", { class: "bar", "aria-label": "Parts of the list" },
     h("span", {}, part + state + lines), more,
     h("span", { class: "spacer" }),
-    offset ? h("a", { href: address({ offset: Math.max(offset - PAGE, 0) }) }, "← before") : null,
-    offset + PAGE < found.total ? h("a", { href: address({ offset: offset + PAGE }) }, "after →") : null);
+    offset ? h("a", { href: address({ offset: Math.max(offset - PAGE, 0) }), "data-keys": "[" }, "← before") : null,
+    offset + PAGE < found.total ? h("a", { href: address({ offset: offset + PAGE }), "data-keys": "]" }, "after →") : null);
   return [title, form, found.items.length ? [plots(run, filters, signal, go), pages, rolloutTable(run, found.items, { sort, order, address })] : found.total ? [pages, empty("The list ends before this part.")] : empty(`No rollout matches${state + lines}.`)];
 }
 
@@ -54,10 +54,10 @@ export async function showRollouts({ args: [run], query, signal, go }) {
 function plots(run, filters, signal, go) {
   const grid = h("div", { class: "charts pair" });
   get(runPath(run, "points"), signal, { ...filters, limit: 5000 }).then(({ columns }) => {
-    const isGood = columns.status.map((status) => status === "succeeded");
+    const isGood = columns.status.map((status) => status === "succeeded"), isRing = columns.mode.map((mode) => mode === "val");
     const open = (i) => go(runPath(run, "rollouts", columns.id[i]));
-    const describe = (i) => `${columns.id[i]}: reward ${number(columns.reward[i], 3)}, ${number(columns.tokens[i])} tokens, age ${columns.age[i] ?? "–"}, step ${columns.step[i] ?? "–"}`;
-    const add = (title, x) => grid.append(scatter(title, { x, y: columns.reward, isGood }, describe, open));
+    const describe = (i) => `${columns.id[i]} (${columns.mode[i]}): reward ${number(columns.reward[i], 3)}, ${number(columns.tokens[i])} tokens, age ${columns.age[i] ?? "–"}, step ${columns.step[i] ?? "–"}`;
+    const add = (title, x) => grid.append(scatter(title, { x, y: columns.reward, isGood, isRing }, describe, open));
     add("reward over sampled tokens", columns.tokens);
     add("reward over the age of its tokens", columns.age);
   }).catch(() => {}); // the list is shown without them
@@ -76,11 +76,12 @@ function rolloutTable(run, items, sorting) {
   const order = (name) => (sorting.sort === name ? (sorting.order === "desc" ? "descending" : "ascending") : null);
   const column = (name, cell) => ({ title: SORTED[name], head: head(name), order: order(name), number: true, cell });
   const columns = [
-    { title: "rollout", cell: (item) => h("a", { class: "main", href: runPath(run, "rollouts", item.id) }, recorded(item.id)) },
+    { title: "rollout", class: "line", cell: (item) => h("a", { class: "main", href: runPath(run, "rollouts", item.id) }, recorded(item.id)) },
+    { title: "mode", cell: (item) => (item.mode ? badge(item.mode) : "–") },
+    column("reward", (item) => [meter(item.reward, low, high), number(item.reward, 3)]),
     { title: "status", cell: (item) => badge(item.status) },
     column("step", (item) => item.step ?? "–"),
     { title: "group", cell: (item) => (item.group ? h("a", { href: runPath(run, "groups", item.group) }, recorded(item.group)) : "–") },
-    column("reward", (item) => [meter(item.reward, low, high), number(item.reward, 3)]),
     column("tokens", (item) => number(item.tokens)),
     column("calls", (item) => item.calls),
     column("age", (item) => item.age ?? "–"),
@@ -103,7 +104,7 @@ function filterForm(filters, apply) {
     h("label", {}, label, h("select", { name, onchange: submit }, h("option", { value: "" }, "any"), options.map((value) => h("option", { value, selected: filters[name] === value }, value))));
   const input = (name, label, type = "text", size = 6) => h("label", {}, label, h("input", { name, type, size, value: filters[name], step: "any" }));
   const form = h("form", { class: "filters", role: "search", onsubmit: (event) => { event.preventDefault(); submit(); } },
-    h("label", { class: "search" }, "search", h("input", { type: "search", name: "q", value: filters.q, placeholder: 'words, "exact words", error: timeout' })),
+    h("label", { class: "search", "data-keys": "/" }, "search", h("input", { type: "search", name: "q", value: filters.q, placeholder: 'words, "exact words", error: timeout' })),
     select("mode", "mode", ["train", "val"]),
     select("status", "status", STATUSES),
     select("failure", "failure", ["agent", "reward", "hook", "truncated", "timeout", "unresponsive", "infrastructure", "cancelled"]),
