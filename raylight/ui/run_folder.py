@@ -34,7 +34,7 @@ from raylight.experience.token_records import TokenRecords
 from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.trainer.output.loggers import Metrics
-from raylight.trainer.output.loggers.protocol import VAL_STEP, evaluated_step
+from raylight.trainer.output.loggers.protocol import VAL_STEP
 from raylight.trainer.output.loggers.run_files import METRICS_FILE
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import STORE_FILES
@@ -52,7 +52,7 @@ SPARK_POINTS = 60
 MAX_PART, MAX_JSON = 64 * 1024 * 1024, 16 * 1024 * 1024
 """Bytes of `metrics.jsonl` that are read at once, and the largest other file of JSON."""
 CARD = (
-    *("agent", "model", "algorithm", "seconds", "step", "total_steps", "reward_before", "reward_after"),
+    *("agent", "model", "algorithm", "seconds", "step", "total_steps", "train_reward", "val_reward"),
     *("best", "rollouts", "rollouts_failed"),
 )
 """Parts of a card that a damaged run does not have."""
@@ -225,7 +225,6 @@ class RunFolder:
         config, rows, summary = self.config(), self.metrics.rows, self.summary() or {}
         here = Path.cwd()
         algorithm, run = self.section("algorithm"), self.section("run")
-        rewards = _rewards(rows)
         evaluation = self.evaluation()
         kind = "evaluation" if evaluation is not None or (self.path / "eval.db").exists() else None
         started = _modified(self.path / "config.yaml")
@@ -243,8 +242,8 @@ class RunFolder:
             "seconds": summary.get("seconds") or (rows[-1].get("time/total_s") if rows else None),
             "step": int(rows[-1]["step"]) if rows else None,
             "total_steps": None if is_endless else run.get("total_steps"),
-            "reward_before": rewards[0] if rewards else None,
-            "reward_after": rewards[-1] if rewards else None,
+            "train_reward": _first_and_last(rows, "train/reward"),
+            "val_reward": _first_and_last(rows, "val/reward"),
             "best": (summary.get("best") or {}).get("value"),
             "rollouts": summary.get("rollouts"),
             "rollouts_failed": summary.get("rollouts_failed"),
@@ -343,11 +342,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]
             yield f"{prefix}{name}", "***" if is_hidden else value
 
 
-def _rewards(rows: list[Metrics]) -> list[float]:
-    """Return the reward that tells a run's success: of its evaluations if they begin before the training."""
-    validated = any("val/reward" in row and evaluated_step(row) == 0 for row in rows)
-    name = "val/reward" if validated or not any("train/reward" in row for row in rows) else "train/reward"
-    return [row[name] for row in rows if name in row]
+def _first_and_last(rows: list[Metrics], name: str) -> list[float | None] | None:
+    """Return a metric's first and last value; None for a metric that no row has."""
+    values = [_finite(row[name]) for row in rows if name in row]
+    return [values[0], values[-1]] if values else None
 
 
 def _thin(values: list[float]) -> list[float | None]:

@@ -51,7 +51,8 @@ async def get(http: httpx.AsyncClient, path: str, status: int = 200, **query: An
 
 async def test_runs(http: httpx.AsyncClient) -> None:
     (card,) = (await get(http, "/api/runs"))["runs"]
-    assert (card["id"], card["reward_after"], card["advisories"]) == ("run", 0.25, 0)
+    assert (card["id"], card["advisories"]) == ("run", 0)
+    assert (card["train_reward"], card["val_reward"]) == ([0.5, 0.75], [0.25, 0.25])
     details = await get(http, "/api/runs/run")
     assert details["advisories"] == []
     assert details["settings"]["engine.api_key"] == "***"
@@ -69,6 +70,7 @@ async def test_rollouts_are_filtered_and_searched(http: httpx.AsyncClient) -> No
     assert [item["id"] for item in found["items"]] == [f"{LINEAGE}-train-1-0"]
     points = await get(http, "/api/runs/run/points", mode="train")
     assert points["columns"]["reward"] == [0.0, 0.25, 0.5, None, None]
+    assert set(points["columns"]["mode"]) == {"train"}
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ async def test_one_bad_run_stops_no_other(name: str, tmp_path: Path) -> None:
     DAMAGE[name](tmp_path / "bad")
     async with opened(tmp_path) as http, within(30):
         cards = {card["id"]: card for card in (await get(http, "/api/runs"))["runs"]}
-        assert cards["good"]["reward_after"] == 0.25
+        assert cards["good"]["val_reward"] == [0.25, 0.25]
         assert "bad" in cards
         pages = ["", "/metrics", "/evaluations", "/rollouts", "/workers", "/failures", "/points"]
         answers = [await http.get(f"/api/runs/bad{page}") for page in pages]

@@ -19,7 +19,7 @@ async def test_card_and_details(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", "run")
     card = folder.card()
     assert (card["kind"], card["algorithm"], card["step"], card["total_steps"]) == ("training", "GRPO", 2, 3)
-    assert (card["reward_before"], card["reward_after"]) == (0.25, 0.25)
+    assert (card["train_reward"], card["val_reward"]) == ([0.5, 0.75], [0.25, 0.25])
     assert card["spark"] == [0.5, 0.75]
     details = folder.details()
     assert details["tokens"] == {"generated": 20}

@@ -52,7 +52,7 @@ export function marked(snippet) {
   });
 }
 
-/** Return a table with headers. `columns` are {title, cell(row), number?, sort?}. */
+/** Return a table with headers. `columns` are {title, cell(row), head?, number?, class?, order?}. */
 export function table(caption, columns, rows, attributes = {}) {
   const cells = (row) =>
     columns.map((column) => h("td", { class: column.number ? "number" : column.class }, column.cell(row)));
@@ -66,7 +66,7 @@ export function table(caption, columns, rows, attributes = {}) {
       h(
         "thead",
         {},
-        h("tr", {}, columns.map((c) => h("th", { scope: "col", class: c.number ? "number" : null, "aria-sort": c.order }, c.head ?? c.title))),
+        h("tr", {}, columns.map((c) => h("th", { scope: "col", class: c.number ? "number" : c.class, "aria-sort": c.order }, c.head ?? c.title))),
       ),
       h("tbody", {}, rows.map((row) => h("tr", {}, cells(row)))),
     ),

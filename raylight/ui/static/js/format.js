@@ -9,6 +9,9 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/** Return the first and the last value of a metric as "0.5 → 0.9"; "–" for none. */
+export const change = (values) => (values ? `${number(values[0], 3)} → ${number(values[1], 3)}` : "–");
+
 /** Return seconds as "12.3 s", "4 min 10 s" or "3 h 12 min". */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";

@@ -3,7 +3,7 @@
 import { follow, get, runPath } from "./api.js";
 import { Chart, smoothed } from "./chart.js";
 import { badge, empty, h, recorded, table } from "./dom.js";
-import { count, number, percent, seconds, text } from "./format.js";
+import { change, count, number, percent, seconds, text } from "./format.js";
 
 const INTERVAL = 1.96;
 const LEDGER = ["trained", "masked", "auxiliary", "unselected", "dropped", "failed", "open", "unaccounted"];
@@ -133,7 +133,8 @@ class RunView {
     const { card, counts } = this;
     const facts = {
       step: card.step === null ? "–" : `${card.step}${card.total_steps ? ` of ${card.total_steps}` : ""}`,
-      reward: card.reward_before === null ? "–" : `${number(card.reward_before, 3)} → ${number(card.reward_after, 3)}`,
+      "training reward": change(card.train_reward),
+      "validation reward": change(card.val_reward),
       best: number(card.best, 3),
       time: seconds(card.seconds),
       rollouts: counts ? (card.status === "running" && counts.lines === counts.known ? `${counts.decided} of ${counts.known} decided` : number(counts.known)) : (card.rollouts ?? "–"),

@@ -1,9 +1,9 @@
 // The list of runs, and the comparison of several.
 
 import { every, get, runPath } from "./api.js";
-import { Chart, spark } from "./chart.js";
+import { Chart, seriesColor, spark } from "./chart.js";
 import { badge, empty, h, recorded, table } from "./dom.js";
-import { count, number, seconds, text, time } from "./format.js";
+import { change, count, number, seconds, text, time } from "./format.js";
 
 const REFRESH_MS = 3000;
 
@@ -12,7 +12,7 @@ export async function showRuns({ signal, go }) {
   let { runs } = await get("/runs", signal);
   const title = h("h1", {}, "Runs");
   const chosen = new Set();
-  const compare = h("button", { type: "button", disabled: true, onclick: () => go(`/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`) }, "compare");
+  const compare = h("button", { type: "button", "data-keys": "c", disabled: true, onclick: () => go(`/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`) }, "compare");
   const choose = (run) =>
     h("input", {
       type: "checkbox",
@@ -26,14 +26,14 @@ export async function showRuns({ signal, go }) {
     });
   const columns = [
     { title: "", head: h("span", { class: "unseen" }, "choose"), cell: choose },
-    { title: "run", cell: (run) => h("a", { class: "main", href: runPath(run.id), "data-run": run.id }, run.id) },
+    { title: "run", class: "line", cell: (run) => h("a", { class: "main", href: runPath(run.id), "data-run": run.id }, run.id) },
+    { title: "training reward", number: true, cell: (run) => [change(run.train_reward), spark(run.spark)] },
+    { title: "validation reward", number: true, cell: (run) => change(run.val_reward) },
     { title: "status", cell: (run) => [badge(run.status), run.advisories ? badge(count(run.advisories, "advisory", "advisories"), "warning") : null] },
+    { title: "step", number: true, cell: (run) => (run.step === null ? "–" : `${run.step}${run.total_steps ? `/${run.total_steps}` : ""}`) },
     { title: "agent", cell: (run) => recorded(run.agent ?? "–") },
     { title: "algorithm", cell: (run) => run.algorithm ?? run.kind },
-    { title: "step", number: true, cell: (run) => (run.step === null ? "–" : `${run.step}${run.total_steps ? `/${run.total_steps}` : ""}`) },
-    { title: "reward", number: true, cell: (run) => (run.reward_before === null ? "–" : `${number(run.reward_before, 3)} → ${number(run.reward_after, 3)}`) },
-    { title: "training reward", cell: (run) => spark(run.spark) },
-    { title: "rollouts failed", number: true, cell: (run) => number(run.rollouts_failed) },
+    { title: "failed", number: true, cell: (run) => number(run.rollouts_failed) },
     { title: "time", number: true, cell: (run) => seconds(run.seconds) },
     { title: "began", cell: (run) => time(run.started) },
   ];
@@ -53,7 +53,7 @@ export async function showRuns({ signal, go }) {
     ({ runs } = await get("/runs", signal));
     if (JSON.stringify(runs) !== before) show();
   }, signal);
-  return [h("div", { class: "bar" }, title, search, h("span", { class: "spacer" }), compare), list];
+  return [h("div", { class: "bar" }, title, h("label", { "data-keys": "/" }, search), h("span", { class: "spacer" }), compare), list];
 }
 
 const COMPARED = ["train/reward", "val/reward", "learner/kl", "learner/entropy", "train/response_tokens", "learner/grad_norm", "time/rollout_s", "time/update_s"];
@@ -67,6 +67,8 @@ export async function showCompare({ query, signal }) {
     details: await get(runPath(name), signal),
     columns: (await get(runPath(name, "metrics"), signal)).columns,
   })));
+  const settings = settingsOf(runs), labels = labelsOf(runs, settings);
+  runs.forEach((run, i) => { run.label = labels[i]; });
   const metrics = [...new Set(runs.flatMap((run) => run.details.metric_names))].sort();
   const charts = [], shown = [];
   const grid = h("div", { class: "charts" });
@@ -87,34 +89,71 @@ export async function showCompare({ query, signal }) {
       charts.forEach((chart, i) => showTogether(chart, shown[i], runs));
     }
   }, signal);
-  return [h("div", { class: "bar" }, h("h1", {}, "Compare"), h("span", { class: "spacer" }), more), grid, h("h2", {}, "Settings"), settingsTable(runs)];
+  const heading = h("div", { class: "bar" }, h("h1", {}, "Compare"), h("span", { class: "spacer" }), more);
+  return [heading, differencesTable(runs, settings), grid, equalSettings(settings)];
 }
 
 /** Show a metric of several runs over the steps of all. */
 function showTogether(chart, metric, runs) {
   const at = (columns, i) => columns["val/step"]?.[i] ?? columns.step[i];
   const steps = [...new Set(runs.flatMap((run) => run.columns.step.map((_, i) => at(run.columns, i))))].sort((a, b) => a - b);
-  const curves = runs.map((run) => {
+  const curves = runs.map((run, index) => {
     const values = new Map();
     (run.columns[metric] ?? []).forEach((value, i) => { if (value !== null) values.set(at(run.columns, i), value); });
-    return { label: run.name, values: steps.map((step) => values.get(step) ?? null) };
+    return { label: run.label, color: seriesColor(index), values: steps.map((step) => values.get(step) ?? null) };
   });
   chart.show(steps, curves);
 }
 
-function settingsTable(runs) {
+/** Return the settings of the runs, with the value of each run. */
+function settingsOf(runs) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.details.settings)))];
-  const rows = names.map((name) => {
-    const values = runs.map((run) => run.details.settings[name]);
-    return { name, values, differs: new Set(values.map((value) => JSON.stringify(value))).size > 1 };
+  return names.map((name) => {
+    const values = runs.map((run) => run.details.settings[name]).map((value) => (value === undefined ? "–" : text(value)));
+    return { name, values, differs: new Set(values).size > 1 };
   });
-  const columns = [
-    { title: "setting", cell: (row) => h("code", {}, row.name) },
-    ...runs.map((run, i) => ({ title: run.name, head: h("a", { href: runPath(run.name) }, run.name), class: "wide", cell: (row) => (row.values[i] === undefined ? "–" : row.differs ? h("mark", {}, recorded(text(row.values[i]))) : recorded(text(row.values[i]))) })),
+}
+
+/** Return a setting's name, which may be broken after a dot. */
+const settingName = (name) => h("code", {}, name.split(/(?<=\.)/).flatMap((part) => [part, h("wbr")]));
+
+/** Settings that differ between runs by themselves. */
+const OWN = /^(run\..*|output_dir)$/;
+/** Settings in the label of a run, at most. */
+const LABEL_SETTINGS = 2;
+
+/** Return a label for each run: its settings that others do not have, or its name if they are many or the same. */
+function labelsOf(runs, settings) {
+  const short = settings.filter(({ name }) => !OWN.test(name)).map(({ name, values }) => ({ name: name.split(".").pop(), values: values.map((value) => value.split("/").pop()) }));
+  const told = short.filter(({ values }) => new Set(values).size > 1);
+  const labels = runs.map((_, i) => told.map(({ name, values }) => `${name} ${values[i]}`).join(", "));
+  return told.length <= LABEL_SETTINGS && new Set(labels).size === runs.length ? labels : runs.map((run) => run.name);
+}
+
+/** Return the table of results and of the settings that differ; those unlike the first run's are marked. */
+function differencesTable(runs, settings) {
+  const result = (name, cell) => ({ name, values: runs.map((run) => cell(run.details)), isResult: true });
+  const rows = [
+    result("training reward", (details) => change(details.train_reward)),
+    result("validation reward", (details) => change(details.val_reward)),
+    result("steps", (details) => number(details.step)),
+    result("time", (details) => seconds(details.seconds)),
+    ...settings.filter((row) => row.differs).sort((a, b) => OWN.test(a.name) - OWN.test(b.name)),
   ];
-  const differing = rows.filter((row) => row.differs), equal = rows.filter((row) => !row.differs);
-  return [
-    differing.length ? table("Settings that differ", columns, differing) : empty("All settings are equal."),
-    h("details", {}, h("summary", {}, `${equal.length} equal settings`), table("Settings that are equal", columns, equal)),
-  ];
+  const swatch = (i) => {
+    const element = h("span", { class: "swatch" });
+    element.style.background = seriesColor(i);
+    return element;
+  };
+  const value = (row, i) => (row.isResult || row.values[i] === row.values[0] ? recorded(row.values[i]) : h("mark", {}, recorded(row.values[i])));
+  return table("Results and settings that differ", [
+    { title: "", class: "line", head: h("span", { class: "unseen" }, "result or setting"), cell: (row) => (row.isResult ? row.name : settingName(row.name)) },
+    ...runs.map((run, i) => ({ title: run.name, head: [swatch(i), h("a", { href: runPath(run.name) }, run.name)], class: "wide", cell: (row) => value(row, i) })),
+  ], rows);
+}
+
+function equalSettings(settings) {
+  const equal = settings.filter((row) => !row.differs);
+  return h("details", { class: "part" }, h("summary", {}, `${equal.length} equal settings`),
+    table("Settings that are equal", [{ title: "setting", cell: (row) => settingName(row.name) }, { title: "value", class: "wide", cell: (row) => recorded(row.values[0]) }], equal));
 }
