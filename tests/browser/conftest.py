@@ -45,6 +45,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Reco
     for name in ("run", "other"):
         recorded = asyncio.run(record_run(folder / name))
         (recorded.folder / "model").symlink_to(STARTER_MODEL)
+    settings = folder / "other" / "config.yaml"
+    settings.write_text(settings.read_text().replace("lr: 0.1", "lr: 0.2"))
     with ui_process(folder, print) as address:
         yield address.result(TIMEOUT_S), Recorded(folder / "run")
 

@@ -69,11 +69,15 @@ def test_search_filters_and_order(pages: Pages) -> None:
     assert pages.run_script("return document.querySelectorAll('tbody tr').length") == 1
     assert "zebra2" in pages.run_script("return document.querySelector('mark').textContent")
     pages.open("/runs/run/rollouts", "main tbody tr")
-    pages.run_script("document.querySelector('th:nth-of-type(5) a').click()")
+    assert pages.run_script("return document.querySelector('tbody tr td:nth-of-type(2)').innerText") in (
+        "train",
+        "val",
+    )
+    pages.run_script("document.querySelector('th:nth-of-type(3) a').click()")
     pages.wait_until(
         "location.search.includes('sort=reward') && document.querySelector('[aria-sort=descending]')"
     )
-    assert "1" in pages.run_script("return document.querySelector('tbody tr td:nth-of-type(5)').textContent")
+    assert "1" in pages.run_script("return document.querySelector('tbody tr td:nth-of-type(3)').textContent")
     pages.open('/runs/run/rollouts?q="', ".empty")
     assert "is not a query" in pages.text
 
@@ -85,13 +89,69 @@ def test_keys(pages: Pages) -> None:
     pages.wait_for("a[rel=prev]")
     pages.press("[")
     pages.wait_until(f"location.pathname.endsWith('{LINEAGE}-train-0-0')")
+    pages.press("2")
+    pages.wait_until("location.search === '?tab=tokens'")
     pages.press("?")
-    pages.wait_for("dialog[open]")
+    shown = pages.run_script("return document.querySelector('dialog[open]').innerText")
+    assert "evaluations" in shown
+    assert "Spans" in shown
     pages.press("\ue00c", "g", "r")
-    pages.wait_until("location.pathname === '/'")
+    pages.wait_until("location.pathname === '/' && document.querySelector('main table')")
+    pages.press("/", "o", "t", "h")
+    pages.wait_until("document.querySelectorAll('tbody tr').length === 1")
+    pages.press("\ue003", "\ue003", "\ue003", "\ue00c", "j", "x", "j", "x", "c")
+    pages.wait_until("location.pathname === '/compare'")
     before = pages.run_script("return document.documentElement.dataset.theme")
     pages.press("t")
     assert pages.wait_until(f"document.documentElement.dataset.theme !== '{before}'")
+
+
+@pytest.mark.parametrize(("width", "content"), [(1280, '"g o"'), (NARROW, "none")])
+def test_keys_are_written_where_they_are_used(pages: Pages, width: int, content: str) -> None:
+    pages.driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width == NARROW},
+    )
+    pages.open("/runs/run")
+    hint = "getComputedStyle(document.querySelector('[data-keys=\"g o\"]'), '::after').content"
+    shown = pages.run_script(f"return {hint}")
+    pages.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert shown.startswith(content)
+
+
+def test_runs_are_compared_by_the_settings_that_differ(pages: Pages) -> None:
+    pages.open("/compare?runs=run,other", ".u-legend")
+    labels = pages.run_script("return document.querySelector('.u-legend').innerText")
+    assert "lr 0.1" in labels
+    assert "lr 0.2" in labels
+    first = pages.run_script("return document.querySelector('main table').innerText")
+    assert "validation reward" in first
+    marks = pages.run_script("return [...document.querySelectorAll('mark')].map((mark) => mark.innerText)")
+    assert "0.2" in marks
+    assert "0.1" not in marks
+
+
+def test_points_of_equal_values_are_told_apart(pages: Pages) -> None:
+    """A hundred rollouts with the rewards 0 and 1 cover an area each, with a gap between both."""
+    pages.open("/")
+    pages.driver.execute_async_script(
+        "const done = arguments[0]; import('/static/js/chart.js').then(({ scatter }) => {"
+        "const x = Array(100).fill(7), y = x.map((_, i) => i % 2), no = x.map(() => false);"
+        "document.querySelector('main').replaceChildren("
+        "scatter('rewards', { x, y, isGood: no, isRing: no }, String, () => {})); done(); })"
+    )
+    pages.wait_until("document.querySelector('canvas').width !== 300")  # that of an undrawn canvas
+    rows = pages.run_script(
+        "const canvas = document.querySelector('canvas'), { width, height } = canvas;"
+        "const pixels = canvas.getContext('2d').getImageData(0, 0, width, height).data;"
+        "return Array.from({ length: height }, (_, row) => Array.from({ length: width }, (_, column) => {"
+        "const at = 4 * (row * width + column);"
+        "return pixels[at] > pixels[at + 1] + 60 && pixels[at + 3] > 100;"
+        "}).filter(Boolean).length)"
+    )
+    bands = "".join("#" if row else " " for row in rows).split()
+    assert len(bands) == 2
+    assert min(sum(rows[: len(rows) // 2]), sum(rows[len(rows) // 2 :])) > 1000  # of 1,400 without an overlap
 
 
 def test_tokens_show_what_is_known(pages: Pages) -> None:

@@ -22,20 +22,13 @@ const PAGES = [
   [/^\/runs\/([^/]+)\/evaluations$/, showEvaluations, "evaluations"],
   [/^\/runs\/([^/]+)\/workers$/, showWorkers, "workers"],
 ];
-/** Parts of a run: its page's name in addresses, by its title. */
-const RUN_PARTS = { overview: "", rollouts: "rollouts", evaluations: "evaluations", workers: "workers" };
+/** Parts of a run: its page's name in addresses and its keys, by its title. */
+const RUN_PARTS = { overview: ["", "g h"], rollouts: ["rollouts", "g o"], evaluations: ["evaluations", "g e"], workers: ["workers", "g w"] };
+/** Keys without an element; the other ones are in the attribute data-keys of the element that they click. */
 const KEYS = [
-  ["g r", "the list of runs"],
-  ["g h", "this run"],
-  ["g o", "the rollouts of this run"],
-  ["g e", "the evaluations of this run"],
-  ["g w", "the workers of this run"],
-  ["j k", "the next and the previous line of a table"],
+  ["j k", "the next and the previous line or card"],
   ["Enter", "open the line"],
-  ["[ ]", "the previous and the next rollout"],
-  ["/", "search"],
-  ["t", "dark or light"],
-  ["?", "these keys"],
+  ["x", "choose the line"],
   ["Esc", "close, or leave a field"],
 ];
 
@@ -92,11 +85,12 @@ function decoded(part) {
 /** Show the way to the page: the runs, the run, and the parts of the run with the current one marked. */
 function showTrail(part) {
   const trail = document.getElementById("trail");
-  trail.replaceChildren(h("a", { href: "/" }, "runs"));
+  trail.replaceChildren(h("a", { href: "/", "data-keys": "g r" }, "runs"));
   if (!currentRun) return;
-  const link = (title, name) => h("a", { href: runPath(currentRun, ...(name ? [name] : [])), "aria-current": title === part ? "page" : null }, title);
+  const link = ([title, [name, keys]]) =>
+    h("a", { href: runPath(currentRun, ...(name ? [name] : [])), "aria-current": title === part ? "page" : null, "data-keys": keys }, title);
   append(trail, [h("a", { href: runPath(currentRun), class: "run" }, currentRun),
-    h("span", { class: "parts" }, Object.entries(RUN_PARTS).map(([title, name]) => link(title, name)))]);
+    h("span", { class: "parts" }, Object.entries(RUN_PARTS).map(link))]);
 }
 
 document.addEventListener("click", (event) => {
@@ -124,19 +118,21 @@ document.getElementById("theme").addEventListener("click", toggleTheme);
 
 // keys
 
+/** List the keys of this page. */
 function showHelp() {
+  const own = [...document.querySelectorAll("[data-keys]")].map((element) => [element.dataset.keys, element.querySelector("input")?.ariaLabel ?? element.ariaLabel ?? element.textContent]);
   help.replaceChildren(
     h("h2", { id: "help-title" }, "Keys"),
-    h("dl", { class: "keys" }, KEYS.map(([keys, text]) => [h("dt", {}, keys.split(" ").map((key) => h("kbd", {}, key))), h("dd", {}, text)])),
+    h("dl", { class: "keys" }, [...own, ...KEYS].map(([keys, text]) => [h("dt", {}, keys.split(" ").map((key) => h("kbd", {}, key))), h("dd", {}, text)])),
     h("form", { method: "dialog" }, h("button", { autofocus: true }, "close")),
   );
   help.showModal();
 }
 document.getElementById("keys").addEventListener("click", showHelp);
 
-/** Move the focus to the main link of the next or previous line of the page's table. */
+/** Move the focus to the main link of the next or previous line or card of the page. */
 function moveLine(step) {
-  const links = [...page.querySelectorAll("tbody tr a.main")];
+  const links = [...page.querySelectorAll("a.main")];
   if (!links.length) return;
   const index = links.indexOf(document.activeElement);
   const next = links[Math.min(Math.max(index < 0 ? 0 : index + step, 0), links.length - 1)];
@@ -144,7 +140,6 @@ function moveLine(step) {
   next.scrollIntoView({ block: "nearest" });
 }
 
-const RUN_PAGES = { h: "", o: "rollouts", e: "evaluations", w: "workers" };
 document.addEventListener("keydown", (event) => {
   if (event.metaKey || event.ctrlKey || event.altKey) return;
   const field = event.target.closest("input, select, textarea");
@@ -152,18 +147,11 @@ document.addEventListener("keydown", (event) => {
   if (field || help.open) return;
   const afterG = Date.now() - pressedG < 1000;
   pressedG = event.key === "g" ? Date.now() : 0;
-  if (afterG && event.key === "r") go("/");
-  else if (afterG && currentRun && event.key in RUN_PAGES) go(runPath(currentRun, ...[RUN_PAGES[event.key]].filter(Boolean)));
+  const target = document.querySelector(`[data-keys="${CSS.escape(afterG ? `g ${event.key}` : event.key)}"]`);
+  if (target) { event.preventDefault(); target.click(); }
   else if (event.key === "j") moveLine(1);
   else if (event.key === "k") moveLine(-1);
-  else if (event.key === "[") page.querySelector("a[rel=prev]")?.click();
-  else if (event.key === "]") page.querySelector("a[rel=next]")?.click();
-  else if (event.key === "t") toggleTheme();
-  else if (event.key === "?") showHelp();
-  else if (event.key === "/") {
-    const search = page.querySelector("input[type=search]");
-    if (search) { event.preventDefault(); search.focus(); }
-  }
+  else if (event.key === "x") document.activeElement.closest("tr")?.querySelector("input[type=checkbox]")?.click();
 });
 
 show();

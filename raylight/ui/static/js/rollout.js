@@ -14,8 +14,8 @@ export async function showRollout({ args: [run, id], query, signal }) {
   const rollout = await get(runPath(run, "rollouts", id), signal);
   const chosen = query.get("tab") in TABS ? query.get("tab") : "conversation";
   const address = runPath(run, "rollouts", id);
-  const tabs = Object.entries(TABS).map(([name, title]) =>
-    h("a", { href: name === "conversation" ? address : `${address}?tab=${name}`, "aria-current": name === chosen ? "page" : null }, title));
+  const tabs = Object.entries(TABS).map(([name, title], i) =>
+    h("a", { "data-keys": i + 1, href: name === "conversation" ? address : `${address}?tab=${name}`, "aria-current": name === chosen ? "page" : null }, title));
   const content = { conversation: () => conversation(run, rollout), tokens: () => tokenView(run, rollout, query, signal), spans: () => waterfall(rollout), raw: () => record(run, rollout, signal) };
   return [
     h("div", { class: "bar" }, h("h1", {}, recorded(id)), badge(rollout.status), h("span", { class: "spacer" }),
@@ -28,7 +28,7 @@ export async function showRollout({ args: [run, id], query, signal }) {
 }
 
 const neighbour = (run, id, rel, tab, title) =>
-  (id ? h("a", { class: "button", href: runPath(run, "rollouts", id) + (tab === "conversation" ? "" : `?tab=${tab}`), rel }, title) : null);
+  (id ? h("a", { class: "button", href: runPath(run, "rollouts", id) + (tab === "conversation" ? "" : `?tab=${tab}`), rel, "data-keys": rel === "prev" ? "[" : "]" }, title) : null);
 
 function facts(run, rollout) {
   const rewards = Object.entries(rollout.rewards);
