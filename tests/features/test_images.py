@@ -212,3 +212,52 @@ def test_a_conversation_with_screenshots_is_one_row(server: EngineServer) -> Non
     (row,) = trajectories.rows
     assert row.images == calls[-1].images
     assert row.token_ids.tolist() == calls[-1].token_ids.tolist()
+
+
+def test_tokens_of_an_image_are_counted(server: EngineServer) -> None:
+    attempt = Attempt(server)
+    source: Any = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED.data).decode()}
+    with attempt.anthropic() as client:
+        counts = [
+            client.messages.count_tokens(
+                model="m", messages=[{"role": "user", "content": content}]
+            ).input_tokens
+            for content in ("x", [{"type": "text", "text": "x"}, {"type": "image", "source": source}])
+        ]
+    assert counts[1] >= counts[0] + 16
+
+
+def test_a_response_is_continued_by_its_id(server: EngineServer) -> None:
+    attempt = Attempt(server)
+    shown = {"type": "input_image", "image_url": RED.data_url, "detail": "auto"}
+    with attempt.openai() as client:
+        first: Any = client.responses.create(
+            model="m", input=[{"role": "user", "content": [shown]}], max_output_tokens=16
+        )
+        other = {"type": "input_image", "image_url": BLUE.data_url, "detail": "auto"}
+        client.responses.create(
+            model="m",
+            previous_response_id=first.id,
+            input=[{"role": "user", "content": [other]}],
+            max_output_tokens=16,
+        )
+    calls = attempt.finished().generations
+    assert [image.sha256 for image in calls[1].images] == [RED.sha256, BLUE.sha256]
+
+
+def test_a_screenshot_of_a_tool_in_messages(server: EngineServer) -> None:
+    """The template of the model shows images in tools' results."""
+    attempt = Attempt(server)
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(BLUE.data).decode()}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image", "source": source}]}
+    messages: Any = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    with attempt.anthropic() as client:
+        client.messages.create(model="m", max_tokens=LIMIT, messages=messages)
+    finished = attempt.finished()
+    recorded = json.loads(finished.spans[0].attributes[INPUT_MESSAGES])
+    assert [message["role"] for message in recorded] == ["user", "assistant", "tool"]
+    assert [image.sha256 for image in finished.generations[0].images] == [BLUE.sha256]

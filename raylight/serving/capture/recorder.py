@@ -452,10 +452,10 @@ class Recorder:
         self, opened: list[OpenedCall], closed: list[ClosedCall], images: Mapping[str, bytes]
     ) -> Sequence[CallKey]:
         try:
-            new = {name: data for name, data in images.items() if name not in self._stored_images}
-            if new and self._write_images is not None:
-                await self._write_images(new)
-                self._stored_images.update(dict.fromkeys(new))
+            for name, data in images.items():  # one by one, because together they may be gigabytes
+                if name not in self._stored_images and self._write_images is not None:
+                    await self._write_images({name: data})
+                    self._stored_images[name] = None
             rejected = await self._sink(opened, closed)
         except INVALID_ITEM:
             raise

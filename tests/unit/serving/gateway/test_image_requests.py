@@ -263,5 +263,5 @@ async def test_the_image_is_stored_before_its_call(box: Box) -> None:
     )
     await served.ask("chat", CASES["chat"])
     _, generations, files = await served.recorded()
-    assert seen == ["image"] * 4 + ["call"]
+    assert seen == ["image"] * 5 + ["call"]
     assert (len(generations), len(files)) == (1, 2)
