@@ -52,8 +52,6 @@ class ImageLimits:
 
 
 LIMITS = ImageLimits()
-ADMITTED = ImageLimits(2**40, 2**40)
-"""Limits of an image that the gateway has admitted by its own settings."""
 CHECKED = ImageLimits(2**31, 2**31)
 """Limits of an image that was within those of a run's gateway; Pillow has one of its own."""
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import ConfigError
-from raylight.images.image import ADMITTED, Image, read_image
+from raylight.images.image import Image, read_image
 from raylight.images.model_inputs import ModelImages
 from raylight.learner.micro_batch import MicroBatch
 
@@ -133,7 +133,7 @@ class ModelVision:
 
     def _image(self, sha256: str) -> Image:
         if sha256 not in self._read:
-            self._read[sha256] = read_image(self._files[sha256], ADMITTED)
+            self._read[sha256] = read_image(self._files[sha256])
         return self._read[sha256]
 
     def _grid(self, sha256: str) -> Any:

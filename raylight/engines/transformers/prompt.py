@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raylight.engines.transformers.requests import ChatMessage, ChatRequest, ImagePart, MessagesBody
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
-from raylight.images.image import ADMITTED, Image, read_data_url
+from raylight.images.image import Image, read_data_url
 from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of
 from raylight.types.images import PlacedImage
 
@@ -56,7 +56,7 @@ def read_images(engine: TransformersEngine, request: MessagesBody) -> tuple[Imag
                 if engine.images is None:
                     raise RequestError(f"{path}: this model accepts text only, not images")
                 try:
-                    images.append(read_data_url(part.image_url.url, ADMITTED))
+                    images.append(read_data_url(part.image_url.url))
                 except ImageError as error:
                     raise RequestError(f"{path}.image_url: {error}") from None
     return tuple(images)

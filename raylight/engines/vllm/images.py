@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from raylight.engines.protocol import PROMPT_IDS
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
-from raylight.images.image import ADMITTED, read_data_url
+from raylight.images.image import read_data_url
 from raylight.images.messages import image_urls
 from raylight.types.images import PlacedImage
 
@@ -47,7 +47,7 @@ def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
     digests = []
     for path, url in image_urls(body.get("messages")):
         try:
-            digests.append(read_data_url(url, ADMITTED).sha256)
+            digests.append(read_data_url(url).sha256)
         except ImageError as error:
             raise RequestError(f"{path}.image_url: {error}") from None
     _SHOWN.set(None)
