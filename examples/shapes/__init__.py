@@ -1,0 +1,1 @@
+"""Read which of several drawn shapes an image has."""

@@ -1,0 +1,32 @@
+"""The agent: it shows the model an image and asks for a letter, with the OpenAI client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drawing import SIDE, data_url, draw_shape
+from PIL import Image
+
+import raylight as rl
+
+QUESTION = "Shape?"
+
+
+@rl.rollout
+async def name_shape(task: dict[str, Any], llm: rl.LLM) -> float:
+    """Return reward 1 for the letter of the drawn shape, and 0 otherwise.
+
+    Args:
+        task: the letter, the seed of the drawing, and `blank` to show a white image in its place.
+    """
+    shown = draw_shape(task["shape"], task["seed"])
+    if task.get("blank"):
+        shown = Image.new("RGB", (SIDE, SIDE), "white")
+    content = [
+        {"type": "image_url", "image_url": {"url": data_url(shown)}},
+        {"type": "text", "text": QUESTION},
+    ]
+    reply = await llm.client().chat.completions.create(
+        model=llm.model, messages=[{"role": "user", "content": content}], max_tokens=1
+    )
+    return float(reply.choices[0].message.content == task["shape"])
