@@ -41,6 +41,7 @@ app = typer.Typer(
     help="Train existing AI agents with reinforcement learning on Ray.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
@@ -62,7 +63,8 @@ def quickstart(
     ] = None,
     engine: Engine = "auto",
     tools: Annotated[
-        bool, typer.Option("--tools", help="Train an agent that adds with a tool, and the model TOOL_MODEL.")
+        bool,
+        typer.Option("--tools", help="Train an agent that adds with a tool, and the packaged model for it."),
     ] = False,
     ui: Ui = False,
     loggers: Annotated[

@@ -54,9 +54,12 @@ def copy_example(name: str, target: Path) -> Path:
 
 
 def examples(
-    name: Annotated[str | None, typer.Argument(help="Example to copy.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Example to copy.", metavar="NAME", show_default=False)
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Argument(help="New folder; ./NAME by default.", show_default=False)
+        Path | None,
+        typer.Argument(help="New folder; ./NAME by default.", metavar="FOLDER", show_default=False),
     ] = None,
 ) -> None:
     """List the examples, or copy one: `raylight examples real_model ./mine`."""

@@ -19,7 +19,7 @@ def ui_command(
         list[Path] | None,
         typer.Argument(
             help="Run directories, or folders of them; by default `outputs`, or the current folder.",
-            metavar="[RUN]...",
+            metavar="RUN",
         ),
     ] = None,
     host: Annotated[
