@@ -19,6 +19,8 @@ from raylight.ray_metrics.table import BOARD, METRICS, PREFIX, RAY_PREFIX
 UID = "raylightDashboard"
 WINDOW = "1m"
 """Window of rates: several scrapes of Ray's default interval of 10 s."""
+BELOW_ZERO = {"Reward", "Loss and entropy", "KL divergence"}
+"""Panels with negative values; Ray's panels begin at 0."""
 RUN_SOURCES = "ray_raylight_rollouts|ray_raylight_requests_in_flight"
 """Metrics of which every run, evaluation and server has one."""
 
@@ -36,7 +38,11 @@ def board() -> str:
             rows=_rows(),
         )
         rendered: Any = factory._generate_grafana_dashboard(config)  # and the board's id
-    return json.dumps(json.loads(rendered[0]), separators=(",", ":")) + "\n"
+    content = json.loads(rendered[0])
+    for panel in content["panels"]:
+        if panel["title"] in BELOW_ZERO:
+            panel["yaxes"][0]["min"] = None
+    return json.dumps(content, separators=(",", ":")) + "\n"
 
 
 def _variable(name: str, label: str, text: str) -> dict[str, Any]:
