@@ -317,6 +317,7 @@ def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
         "rollout_id": rollout.rollout_id,
         "status": rollout.status,
         "error": rollout.failure.error if rollout.failure else None,
+        "failure": rollout.failure.kind if rollout.failure else None,
         "reward": item.reward,
         "rewards": item.rewards,
         "calls": len(texts),

@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from raylight.trainer.output.eval_comparison import Evaluation, compare
+from raylight.trainer.output.scores import Spread
+
 
 def print_summary(summary: dict[str, Any], folder: str) -> None:
     """Print the reward or the loss before and after training, and the files of the run."""
@@ -87,6 +90,37 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
         soft_wrap=True,
     )
     _print_files(console, folder, "eval.json", "eval.jsonl", "eval.png", "eval.db")
+
+
+def print_comparison(evaluations: list[Evaluation]) -> None:
+    """Print evaluations by benchmark or agent, each with its paired difference to the first one."""
+    table = Table(title="evaluations", title_style="bold")
+    for name in ("agent", "run", "model"):
+        table.add_column(name, overflow="fold")
+    for name in ("mean", "95% interval", "tasks", "difference", "95% interval"):
+        table.add_column(name, justify="right")
+    console, notes = Console(), []
+    for agent in dict.fromkeys(one.agent for one in evaluations):
+        first, *others = (one for one in evaluations if one.agent == agent)
+        table.add_row(*map(escape, (agent, first.name, first.model)), *_mean(first.mean), "", "")
+        for other in others:
+            found = compare(first, other)
+            shown = ("no common task", "") if found is None else _mean(found, "+")[:2]
+            table.add_row("", *map(escape, (other.name, other.model)), *_mean(other.mean), *shown)
+            if found is not None and found.rollouts < max(len(first.rewards), len(other.rewards)):
+                notes.append(f"{agent}: {first.name} and {other.name} share {found.rollouts} tasks")
+            if differing := first.differing_settings(other):
+                notes.append(f"{agent}: {first.name} and {other.name} differ in {', '.join(differing)}")
+        table.add_section()
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _mean(spread: Spread, sign: str = "") -> tuple[str, str, str]:
+    """Return the mean, its interval and the number of tasks of values by task, with or without a sign."""
+    low_high = [f"{bound:{sign}.4f}" for bound in spread.interval or ()]
+    return f"{spread.mean:{sign}.4f}", " to ".join(low_high) or "-", str(spread.rollouts)
 
 
 def _print_files(console: Console, folder: str, *names: str) -> None:
