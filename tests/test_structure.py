@@ -30,7 +30,7 @@ FLOORS = [
     {"runner", "engines", "serving", "learner"},
     {"algorithms"},
     {"trainer"},
-    {"cli", "doctor", "quickstart", "tinker", "ui"},
+    {"benchmarks", "cli", "doctor", "quickstart", "tinker", "ui"},
 ]
 FLOOR_OF = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))

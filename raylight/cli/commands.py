@@ -21,11 +21,11 @@ from raylight.cli.options import (
     ENGINE,
     MODEL,
     RUNNERS,
+    TASKS,
     Address,
     AgentName,
     Assignments,
     Engine,
-    ModelName,
     Port,
     Runners,
     Ui,
@@ -223,9 +223,26 @@ def plan(
 
 @app.command("eval")
 def evaluate(
-    agent: AgentName,
-    model: ModelName,
-    data: Annotated[str, DATA],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A benchmark, such as gsm8k; or an agent, package.module:agent or path/to/file.py:agent; or "
+            "with --compare the directories of evaluations. Without any, the benchmarks are listed.",
+            metavar="[BENCHMARK|AGENT|DIRECTORY]...",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str | None, MODEL] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Tasks of an agent: {TASKS} Of a benchmark: a folder with the files of its data set, or a "
+            "file of its rows; by default the Hugging Face hub."
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print a table of evaluations and their differences.")
+    ] = False,
     lora_adapter: Annotated[
         list[str] | None,
         typer.Option(
@@ -233,10 +250,13 @@ def evaluate(
             "models NAME=FOLDER."
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 1,
+    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts per task; 1 by default.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only this many tasks from the start.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Value in llm.sampling_parameters; unset by default.")
+        float | None,
+        typer.Option(
+            min=0, help="Value in llm.sampling_parameters; by default the benchmark's, or unset for an agent."
+        ),
     ] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="As --temperature.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="As --temperature.")] = None,
@@ -248,6 +268,13 @@ def evaluate(
     ] = 1.0,
     engine: Engine = "auto",
     n_runners: Runners = 2,
+    sandbox: Annotated[
+        str,
+        typer.Option(
+            help="Place in which humaneval runs code of the model: bubblewrap, or process, which "
+            "protects nothing."
+        ),
+    ] = "bubblewrap",
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     output_dir: Annotated[
         Path | None, typer.Option(help="Folder for the eval.* files; a new one under outputs/ by default.")
@@ -255,15 +282,35 @@ def evaluate(
     address: Address = None,
     assignments: Assignments = None,
 ) -> None:
-    """Score a model and an agent on tasks: mean and error of each reward, pass@k. Trains nothing.
+    """Score a model on a benchmark, or with an agent on tasks: mean and error of each reward, pass@k.
 
-    --set takes engine.NAME, runner.NAME, store.NAME and rollout.NAME.
+    Nothing is trained. --set takes engine.NAME, runner.NAME, store.NAME and rollout.NAME.
     """
     import raylight as rl
+    from raylight.benchmarks.agent import BenchmarkAgent
+    from raylight.benchmarks.catalogue import find_benchmark
+    from raylight.benchmarks.rows import read_rows
+    from raylight.benchmarks.tables import print_catalogue, print_published
+    from raylight.errors import ConfigError
+    from raylight.trainer.output.displays.tables import print_comparison
+    from raylight.trainer.output.eval_comparison import read_evaluation
     from raylight.trainer.spec.run_file import read_data
 
+    if not sources:
+        print_catalogue()
+        return
+    if compare:
+        print_comparison([read_evaluation(Path(source)) for source in sources])
+        return
+    source = sources[0]
+    benchmark = find_benchmark(source) if source.isidentifier() else None
+    if len(sources) > 1:
+        raise ConfigError(f"eval takes one benchmark or agent, not {len(sources)}; --compare takes several")
+    if model is None or (data is None and benchmark is None):
+        raise ConfigError(f"{source}: --{'model' if model is None else 'data'} is missing; see --help")
     import_from_here()
-    tasks = read_data(data, "--data", limit)
+    agent: Any = BenchmarkAgent(source, sandbox) if benchmark else source
+    tasks = read_rows(benchmark, data, limit) if benchmark else read_data(str(data), "--data", limit)
     settings: dict[str, Any] = {
         "engine": {} if engine == "auto" else {"kind": engine},
         "runner": {"n": n_runners},
@@ -271,7 +318,9 @@ def evaluate(
         "rollout": {},
     }
     apply_assignments(assignments, settings)
-    sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
+    sampling = benchmark.sampling_parameters if benchmark else {}
+    sampling |= {name: value for name, value in given.items() if value is not None}
     rollout = {"rollout": {"timeout_seconds": 600.0} | settings["rollout"]} if settings["rollout"] else {}
     trainer = rl.Trainer(
         engine=settings["engine"],
@@ -286,12 +335,14 @@ def evaluate(
         tasks,
         model=model,
         lora_adapter=_adapters(lora_adapter or []),
-        samples=samples,
+        samples=samples or (benchmark.samples if benchmark else 1),
         failure_reward=failure_reward,
         pass_reward=pass_reward,
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=sampling,
         **rollout,
     )
+    if benchmark:
+        print_published(benchmark)
 
 
 def _adapters(given: list[str]) -> str | dict[str, str] | None:

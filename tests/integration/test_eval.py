@@ -270,3 +270,17 @@ def test_early_stopping_ends_training_and_keeps_the_best(
     assert scored.returncode == 0, scored.stdout + scored.stderr
     assert digest(tmp_path / "run" / "best") == kept
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+def test_a_benchmark_is_scored_and_compared(tmp_path: Path) -> None:
+    rows = Path(__file__).parents[1] / "unit" / "benchmarks" / "samples" / "gsm8k.jsonl"
+    run = str(tmp_path / "run")
+    model = ["--model", str(STARTER_MODEL), "--max-tokens", "8"]
+    ended = evaluate("gsm8k", *model, "--data", str(rows), "--limit", "2", "--output-dir", run)
+    assert ended.returncode == 0, ended.stderr
+    assert "0.845  Llama-3.1-8B-Instruct (8 examples)" in ended.stdout
+    figures = json.loads((tmp_path / "run/eval.json").read_text())
+    assert (figures["agent"], figures["failed"], figures["calls"]) == ("gsm8k", 0, 2)
+    assert figures["config"]["sampling"] == {"temperature": 0.0, "max_tokens": 8}
+    compared = evaluate("--compare", run, run)
+    assert "+0.0000 to +0.0000" in compared.stdout, compared.stderr

@@ -16,7 +16,7 @@ SETTINGS = ("samples", "sampling", "pass_reward", "failure_reward")
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class SavedEvaluation:
     """An evaluation as its folder has it.
 
     Attributes:
@@ -34,13 +34,13 @@ class Evaluation:
         """Mean over tasks."""
         return spread([[reward] for reward in self.rewards.values()])
 
-    def differing_settings(self, other: Evaluation) -> list[str]:
+    def differing_settings(self, other: SavedEvaluation) -> list[str]:
         """Return the settings in which another evaluation differs, with both values."""
         pairs = ((name, self.config.get(name), other.config.get(name)) for name in SETTINGS)
         return [f"{name} ({mine} and {theirs})" for name, mine, theirs in pairs if mine != theirs]
 
 
-def read_evaluation(folder: Path) -> Evaluation:
+def read_evaluation(folder: Path) -> SavedEvaluation:
     """Return the evaluation of an output directory.
 
     A rollout whose agent failed has the reward that it has in `eval.json`; one that was lost with the
@@ -66,7 +66,7 @@ def read_evaluation(folder: Path) -> Evaluation:
         if not rewards:
             raise ValueError("no rollout has a reward")
         by_task = {task: statistics.fmean(values) for task, values in rewards.items()}
-        return Evaluation(str(folder), figures["agent"], figures["model"], by_task, figures["config"])
+        return SavedEvaluation(str(folder), figures["agent"], figures["model"], by_task, figures["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder} has no evaluation that can be compared ({type(error).__name__}: {error}); give the "
@@ -74,7 +74,7 @@ def read_evaluation(folder: Path) -> Evaluation:
         ) from None
 
 
-def compare(first: Evaluation, other: Evaluation) -> Spread | None:
+def compare(first: SavedEvaluation, other: SavedEvaluation) -> Spread | None:
     """Return the difference of the other evaluation to the first, paired by task; None without common tasks.
 
     Tasks that differ in difficulty widen the interval of a mean, and not that of a paired difference

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from raylight.trainer.output.eval_comparison import Evaluation, compare
+from raylight.trainer.output.eval_comparison import SavedEvaluation, compare
 from raylight.trainer.output.scores import Spread
 
 
@@ -92,7 +92,7 @@ def print_scores(figures: dict[str, Any], folder: str) -> None:
     _print_files(console, folder, "eval.json", "eval.jsonl", "eval.png", "eval.db")
 
 
-def print_comparison(evaluations: list[Evaluation]) -> None:
+def print_comparison(evaluations: list[SavedEvaluation]) -> None:
     """Print evaluations by benchmark or agent, each with its paired difference to the first one."""
     table = Table(title="evaluations", title_style="bold")
     for name in ("agent", "run", "model"):

@@ -1,0 +1,99 @@
+"""Scores of text answers: numbers, options, mathematics, instructions, code. Pure functions.
+
+A scorer takes a row of the data set and the model's message. Scorers that execute something return a `Check`,
+which the agent runs in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+OPTION = re.compile(r"(?i:answer)\**(?i:\s+is)?\s*:?[\s*$({]*(?:\\(?:boxed|text|mathrm)\{)*([A-D])\b")
+FIRST_OPTION = re.compile(r"\A[\s*$({]*([A-D])\**(?:[).:}]|\s*\Z)")
+CODE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+VERIFY = """
+import json, sys
+from math_verify import parse, verify
+
+expected, text = json.load(sys.stdin)
+print("right" if verify(parse("$" + expected + "$"), parse(text)) else "wrong")
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A Python program that decides about an answer: right if its last line of output is `passed`.
+
+    Attributes:
+        trusted: True for a program of raylight, whose failure is not the model's.
+    """
+
+    program: str
+    passed: str
+    stdin: str = ""
+    timeout_s: float = 10.0
+    trusted: bool = False
+
+
+def score_number(row: Row, message: Any) -> float:
+    """Compare the last number of an answer, after its last "Answer:" if it has one, with GSM8K's."""
+    text = message.content or ""
+    found = NUMBER.findall(text[text.lower().rfind("answer:") :]) if "answer:" in text.lower() else []
+    found = found or NUMBER.findall(text)
+    expected = row["answer"].rpartition("####")[2].strip()
+    return float(bool(found) and _value(found[-1]) == _value(expected))
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def score_option(row: Row, message: Any) -> float:
+    """Compare the letter after the last "Answer:" with MMLU's, or the letter with which the answer begins."""
+    text = message.content or ""
+    found = OPTION.findall(text) or FIRST_OPTION.findall(text)
+    return float(bool(found) and found[-1] == "ABCD"[row["answer"]])
+
+
+def score_mathematics(row: Row, message: Any) -> Check:
+    """Compare an answer, usually in \\boxed{}, with that of MATH by math-verify, in a process of its own."""
+    content = json.dumps([row["answer"], message.content or ""])
+    return Check(VERIFY, passed="right", stdin=content, timeout_s=60.0, trusted=True)
+
+
+def score_instructions(row: Row, message: Any) -> dict[str, float]:
+    """Check an answer with IFEval's own checkers: all instructions followed, strictly; then the other three
+    of its measures, for which the instructions of a row are averaged."""
+    from lm_eval.tasks.ifeval.utils import process_results
+
+    found = process_results(row, [message.content or ""])
+    return {
+        "prompt_strict": float(found["prompt_level_strict_acc"]),
+        "instruction_strict": _mean(found["inst_level_strict_acc"]),
+        "prompt_loose": float(found["prompt_level_loose_acc"]),
+        "instruction_loose": _mean(found["inst_level_loose_acc"]),
+    }
+
+
+def _mean(followed: list[bool]) -> float:
+    return sum(followed) / len(followed)
+
+
+def score_code(row: Row, message: Any) -> Check:
+    """Run the hidden tests of HumanEval on an answer: its first block of code, or all of it.
+
+    The answer is a whole function, or the rest of the function that the prompt begins. The last line of
+    output is a secret, so that a program that exits early does not pass.
+    """
+    text = message.content or ""
+    code = found[1] if (found := CODE.search(text)) else text
+    passed = secrets.token_hex(16)
+    end = f"check({row['entry_point']})\nprint({passed!r})\n"
+    return Check("\n".join([row["prompt"] + code, row["test"], end]), passed)
