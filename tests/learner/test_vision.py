@@ -207,6 +207,24 @@ def test_two_ranks_are_as_one(
         assert two[1] == pytest.approx(one[1], rel=1e-4)
 
 
+def test_a_module_that_an_engine_shares_computes_alike(folders: dict[str, str]) -> None:
+    """The engine's own passes get the features of their own pixels."""
+    model, images, exact = load_plain(folders["qwen3_vl"])
+    batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
+    settings = PolicySettings(lr=1e-2, max_logprob_mismatch=1e-3)
+    policy = Policy(folders["qwen3_vl"], LearnerConfig(kind="local"), settings, 2, model)
+    assert policy.update(batch)["mismatch/logprob_abs_max"] < 1e-5
+    with torch.no_grad():
+        sampled = plain_logprobs(model.eval(), images)
+    assert_equal(infer(policy, batch), sampled)
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"lora": LORA}])
+def test_a_vision_part_is_trained_in_whole_models_on_one_rank(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="leave out train_vision"):
+        LearnerConfig(train_vision=True, **more)
+
+
 def test_a_model_of_text_alone_is_given_no_images(folders: dict[str, str], tmp_path: Path) -> None:
     _, images, exact = load_plain(folders["qwen3_vl"])
     batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
