@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from raylight._utils.files import PARTIAL, write_atomic
+from raylight._utils.files import PARTIAL, read_bounded, write_atomic
 from raylight.errors import ImageError
 
+MAX_FILE = 2**30
+"""Largest file that is read; a stranger may have made the folder."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -42,7 +44,7 @@ class ImageFolder:
         """Return files by their digests.
 
         Raises:
-            ImageError: one is missing, or no digest.
+            ImageError: one is missing or damaged, or no digest.
         """
         return {sha256: self._read(sha256) for sha256 in digests}
 
@@ -55,12 +57,18 @@ class ImageFolder:
             self.path.rmdir()
 
     def _read(self, sha256: str) -> bytes:
+        path = self._path(sha256)
         try:
-            return self._path(sha256).read_bytes()
+            data = read_bounded(path, MAX_FILE)
         except FileNotFoundError:
             raise ImageError(
                 f"{self.path} has no image {sha256}; copy the folder together with the store's file"
             ) from None
+        except OSError as error:
+            raise ImageError(f"{path} cannot be read: {error}; use a copy of the folder") from None
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise ImageError(f"{path} is damaged: its digest is not its name; use a copy of the folder")
+        return data
 
     def _path(self, sha256: str) -> Path:
         if not _DIGEST.fullmatch(sha256):
