@@ -32,6 +32,7 @@ from raylight.engines.vllm.prompt_temperature import PROMPT_TEMPERATURE
 from raylight.engines.vllm.schemas import SchemaCheck
 from raylight.engines.vllm.transfer_worker import LOST
 from raylight.errors import WeightSyncError
+from raylight.images.model_inputs import ModelImages
 from raylight.types import TopLogprobs
 
 INCOMPLETE = "an update of the engine's weights was broken off; publish a new version"
@@ -65,8 +66,9 @@ class VllmEngine:
         self.workers: int = parallel.world_size * parallel.data_parallel_size
         self._capture = Capture(client)
         self._adapters = VllmAdapters(client, self._capture)
-        self._takes_images = client.renderer.mm_processor is not None
-        if self._takes_images:
+        takes_images = client.renderer.mm_processor is not None
+        self.images = ModelImages.load(client.model_config.model) if takes_images else None
+        if takes_images:
             ImagePrompts(client)
         self._load = LoadStats(client)
         self._update_lock = asyncio.Lock()
@@ -165,7 +167,7 @@ class VllmEngine:
         try:
             # the client's own method adds a pause of 20 ms; cached keys and values are recomputed afterwards
             await self._client.engine_core.pause_scheduler_async(mode, True)
-            if self._takes_images:  # the core has dropped the images that are not sent to it again
+            if self.images is not None:  # the core has dropped the images that are not sent to it again
                 await self._client.renderer.clear_mm_cache_async()
             await self._capture.wait_until_recorded()
         except BaseException:  # also when the caller gives up
