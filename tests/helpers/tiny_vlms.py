@@ -143,6 +143,8 @@ def _save_tokenizer(folder: Path, tokens: dict[str, str], image: str) -> dict[st
         extra_special_tokens=named or ["<|im_start|>", *tokens.values()],
         chat_template=TOOLS + TURNS.replace("IMAGE", image),
     )
+    if "boi_token" in tokens:  # Gemma's tokenizer has tokens of several line breaks, which vLLM looks up
+        tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
     tokenizer.save_pretrained(folder)
     return tokenizer.get_vocab()
 
