@@ -15,6 +15,7 @@ from tiny_vlms import build_vlm
 from vllm_helpers import TOLERANCE, change
 from weight_loading import load_weights
 
+from raylight.engines.protocol import LoraAdapter
 from raylight.images.model_inputs import ModelImages
 
 pytest.importorskip("torchvision", reason="vLLM imports image processors that need it")
@@ -58,13 +59,11 @@ def whole_model(path: str) -> Any:
     return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
 
 
-async def ask(bench: Bench, messages: list[Any], ids: list[int] | None = None) -> Any:
+async def ask(bench: Bench, messages: list[Any], ids: list[int] | None = None, model: str = "policy") -> Any:
     extra: dict[str, Any] = {"ignore_eos": True}
     if ids is not None:
         extra["kv_transfer_params"] = {"prompt_token_ids": ids}
-    await bench.openai.chat.completions.create(
-        model="policy", messages=messages, max_tokens=8, extra_body=extra
-    )
+    await bench.openai.chat.completions.create(model=model, messages=messages, max_tokens=8, extra_body=extra)
     return bench.sample
 
 
@@ -102,6 +101,21 @@ async def test_places_and_logprobs_in_two_turns(seeing: Bench, images: ModelImag
     assert difference(module, images, second, *PAIR, PAIR[0]) < TOLERANCE
     with pytest.raises(openai.BadRequestError):
         await ask(seeing, messages[:1], ids[:8])
+
+
+async def test_an_adapter_of_the_language_part(seeing: Bench, images: ModelImages) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    module = whole_model(seeing.path)
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)", init_lora_weights=False)
+    adapted: Any = get_peft_model(module, config).eval()
+    weights = {name: tensor.numpy() for name, tensor in get_peft_model_state_dict(adapted).items()}
+    await seeing.engine.load_adapter("learner", 1, LoraAdapter(config.to_dict(), weights))
+    found = await ask(seeing, [{"role": "user", "content": content(RED, WIDE)}], model="learner")
+    assert difference(module, images, found, *PAIR) < TOLERANCE
+    with adapted.disable_adapter():
+        assert difference(module, images, found, *PAIR) > 10 * TOLERANCE
 
 
 async def test_new_weights_of_all_parts(seeing: Bench, images: ModelImages) -> None:
