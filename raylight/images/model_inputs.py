@@ -56,7 +56,7 @@ class ModelImages:
     """Conversion of images for one model, by its own processor.
 
     An image is processed by itself, so that its tokens and pixels do not depend on what other images there
-    are. (With several images, LLaVA-OneVision's own processor does not cut them into tiles.)
+    are. (LLaVA-OneVision's processor cuts no image into tiles if it receives those of a prompt as one list.)
 
     Args:
         processor: processor of the model, which needs no part for videos.

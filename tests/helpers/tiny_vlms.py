@@ -70,10 +70,21 @@ def build_vlm(family: str, folder: Path, *, text: Any = None, vision: Any = None
         torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 256, 257
     model.save_pretrained(folder)
+    if model.config.vision_config.model_type == "siglip_vision_model":
+        _publish_siglip(folder / "model.safetensors")
     (folder / "preprocessor_config.json").write_text(json.dumps(image_processor))
     if processor:
         (folder / "processor_config.json").write_text(json.dumps(processor))
     return str(folder)
+
+
+def _publish_siglip(file: Path) -> None:
+    """Rename the weights of a SigLIP tower as in published files; transformers loads both forms."""
+    from safetensors.torch import load_file, save_file
+
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    tensors = {name.replace(old, new): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _processing(family: str) -> tuple[dict[str, str], str, dict[str, Any], dict[str, Any]]:
