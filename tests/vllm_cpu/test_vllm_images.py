@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
 ]
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_onevision")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl")
 ARCHITECTURE = {"hf_overrides": {"text_config": {"architectures": ["Qwen3ForCausalLM"]}}}
 """Name of the text part, without which vLLM 0.29 does not start Qwen 3-VL on a CPU."""
 RED, WIDE = ("red", (32, 32)), ("green", (64, 40))
