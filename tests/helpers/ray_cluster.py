@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 
 BIN = Path(sys.executable).parent
+STARTS = 4
+"""Starts of a cluster before a test fails."""
 DEADLINE_S = 60.0
 """Seconds within which the processes of a finished run must end."""
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
@@ -224,20 +226,14 @@ def ray_head() -> Iterator[Cluster]:
     ]
     subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], check=True, capture_output=True)
     environment = {CLUSTER_VARIABLE: str(port)}
-    head = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    head = None
     try:
-        _wait_for_start(head)
+        head = _start(command, environment)
         yield Cluster(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", environment)
     finally:
         eventually(lambda: not _kill(processes_with(environment)), DEADLINE_S, "the end of the cluster")
-        head.wait()
+        if head is not None:
+            head.wait()
         if CURRENT_CLUSTER.exists() and CURRENT_CLUSTER.read_text().endswith(f":{port}"):
             CURRENT_CLUSTER.unlink()
 
@@ -256,13 +252,28 @@ def restored_cluster_file() -> Iterator[None]:
             CURRENT_CLUSTER.unlink(missing_ok=True)
 
 
-def _wait_for_start(head: subprocess.Popen[str]) -> None:
-    assert head.stdout
+def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Run `ray start` until the node is up. It is started again if Ray's 30 seconds were too short, as on a
+    busy machine."""
     output = ""
-    for line in head.stdout:
-        output += line
-        if "--block" in line:
-            return
+    for _ in range(STARTS):
+        head = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert head.stdout
+        for line in head.stdout:
+            output += line
+            if "--block" in line:
+                return head
+        head.wait()
+        if "timed out during startup" not in output:
+            break
+        eventually(lambda: not _kill(processes_with(environment)), DEADLINE_S, "the end of the cluster")
     raise AssertionError(f"ray start failed: {output}")
 
 

@@ -143,12 +143,12 @@ async def test_spans_are_in_the_store_while_the_attempt_goes_on(
 ) -> None:
     monkeypatch.setattr(module, "FLUSH_S", 0.01)
     watching = Watching(store)
-    go_on = watching.stored
+    go_on, checked = watching.stored, asyncio.Event()
 
     async def agent(task: int) -> None:
         for word in ("one", "two", "three"):
             emit_message(word)
-        await go_on.wait()
+        await checked.wait()
         go_on.clear()
         emit_message("four")
         await go_on.wait()
@@ -159,6 +159,7 @@ async def test_spans_are_in_the_store_while_the_attempt_goes_on(
         await go_on.wait()
         assert (await store.get_rollout_by_id(rollout_id)).status == "running"
         assert len(await store.query_spans(rollout_id)) == 3
+        checked.set()
         await store.wait_until_decided(rollout_ids=[rollout_id])
     assert watching.batches == [3, 1]  # the last one travels with the decision
     spans = await store.query_spans(rollout_id)

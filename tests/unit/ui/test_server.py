@@ -25,12 +25,12 @@ async def folder(tmp_path: Path) -> Path:
 def test_beside_a_run(folder: Path) -> None:
     shown: list[str] = []
     with ui_process(folder, shown.append) as address:
-        url = address.result(60)
-        with urllib.request.urlopen(f"{url}api/runs", timeout=10) as answer:
+        url = address.result(240)
+        with urllib.request.urlopen(f"{url}api/runs", timeout=60) as answer:
             assert json.load(answer)["runs"][0]["id"] == "run"
     assert shown == [f"the run is shown at {url}"]
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{url}api/runs", timeout=10)
+        urllib.request.urlopen(f"{url}api/runs", timeout=60)
 
 
 def test_elsewhere_than_on_loopback_it_needs_a_key(folder: Path) -> None:
@@ -40,13 +40,13 @@ def test_elsewhere_than_on_loopback_it_needs_a_key(folder: Path) -> None:
     address, _, key = process.stdout.readline().strip().rpartition("?key=")
     port = address.rstrip("/").rpartition(":")[2]
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/api/runs", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/api/runs", timeout=60)
     allowed = urllib.request.Request(
         f"http://127.0.0.1:{port}/api/runs", headers={"authorization": f"Bearer {key}"}
     )
-    with urllib.request.urlopen(allowed, timeout=10) as answer:
+    with urllib.request.urlopen(allowed, timeout=60) as answer:
         assert answer.status == 200
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert process.returncode == 0
 
 
@@ -74,9 +74,9 @@ def test_half_sent_headers_lock_nobody_out(folder: Path) -> None:
         url = process.stdout.readline().strip().rpartition(" ")[2]
         port = int(url.rstrip("/").rpartition(":")[2])
         for _ in range(1100):
-            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=120))
             client.sendall(b"GET / HTTP/1.1\r\nhost: 127.0")
-        with urllib.request.urlopen(f"{url}api/runs", timeout=20) as answer:
+        with urllib.request.urlopen(f"{url}api/runs", timeout=120) as answer:
             assert json.load(answer)["runs"][0]["id"] == "run"
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
