@@ -6,7 +6,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from raylight._utils.bounds import MAX_CONCURRENT, MAX_COUNT, MAX_FACTOR, MAX_PROCESSES, MAX_SECONDS
+from raylight._utils.bounds import (
+    MAX_CONCURRENT,
+    MAX_COUNT,
+    MAX_FACTOR,
+    MAX_IMAGE_PIXELS,
+    MAX_PROCESSES,
+    MAX_SECONDS,
+)
 from raylight._utils.ray_resources import CustomResources
 from raylight.base_config import Config
 from raylight.types.request_fields import PROTECTED
@@ -99,7 +106,7 @@ class EngineConfig(Config):
     their images in the request, as data URLs."""
     max_image_bytes: int = Field(default=20 * 2**20, ge=1024, le=2**30)
     """Maximum size of an image's file, in bytes."""
-    max_image_pixels: int = Field(default=8000 * 8000, ge=1, le=2**31)
+    max_image_pixels: int = Field(default=8000 * 8000, ge=1, le=MAX_IMAGE_PIXELS)
     """Maximum width times height of an image. A small file may have very many pixels."""
     ignore_fields: list[str] = Field(default_factory=list)
     """Request fields that are dropped before anything reads them, such as ["web_search_options"], by their

@@ -32,6 +32,8 @@ MAX_FACTOR = 1e9
 """Upper bound of coefficients, learning rates and thresholds."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy accepts."""
+MAX_IMAGE_PIXELS = 178_956_970
+"""Pixels of the largest image that Pillow opens: twice its own MAX_IMAGE_PIXELS."""
 ENDLESS = 1_000_000
 """Number of steps of a training that ends when its user stops it."""
 

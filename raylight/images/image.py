@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
+from raylight._utils.bounds import MAX_IMAGE_PIXELS
 from raylight.errors import ImageError
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class ImageLimits:
 
 
 LIMITS = ImageLimits()
-CHECKED = ImageLimits(2**31, 2**31)
-"""Limits of an image that was within those of a run's gateway; Pillow has one of its own."""
+CHECKED = ImageLimits(2**31, MAX_IMAGE_PIXELS)
+"""Limits of an image that was within those of a run's gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,9 @@ def read_image(data: bytes, limits: ImageLimits = CHECKED) -> Image:
     except pillow.UnidentifiedImageError:
         raise ImageError("the image is no PNG, JPEG, WebP or GIF file; send one of these") from None
     except pillow.DecompressionBombError:
-        raise ImageError(f"the image has more than {limits.max_pixels} pixels; send a smaller one") from None
+        raise ImageError(
+            f"the image has more than {MAX_IMAGE_PIXELS} pixels, Pillow's limit; send a smaller one"
+        ) from None
     except Exception as error:  # decoders raise errors of many types
         raise ImageError(f"the image cannot be decoded: {str(error)[:200]}") from None
     return Image(hashlib.sha256(data).hexdigest(), data, media_type, width, height)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from image_helpers import data_url, image_file, make_image
 from PIL import Image as pillow
 
+from raylight.config import EngineConfig
 from raylight.errors import ImageError
 from raylight.images.image import LIMITS, ImageLimits, read_data_url, read_image
 
@@ -101,6 +102,16 @@ def test_limits_hold() -> None:
     assert read_data_url(url).width == 30
     with pytest.raises(ImageError, match="30 x 30"):
         read_data_url(url, ImageLimits(max_pixels=899))
+
+
+def test_the_largest_limit_is_pillows() -> None:
+    assert pillow.MAX_IMAGE_PIXELS is not None
+    largest = 2 * pillow.MAX_IMAGE_PIXELS
+    assert EngineConfig(max_image_pixels=largest).max_image_pixels == largest
+    with pytest.raises(ValueError, match="max_image_pixels"):
+        EngineConfig(max_image_pixels=largest + 1)
+    with pytest.raises(ImageError, match=f"more than {largest} pixels, Pillow"):
+        read_image(png_header(largest + 1, 1), ImageLimits(max_pixels=1))
 
 
 def test_transparent_places_are_white() -> None:
