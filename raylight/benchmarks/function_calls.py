@@ -88,7 +88,7 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
     A value of another type than the declared one is the name of a variable, where the possible values have
     that type too.
     """
-    expected = PYTHON_TYPES[declared["type"]]
+    expected: Any = PYTHON_TYPES[declared["type"]]
     if expected is float and type(value) is int:
         value = float(value)
     of_possible = next((type(other) for other in possible if other != ""), None)

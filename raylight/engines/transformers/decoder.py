@@ -143,7 +143,7 @@ class Decoder:
                     admitted[slot - first].record_routes([prefix.routes[:count]], 0)
         positions = (starts[:, None] + torch.arange(width)).to(self.device)
         same = self._cache.window.positions is None
-        blocks = self.vision and self.vision.blocks(admitted, self._cache.window.width)
+        blocks = None if self.vision is None else self.vision.blocks(admitted, self._cache.window.width)
         mask = self._masks.build(positions[:1] if same else positions, self._cache.window.width, blocks)
         ids = ids.to(self.device)
         inputs: Mapping[str, torch.Tensor] = {"input_ids": ids}

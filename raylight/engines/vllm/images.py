@@ -56,7 +56,7 @@ def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
     given = body.get(PROMPT_FIELD)
     ids = given.get(PROMPT_IDS) if isinstance(given, dict) else None
     _SHOWN.set(RequestImages(digests, ids))
-    if ids is None:
+    if given is None or ids is None:
         return {}
     return {PROMPT_FIELD: {name: value for name, value in given.items() if name != PROMPT_IDS} or None}
 

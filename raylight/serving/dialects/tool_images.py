@@ -12,7 +12,7 @@ from raylight.types.chat_messages import join_parts, text_part, tool_call
 
 FIRST, SECOND = (f"Zq{uuid.uuid4().hex}" for _ in range(2))
 """Words that are unique in a rendered text."""
-CALL = {"role": "assistant", "content": "", "tool_calls": [tool_call("call_0", "f", "{}")]}
+CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [tool_call("call_0", "f", "{}")]}
 CALL["tool_calls"][0]["function"]["arguments"] = {}  # templates take them decoded
 
 

@@ -194,7 +194,7 @@ class TranslationMiddleware:
             return
         if fields is not request.fields:
             request = JsonRequest(fields, receive)
-        await self._app(request.put_into(scope | {IMAGES_KEY: images}), request, send)
+        await self._app(request.put_into({**scope, IMAGES_KEY: images}), request, send)
 
     async def _normalize(self, translation: Translation) -> tuple[dict[str, Any], Images]:
         """Return the engine's request in normal form, and its images.
