@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raylight.errors import RowTooLongError
+from raylight.errors import ConfigError, RowTooLongError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.demonstrations import DemonstrationRow
 from raylight.experience.token_budgets import LongRows
@@ -34,7 +34,16 @@ class LearnedRow:
 
     @classmethod
     def from_trajectory(cls, row: Trajectory) -> LearnedRow:
-        """Return the tokens of a trajectory, whose sampled tokens are learned."""
+        """Return the tokens of a trajectory, whose sampled tokens are learned.
+
+        Raises:
+            ConfigError: it has images.
+        """
+        if row.images:
+            raise ConfigError(
+                f"rollout {row.rollout_id} has images, from which rl.SFT, rl.DPO and rl.RewardModel do not "
+                "learn; choose a run without images, or train with rewards (rl.GRPO)"
+            )
         return cls(row.token_ids, row.mask)
 
     @classmethod

@@ -300,6 +300,8 @@ def _join_calls(branch: list[Generation], masked: Collection[str]) -> Trajectory
     replayed: list[Generation] = []
     observed = np.ones(len(tokens), np.int8)
     observed[: len(first.prompt_ids)] = 0
+    for image in branch[-1].images:  # tokens that stand for it, which say nothing of it
+        observed[image.start : image.stop] = 0
     for call in branch:
         observed[len(call.prompt_ids) : len(call.prompt_ids) + len(call.output_ids)] = 0
         if call.key.call_id in masked:

@@ -116,7 +116,12 @@ def _build(
     forward_only: bool = False,
 ) -> Any:
     reads_text_alone = cls in (ValueEngine, RewardEngine)
-    images = None if reads_text_alone else ModelImages.load(model_path)
+    images = ModelImages.load(model_path)
+    if reads_text_alone and images is not None:
+        raise ConfigError(
+            f"{model_path} reads images, and critics and reward models that are trained read text alone; "
+            "choose an algorithm without a critic, such as rl.GRPO, or a model without a vision part"
+        )
     if config.packed:
         _check_layers(model_path, images is not None)
     settings.check_adapter(config.lora is not None and not forward_only)

@@ -18,7 +18,7 @@ from vision_rows import ANSWERS, make_batch, plain_logprobs
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import shard_batch
 from raylight.images.model_inputs import ModelImages
 from raylight.learner.model_check import check_model, read_shapes
@@ -126,6 +126,12 @@ def test_packed_rows_are_computed_alike(family: str, folders: dict[str, str]) ->
 def test_images_of_qwen_are_not_packed(folders: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"qwen3_vl.*set learner\.packed=False"):
         build_policy(folders["qwen3_vl"], packed=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_critic_of_a_model_that_reads_images_is_refused(family: str, folders: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"read text alone; choose an algorithm without a critic"):
+        build_policy(folders[family], {"critic": CriticSettings(), "adv_estimator": "gae"})
 
 
 def test_another_image_is_another_context(folders: dict[str, str]) -> None:

@@ -35,6 +35,8 @@ RESERVE = 4 * 2**30
 """Device memory for the contexts of both processes, and for the buffers of a publication."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model's processor, of which one is enough; transformers 5 writes the second."""
 MAX_THREADS = 8
 """Largest default of the host threads of a process with a GPU."""
 THREADED_PARAMETERS = 10_000_000
@@ -389,9 +391,11 @@ def workload(folder: Path, policy: PolicySettings | None, learner: LearnerConfig
 
 def _packs_images(folder: Path) -> bool:
     """Return False for a model whose rows cannot be packed with the images that it reads."""
-    config, file = folder / "config.json", folder / "preprocessor_config.json"
-    kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
-    return not file.is_file() or kind in PACKED_VISION_MODELS
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if "vision_config" not in config or config.get("model_type") in PACKED_VISION_MODELS:
+        return True
+    return not any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raylight.errors import RowTooLongError
+from raylight.errors import ConfigError, RowTooLongError
 from raylight.experience.demonstrations import DemonstrationRow
 from raylight.experience.supervised_batches import (
     BatchSchedule,
@@ -18,6 +18,7 @@ from raylight.experience.supervised_batches import (
     build_supervised_batch,
     split_examples,
 )
+from raylight.types import PlacedImage, Trajectory
 
 
 def row(prompt: int, answer: int) -> LearnedRow:
@@ -32,6 +33,12 @@ def test_a_demonstration_learns_its_answers():
     trajectory = found.to_trajectory("d")
     assert trajectory.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert (trajectory.trained_tokens, trajectory.prompt_length, trajectory.temperature) == (3, 1, 1.0)
+
+
+def test_a_recorded_rollout_with_images_is_refused():
+    row = Trajectory("ro-1", [1, 2, 3], [0, 0, 1], [0.0] * 3, [-1] * 3, images=(PlacedImage("a" * 64, 0, 2),))
+    with pytest.raises(ConfigError, match=r"rollout ro-1 has images.*choose a run without images"):
+        LearnedRow.from_trajectory(row)
 
 
 def test_the_answers_of_a_pair_follow_each_other_in_the_batch():

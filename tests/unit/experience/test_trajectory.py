@@ -90,6 +90,7 @@ def test_a_row_has_the_images_of_each_of_its_calls(calls: list[Generation]) -> N
         assert made.rows[position.row].images[: len(call.images)] == call.images
     for row in made.rows:
         assert not any(row.mask[image.start : image.stop].any() for image in row.images)
+        assert not any(row.observed[image.start : image.stop].any() for image in row.images)
 
 
 @given(conversations(), st.data())

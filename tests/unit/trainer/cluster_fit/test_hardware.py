@@ -253,6 +253,24 @@ def test_rows_of_a_model_are_packed_if_its_layers_keep_them_apart(
     assert workload(tmp_path, None, None).packs == packs
 
 
+@pytest.mark.parametrize(
+    ("kind", "file", "packs"),
+    [
+        ("gemma3", "processor_config.json", False),
+        ("gemma3", "preprocessor_config.json", False),
+        ("gemma3", "tokenizer.json", True),
+        ("internvl", "processor_config.json", True),
+    ],
+)
+def test_rows_with_images_are_packed_if_they_can_be(
+    kind: str, file: str, packs: bool, tmp_path: Path
+) -> None:
+    config = {"model_type": kind, "text_config": {"model_type": "qwen3"}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / file).touch()
+    assert workload(tmp_path, None, None).packs == packs
+
+
 def test_too_few_gpus_are_refused_with_the_settings() -> None:
     with pytest.raises(ConfigError, match=r"8 learner\(s\) \(learner.n\) and 2 engine worker") as caught:
         choice(4, {"n": 8}, {"replicas": 2})
