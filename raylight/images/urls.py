@@ -27,6 +27,8 @@ TIMEOUT_S = 15.0
 KEPT_S = 600.0
 """Time for which an image is not fetched again, because an agent sends the URLs of earlier turns again."""
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+"""All IPv6 addresses of the public internet. Python's `is_global` is True for several outside of it."""
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve: TypeAlias = Callable[[str, int], Awaitable[list[str]]]
@@ -54,6 +56,8 @@ def is_public(address: str) -> bool:
         inner += [outer.ipv4_mapped, outer.sixtofour, *(outer.teredo or ())]
         if outer in NAT64:
             inner.append(ipaddress.IPv4Address(int(outer) & 0xFFFFFFFF))
+        elif outer not in GLOBAL_UNICAST:
+            return False
     return all(one.is_global and not one.is_multicast for one in inner if one is not None)
 
 
