@@ -85,7 +85,10 @@ class ModelImages:
             return cls(load_processor(model_path, PROCESSOR_MAPPING[type(config)]))
         except (OSError, ImportError, ValueError, KeyError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            logger.warning("%s takes no images: its processor cannot be loaded (%s)", model_path, reason)
+            advice = _missing_package(error)
+            logger.warning(
+                "%s takes no images: its processor cannot be loaded (%s)%s", model_path, reason, advice
+            )
             return None
 
     def template_content(self, content: Any) -> Any:
@@ -210,6 +213,15 @@ def load_processor(model_path: str, kind: Any) -> Any:
     # only the class's own check rejects a part that is missing
     partial = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     return partial.from_args_and_dict(parts, settings)
+
+
+def _missing_package(error: BaseException) -> str:
+    """Return the advice to install a package. transformers names it only in the cause of its own error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return ""
+    return f"; install {error.name.partition('.')[0]} on all machines of the run"
 
 
 def _not_shown(index: int, images: Sequence[Image]) -> ImageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from image_helpers import make_image
 from tiny_qwen import build_tiny_qwen
-from tiny_vlms import FAMILIES, build_vlm
+from tiny_vlms import FAMILIES, WITH_TORCHVISION, build_vlm
 
 from raylight.errors import ImageError
 from raylight.images.image import Image
@@ -155,3 +156,8 @@ class TestLoad:
         (tmp_path / "preprocessor_config.json").unlink()
         assert ModelImages.load(folder) is None
         assert "takes no images: its processor cannot be loaded" in caplog.text
+
+    @pytest.mark.skipif(find_spec("torchvision") is not None, reason="nothing is missing")
+    def test_processor_that_needs_torchvision(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert ModelImages.load(build_vlm(WITH_TORCHVISION, tmp_path)) is None
+        assert "install torchvision on all machines" in caplog.text
