@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from threading import Lock
@@ -23,9 +24,14 @@ from raylight.images.image import Image, read_image
 from raylight.types import IntArray
 from raylight.types.images import PlacedImage
 
+Tensors = dict[str, torch.Tensor]
 logger = logging.getLogger(__name__)
-CACHE_BYTES = 256 * 2**20
-"""Size of the pixel tensors that are kept, because agents send the images of earlier turns again."""
+PIXEL_BYTES = 256 * 2**20
+"""Size of the pixels that are kept: ten screenshots for Qwen."""
+SHOWN_BYTES = 64 * 2**20
+"""Size of all else that is kept, of thousands of images, because agents send those of earlier turns again."""
+GRID = "image_grid_thw"
+"""Name of the tensor with the patches of each image, from which the positions of tokens are computed."""
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """Outputs of processors that belong to the text."""
 PLACEHOLDERS = {"Gemma3Processor": "boi_token"}
@@ -33,23 +39,23 @@ PLACEHOLDERS = {"Gemma3Processor": "boi_token"}
 
 
 @dataclass(frozen=True)
-class ProcessedImage:
-    """An image for one model.
+class ShownImage:
+    """An image in a prompt of one model.
 
     Attributes:
         text: text that replaces its placeholder in a prompt.
         ids: tokens that stand for it, from the first to the last token of its features.
-        tensors: pixel values and what the model needs with them.
+        tensors: what the model needs with its pixels.
     """
 
     text: str
     ids: IntArray
-    tensors: dict[str, torch.Tensor]
+    tensors: Tensors
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of these."""
+        return len(self.text) + self.ids.nbytes + _size(self.tensors)
 
 
 class ModelImages:
@@ -71,7 +77,8 @@ class ModelImages:
             processor.tokenizer if attribute else processor, attribute or "image_token"
         )
         self._shows_strings = _shows_strings(self._tokenizer)
-        self._processed: LRUCache[str, ProcessedImage] = LRUCache(CACHE_BYTES, getsizeof=lambda it: it.size)
+        self._shown: LRUCache[str, ShownImage] = LRUCache(SHOWN_BYTES, getsizeof=lambda it: it.size)
+        self._pixels: LRUCache[str, Tensors] = LRUCache(PIXEL_BYTES, getsizeof=_size)
         self._lock = Lock()
 
     @classmethod
@@ -117,7 +124,7 @@ class ModelImages:
                 f"image, and {len(images)} images; remove it from the messages' text, or use a chat template "
                 "that shows the images of all messages"
             )
-        texts = [self._process(image).text for image in images]
+        texts = [self._show(image).text for image in images]
         whole = parts[0] + "".join(shown + part for shown, part in zip(texts, parts[1:], strict=True))
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False)
         return ids, self.place(ids, images)
@@ -133,7 +140,7 @@ class ModelImages:
         runs = np.flatnonzero(is_image[1:] & ~is_image[:-1]) + 1
         places: list[PlacedImage] = []
         for image in images:
-            own = self._process(image).ids
+            own = self._show(image).ids
             after = places[-1].stop if places else 0
             # a model may have sampled the token that stands for images
             starts = [after, *runs[runs > after].tolist()]
@@ -147,17 +154,22 @@ class ModelImages:
                 raise _not_shown(index, images)
         return tuple(places)
 
-    def inputs(self, images: Sequence[Image]) -> dict[str, torch.Tensor]:
+    def inputs(self, images: Sequence[Image]) -> Tensors:
         """Return the pixel tensors of images, in order, by the names of the model's arguments."""
-        tensors = [self._process(image).tensors for image in images]
+        tensors = [self._tensors(image) for image in images]
         return (
             {name: _concatenate([each[name] for each in tensors]) for name in tensors[0]} if tensors else {}
         )
 
+    def grids(self, images: Sequence[Image]) -> torch.Tensor | None:
+        """Return the patches of images; None for a model whose positions do not depend on them."""
+        shown = [self._show(image).tensors for image in images]
+        return torch.cat([each[GRID] for each in shown]) if shown and GRID in shown[0] else None
+
     def prepare(self, images: Iterable[Image]) -> None:
-        """Convert images, so that other methods find the latest ones converted."""
+        """Convert images, so that `encode`, `place` and `grids` find them converted."""
         for image in images:
-            self._process(image)
+            self._show(image)
 
     def token_bytes(self) -> int:
         """Return the bytes of the pixels for which a token stands, in an image of usual size."""
@@ -165,20 +177,23 @@ class ModelImages:
 
         file = BytesIO()
         pillow.new("RGB", (448, 448)).save(file, "PNG")
-        processed = self._process(read_image(file.getvalue()))
-        return processed.size // len(processed.ids)
+        image = read_image(file.getvalue())
+        return _size(self._tensors(image)) // len(self._show(image).ids)
 
-    def _process(self, image: Image) -> ProcessedImage:
+    def _show(self, image: Image) -> ShownImage:
         with self._lock:
-            processed = self._processed.get(image.sha256)
-        if processed is None:
-            processed = self._convert(image)
-            if processed.size <= CACHE_BYTES:
-                with self._lock:
-                    self._processed[image.sha256] = processed
-        return processed
+            shown = self._shown.get(image.sha256)
+        return self._convert(image)[0] if shown is None else shown
 
-    def _convert(self, image: Image) -> ProcessedImage:
+    def _tensors(self, image: Image) -> Tensors:
+        with self._lock:
+            shown, pixels = self._shown.get(image.sha256), self._pixels.get(image.sha256)
+        if shown is None or pixels is None:
+            shown, pixels = self._convert(image)
+        return shown.tensors | pixels
+
+    def _convert(self, image: Image) -> tuple[ShownImage, Tensors]:
+        """Convert an image, and keep the results that fit."""
         found = dict(
             self._processor(
                 text=[self._placeholder],
@@ -194,8 +209,13 @@ class ModelImages:
             raise ImageError(
                 f"the tokens of an image cannot be written as text ({text[:80]!r}); use another tokenizer"
             )
-        tensors = {name: value for name, value in found.items() if name not in TEXT_KEYS}
-        return ProcessedImage(text, ids[places[0] : places[-1] + 1], tensors)
+        pixels = {name: value for name, value in found.items() if name.startswith("pixel")}
+        others = {name: value for name, value in found.items() if name not in TEXT_KEYS | pixels.keys()}
+        shown = ShownImage(text, ids[places[0] : places[-1] + 1], others)
+        with self._lock, suppress(ValueError):  # one is larger than its cache
+            self._shown[image.sha256] = shown
+            self._pixels[image.sha256] = pixels
+        return shown, pixels
 
 
 def load_processor(model_path: str, kind: Any) -> Any:
@@ -205,13 +225,13 @@ def load_processor(model_path: str, kind: Any) -> Any:
         kind: class of the processor.
     """
     settings, _ = kind.get_processor_dict(model_path)
-    loaders = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    loaders: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
     parts = [
         loaders[name].from_pretrained(model_path) if name in loaders else None
         for name in kind.get_attributes()
     ]
     # only the class's own check rejects a part that is missing
-    partial = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    partial: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
     return partial.from_args_and_dict(parts, settings)
 
 
@@ -222,6 +242,10 @@ def _missing_package(error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return ""
     return f"; install {error.name.partition('.')[0]} on all machines of the run"
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _not_shown(index: int, images: Sequence[Image]) -> ImageError:

@@ -14,15 +14,13 @@ import torch.distributed as dist
 
 from raylight.errors import ConfigError
 from raylight.images.image import Image, read_image
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import GRID, ModelImages
 from raylight.learner.micro_batch import MicroBatch
 
 LANGUAGE = "language_model"
 """Name of a vision-language model's language part in its transformer, in transformers."""
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks the tokens of images."""
-GRID = "image_grid_thw"
-"""Name of the tensor with the patches of each image, from which the positions of tokens are computed."""
 
 
 class ImageFeatures(NamedTuple):
@@ -69,7 +67,6 @@ class ModelVision:
         self._files: Mapping[str, bytes] = {}
         self._read: dict[str, Image] = {}
         self._known: dict[str, ImageFeatures] = {}
-        self._grids: dict[str, torch.Tensor] = {}
         self._shown: list[str] | None = None
         """Images of the pass that begins."""
         self._inside: torch.Tensor | None = None
@@ -82,7 +79,7 @@ class ModelVision:
             files: by digest.
         """
         self._files = files
-        for cache in (self._read, self._known, self._grids):
+        for cache in (self._read, self._known):
             cache.clear()
 
     def inputs(self, batch: MicroBatch, ids: torch.Tensor) -> dict[str, Any]:
@@ -99,8 +96,9 @@ class ModelVision:
         found: dict[str, Any] = {"pixel_values": torch.zeros(1, device=ids.device)}  # see `_features`
         if self._type_ids is not None:
             found[self._type_ids] = (self._inside & (ids == self._images.token_id)).long()
-        if (grids := [self._grid(sha256) for sha256 in shown])[0] is not None:
-            found[GRID] = torch.cat(grids).to(ids.device)
+        grids = self._images.grids([self._image(sha256) for sha256 in shown])
+        if grids is not None:
+            found[GRID] = grids.to(ids.device)
         return found
 
     @contextlib.contextmanager
@@ -135,12 +133,6 @@ class ModelVision:
         if sha256 not in self._read:
             self._read[sha256] = read_image(self._files[sha256])
         return self._read[sha256]
-
-    def _grid(self, sha256: str) -> Any:
-        """Return the grid of an image; None for a model without."""
-        if sha256 not in self._grids:
-            self._grids[sha256] = self._images.inputs([self._image(sha256)]).get(GRID)
-        return self._grids[sha256]
 
     def _features(self, pixel_values: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Return the features of the images of the pass. An engine that shares the module gets those of its

@@ -140,7 +140,7 @@ class VisionPart:
         kinds = torch.zeros_like(ids, dtype=torch.int)
         for place in sequence.sample.images:
             kinds[0, place.start : place.stop] = 1
-        grids = self._images.inputs(sequence.images)["image_grid_thw"]
+        grids = self._images.grids(sequence.images)
         found, delta = self._model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grids)
         sequence.position_delta = int(delta)
         return found[:, 0].to(device)

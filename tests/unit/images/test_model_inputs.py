@@ -13,6 +13,7 @@ from tiny_qwen import build_tiny_qwen
 from tiny_vlms import FAMILIES, WITH_TORCHVISION, build_vlm
 
 from raylight.errors import ImageError
+from raylight.images import model_inputs
 from raylight.images.image import Image
 from raylight.images.model_inputs import TEXT_KEYS, ModelImages, load_processor
 
@@ -145,6 +146,29 @@ class TestInputs:
             if part.ndim == one["pixel_values"].ndim == 5:  # padded tiles
                 part = part[:, : one["pixel_values"].shape[1]]
             torch.testing.assert_close(part, one["pixel_values"], rtol=0, atol=0)
+
+
+class TestKept:
+    @pytest.mark.parametrize("pixel_bytes", [0, 2**20])
+    def test_an_image_is_converted_once_for_all_that_needs_no_pixels(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pixel_bytes: int
+    ) -> None:
+        monkeypatch.setattr(model_inputs, "PIXEL_BYTES", pixel_bytes)
+        images = ModelImages.load(build_vlm("qwen3_vl", tmp_path))
+        assert images is not None
+        converted: list[Image] = []
+        shown, convert = [RED, WIDE, TALL], images._convert
+        monkeypatch.setattr(images, "_convert", lambda image: converted.append(image) or convert(image))
+        images.prepare(shown)
+        ids, places = images.encode(render(str(tmp_path), [PART, PART, PART]), shown)
+        assert images.place(ids, shown) == places
+        grids = images.grids(shown)
+        assert grids is not None
+        assert converted == shown
+        pixels = images.inputs(shown)
+        assert len(converted) == (3 if pixel_bytes else 6)
+        torch.testing.assert_close(pixels["image_grid_thw"], grids, rtol=0, atol=0)
+        assert len(pixels["pixel_values"]) == grids.prod(-1).sum()
 
 
 class TestLoad:
