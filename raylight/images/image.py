@@ -59,11 +59,12 @@ CHECKED = ImageLimits(2**31, MAX_IMAGE_PIXELS)
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image that can be decoded.
+    """An image that can be decoded, or that was left to an upstream model (see `unread_image`).
 
     Attributes:
         sha256: digest of the file, in hexadecimal digits.
         data: the file, as it was sent.
+        width: in pixels; 0 if the file was not read, as is `height`.
     """
 
     sha256: str
@@ -177,6 +178,17 @@ def read_data_url(url: str, limits: ImageLimits = CHECKED) -> Image:
             with _lock:
                 _cached[key] = image
     return image
+
+
+def unread_image(url: str) -> Image:
+    """Return the image of a `data:` URL whose file is not read, because only an upstream model reads it.
+
+    Raises:
+        ImageError: it is no such URL of an image.
+    """
+    data = _decode(url, CHECKED)
+    media_type = url.partition(";base64,")[0].removeprefix("data:")
+    return Image(hashlib.sha256(data).hexdigest(), data, media_type, 0, 0)
 
 
 def _decode(url: str, limits: ImageLimits) -> bytes:

@@ -7,6 +7,7 @@ without its bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.types import Scope as AsgiScope
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
 from raylight.http.request import JsonRequest, json_request
-from raylight.images.image import LIMITS, Image, ImageLimits, read_data_url
+from raylight.images.image import LIMITS, Image, ImageLimits, read_data_url, unread_image
 from raylight.images.messages import image_urls, recorded_digest, recorded_url, replace_urls
 from raylight.images.urls import ImageFetcher
 
@@ -33,7 +34,8 @@ class ImageReader:
 
     Args:
         fetcher: fetches http URLs; None refuses them.
-        is_remote: True if the model runs elsewhere: images that cannot be read here are left to it.
+        is_remote: True if the model runs elsewhere: images that cannot be read here are left to it. Those in
+            data URLs are named by their digests too, so that no record has their bytes.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ImageReader:
             if isinstance(image := found[url], Image):
                 urls[url] = recorded_url(image.sha256)
                 images[image.sha256] = image
-            elif self._is_remote:
+            elif self._is_remote and url.lstrip()[:5].lower() != "data:":
                 urls[url] = url
             else:
                 raise RequestError(f"{path}: {image}", code="image_parse_error")
@@ -76,6 +78,10 @@ class ImageReader:
 
     def _read(self, url: str) -> Image | ImageError:
         try:
+            if self._is_remote:
+                with contextlib.suppress(ImageError):
+                    return read_data_url(url, self._limits)
+                return unread_image(url)
             return read_data_url(url, self._limits)
         except ImageError as error:
             return error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 from template_helpers import make_tokenizer
 
 from raylight.engines.capture_context import CURRENT
-from raylight.images.image import read_data_url
 from raylight.images.messages import image_urls
 from raylight.types import PlacedImage
 
@@ -31,8 +32,9 @@ TEXT_TOOLS = VISION.replace(
 """A template that shows no images in tools' results."""
 
 
-def vision_engine(template: str = TEXT_TOOLS) -> Any:
-    return SimpleNamespace(**vars(ENGINE) | {"tokenizer": make_tokenizer(template)})
+def vision_engine(template: str | None = TEXT_TOOLS) -> Any:
+    """Return an engine with a template; None: of a model that runs elsewhere."""
+    return SimpleNamespace(**vars(ENGINE) | {"tokenizer": template and make_tokenizer(template)})
 
 
 class VisionApp:
@@ -52,7 +54,8 @@ class VisionApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"])
         self.asked.append(body)
-        digests = [read_data_url(url).sha256 for _, url in image_urls(body["messages"])]
+        files = [base64.b64decode(url.partition(",")[2]) for _, url in image_urls(body["messages"])]
+        digests = [hashlib.sha256(data).hexdigest() for data in files]
         self.images.append(digests)
         if self.status >= 400:
             content: Any = {"error": {"message": "this model accepts text only", "type": "t"}}

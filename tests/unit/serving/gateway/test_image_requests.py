@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,6 +15,7 @@ import openai
 import pytest
 from gateway_helpers import SECRET
 from image_helpers import data_url, image_file, make_image
+from PIL import Image as pillow
 from store_helpers import Box, open_box
 from unit_helpers import within
 from vision_app import TEXT_TOOLS, VISION, VisionApp, vision_engine
@@ -41,7 +43,7 @@ def block(data: bytes, media_type: str = "image/png") -> dict[str, Any]:
 class Served:
     """A replica's whole application with a store, and one attempt that calls it."""
 
-    def __init__(self, box: Box, template: str, **config: Any) -> None:
+    def __init__(self, box: Box, template: str | None, **config: Any) -> None:
         self.box, self.app, self.settings = box, VisionApp(), (template, config)
 
     async def start(self) -> Served:
@@ -209,6 +211,38 @@ async def test_a_bad_image_is_refused_in_the_dialect(box: Box, dialect: str, bad
     assert f"{place}: the image " in str(refused.value)
     assert served.app.asked == []
     assert await served.recorded() == ([], [], set())
+
+
+UNREAD = {
+    "bmp": data_url(image_file(form="BMP"), "image/bmp"),
+    "animated": data_url(
+        image_file(form="GIF", save_all=True, append_images=[pillow.new("RGB", (32, 32), "blue")]),
+        "image/gif",
+    ),
+    "large": data_url(image_file(size=(60, 60))),
+    "truncated": data_url(RED.data[:60]),
+}
+
+
+@pytest.mark.parametrize("unread", UNREAD)
+async def test_an_upstream_model_gets_what_cannot_be_read_here(box: Box, unread: str) -> None:
+    served = await Served(box, None, max_image_pixels=2000).start()
+    url = UNREAD[unread]
+    data = base64.b64decode(url.partition(",")[2])
+    digest = hashlib.sha256(data).hexdigest()
+    await served.ask("chat", [{"role": "user", "content": [TEXT, chat_part(url)]}])
+    assert served.app.asked[0]["messages"][0]["content"] == [TEXT, chat_part(url)]
+    messages, _, files = await served.recorded()
+    assert messages == [[{"role": "user", "content": [TEXT, chat_part(recorded_url(digest))]}]]
+    assert files == {digest}
+
+
+@pytest.mark.parametrize("url", ["data:image/bmp;base64,Qk0", " DATA:image/png;base64," + "Qk0=" * 9])
+async def test_an_upstream_model_gets_no_damaged_data_url(box: Box, url: str) -> None:
+    served = await Served(box, None).start()
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\]: .*(base64|data URL)"):
+        await served.ask("chat", [{"role": "user", "content": [chat_part(url)]}])
+    assert served.app.asked == []
 
 
 async def test_an_image_that_the_model_refuses_is_not_stored(box: Box) -> None:
