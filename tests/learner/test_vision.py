@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import vision_ranks
-from image_helpers import make_image
+from image_helpers import make_image, mirror
 from rank_processes import run_ranks
 from tiny_models import build_model
 from tiny_vlms import FAMILIES, build_vlm
 from transformers import AutoModelForImageTextToText
-from vision_rows import ANSWERS, make_batch, plain_logprobs
+from vision_rows import ANSWERS, SQUARE, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
@@ -139,9 +139,10 @@ def test_another_image_is_another_context(folders: dict[str, str]) -> None:
     policy = build_policy(folders["qwen3_vl"])
     logprobs = [logprobs.tolist() for logprobs in exact]
     own = infer(policy, make_batch(images, logprobs))
-    blank = infer(policy, make_batch(images, logprobs, make_image("white")))
-    alike = [bool((a == b).all()) for a, b in zip(own, blank, strict=True)]
-    assert alike == [False, False, True, True, False]
+    for other in (make_image("white"), mirror(SQUARE)):
+        found = infer(policy, make_batch(images, logprobs, other))
+        alike = [bool((a == b).all()) for a, b in zip(own, found, strict=True)]
+        assert alike == [False, False, True, True, False]
 
 
 def test_a_sampled_image_token_is_text(folders: dict[str, str]) -> None:
