@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cachetools import LRUCache
 
 from raylight.errors import ConfigError
 from raylight.images.image import Image, read_image
@@ -21,6 +22,8 @@ LANGUAGE = "language_model"
 """Name of a vision-language model's language part in its transformer, in transformers."""
 TYPE_IDS = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks the tokens of images."""
+FEATURE_BYTES = 512 * 2**20
+"""Size of the features that a frozen part keeps on the device during an update."""
 
 
 class ImageFeatures(NamedTuple):
@@ -30,13 +33,18 @@ class ImageFeatures(NamedTuple):
     deepstack: Any
     """Features that are added within the language part; None for most models."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in [*self.pooled, *(self.deepstack or ())])
+
 
 class ModelVision:
     """Gives a model the images of its rows.
 
     The model computes features and puts them in place with its own code, of which two functions of this
-    object alone are replaced: features of a frozen part are computed once for each image in `load`, and
-    sampled tokens that are those of an image by chance remain text.
+    object alone are replaced: the latest features of a frozen part are kept, and sampled tokens that
+    are those of an image by chance remain text.
 
     Args:
         model: image-text model of transformers, before FSDP wraps it.
@@ -66,7 +74,7 @@ class ModelVision:
         self._type_ids = next((name for name in TYPE_IDS if name in arguments), None)
         self._files: Mapping[str, bytes] = {}
         self._read: dict[str, Image] = {}
-        self._known: dict[str, ImageFeatures] = {}
+        self._known: LRUCache[str, ImageFeatures] = LRUCache(FEATURE_BYTES, getsizeof=lambda it: it.size)
         self._shown: list[str] | None = None
         """Images of the pass that begins."""
         self._inside: torch.Tensor | None = None
@@ -143,13 +151,19 @@ class ModelVision:
         device = pixel_values.device
         if self._trained:
             return self._compute(shown, device)
-        for sha256 in dict.fromkeys(shown):
-            if sha256 not in self._known:
-                with torch.no_grad():
-                    found = self._compute([sha256], device)
-                deepstack = getattr(found, "deepstack_features", None)
-                self._known[sha256] = ImageFeatures(found.pooler_output, deepstack)
-        return _join([self._known[sha256] for sha256 in shown])
+        features = {sha256: self._find(sha256, device) for sha256 in dict.fromkeys(shown)}
+        return _join([features[sha256] for sha256 in shown])
+
+    def _find(self, sha256: str, device: torch.device) -> ImageFeatures:
+        """Return the features of an image by a frozen part."""
+        features = self._known.get(sha256)
+        if features is None:
+            with torch.no_grad():
+                found = self._compute([sha256], device)
+            features = ImageFeatures(found.pooler_output, getattr(found, "deepstack_features", None))
+            if features.size <= self._known.maxsize:
+                self._known[sha256] = features
+        return features
 
     def _compute(self, shown: list[str], device: torch.device) -> Any:
         tensors = self._images.inputs([self._image(sha256) for sha256 in shown])

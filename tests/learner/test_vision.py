@@ -15,6 +15,7 @@ from tiny_vlms import FAMILIES, build_vlm
 from transformers import AutoModelForImageTextToText
 from vision_rows import ANSWERS, SQUARE, make_batch, plain_logprobs
 
+import raylight.learner.vision
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
@@ -25,6 +26,7 @@ from raylight.learner.model_check import check_model, read_shapes
 from raylight.learner.policy import Policy
 from raylight.learner.rows import build_rows
 from raylight.learner.weights import save_model
+from raylight.trainer.cluster_fit.model_shape import read_shape
 from raylight.weights.source import WeightSource
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -174,6 +176,24 @@ def test_an_image_is_computed_once_an_update(
     )
     policy.update(batch)
     assert sorted(computed) == sorted([sha256] for sha256 in batch.image_digests)
+
+
+@pytest.mark.parametrize(("family", "images_kept"), [("qwen3_vl", 1), ("internvl", 0)])
+def test_features_of_images_are_kept_up_to_a_number_of_bytes(
+    family: str, images_kept: int, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass has all its images nevertheless."""
+    _, images, exact = load_plain(folders[family])
+    batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
+    shape = read_shape(folders[family])
+    wide = 40 * shape.features * 4  # the larger image, of 40 tokens at most
+    monkeypatch.setattr(raylight.learner.vision, "FEATURE_BYTES", images_kept * wide)
+    policy = build_policy(folders[family], max_tokens_per_micro_batch=200)
+    assert_equal(infer(policy, batch), exact)
+    vision: Any = policy.engine._vision
+    assert len(vision._known) == images_kept
+    sizes = {found.size for found in vision._known.values()}
+    assert sizes <= {tokens * shape.features * 4 for tokens in (16, 40)}
 
 
 def test_an_adapter_adapts_the_language_part(folders: dict[str, str], tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ class PlannedRun:
     reward_models: tuple[ServingSettings, ...] = ()
     models: int = 1
     """Models that the learners train on one base."""
+    rollouts: int | None = None
+    """Rollouts of an update; None if unknown."""
 
     @classmethod
     def of(cls, settings: TrainedSettings) -> Self:
@@ -69,6 +71,7 @@ class PlannedRun:
             training.served_teachers,
             tuple(one.serving for one in settings.reward_models),
             max(len(training.algorithm.models), 1),
+            training.algorithm.tasks_per_step * training.algorithm.group_size,
         )
 
 
@@ -113,6 +116,7 @@ def _roles(run: PlannedRun, shape: ModelShape, cluster: ClusterShape) -> list[Ro
             run.engine.dtype,
             run.engine.max_model_len,
             run.models,
+            run.rollouts,
         ),
         engine_memory(run.model_path, shape, run.kind, run.engine, cluster.gpu_memory),
         *(_teacher(teacher, cluster) for teacher in run.teachers),

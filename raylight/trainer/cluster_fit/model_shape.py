@@ -42,6 +42,7 @@ class ModelShape:
         cache_per_token: key and value elements per token, over all layers that keep every token.
         token_activations: bytes of the activations of a token, in float32, about.
         route_bytes: bytes of the routes of a token through a mixture of experts; 0 for other models.
+        features: elements of the features of an image's token; 0 for a model of text alone.
         pixel_bytes: bytes of the pixels for which an image's token stands; 0 for a model of text alone.
         context: longest context of the model, in tokens; None if the model states none.
     """
@@ -60,6 +61,7 @@ class ModelShape:
     cache_per_token: int
     token_activations: int
     route_bytes: int
+    features: int
     pixel_bytes: int
     context: int | None
 
@@ -119,6 +121,7 @@ def read_shape(path: str) -> ModelShape:
         cache_per_token=_cache_per_token(text, len(layers)),
         token_activations=activation_bytes(model),
         route_bytes=route_bytes(model),
+        features=0 if images is None else text.hidden_size * (1 + _deep_layers(config.vision_config)),
         pixel_bytes=0 if images is None else images.token_bytes(),
         context=getattr(text, "max_position_embeddings", None),
     )
@@ -205,6 +208,12 @@ def _cache_per_token(text: Any, layers: int) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return full * 2 * heads * size
+
+
+def _deep_layers(vision: Any) -> int:
+    """Return the number of layers of the tower whose features go into the language part beside the last
+    ones."""
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def _period(text: Any) -> int:

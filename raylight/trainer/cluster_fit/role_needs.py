@@ -16,6 +16,7 @@ from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings import OptimizerSettings, PolicySettings
 from raylight.learner.micro_batch import host_tokens
 from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
+from raylight.learner.vision import FEATURE_BYTES
 from raylight.trainer.cluster_fit.cluster_shape import GIB, MIB
 from raylight.trainer.cluster_fit.model_shape import (
     ModelShape,
@@ -80,6 +81,7 @@ def learner_memory(
     sent: str = "bfloat16",
     longest: int | None = None,
     adapters: int = 1,
+    rollouts: int | None = None,
 ) -> RoleMemory:
     """Return the memory of one learner rank at the peak of an update.
 
@@ -89,6 +91,7 @@ def learner_memory(
         sent: the engines' data type.
         longest: tokens of the longest row, if it is known to be below the learners' own limit.
         adapters: models that share the base.
+        rollouts: of an update, if they are known.
     """
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
@@ -97,6 +100,10 @@ def learner_memory(
         models = 1 + (settings.needs_reference and not config.lora)
         size = models * shape.vision * DTYPES[config.dtype].itemsize
         items.append(Item("frozen vision part", size, stays=True))  # whole on each rank
+        shapes = [shape] * models + [read_shape(teacher) for teacher in settings.local_teachers]
+        tokens = None if rollouts is None or longest is None else rollouts * longest
+        size = sum(_features(each, config, tokens) for each in shapes)
+        items.append(Item("features of images", size, grows=True))
         shape = replace(shape, parameters=shape.parameters - shape.vision)
     if shape.pixel_bytes:
         items.append(Item("pixels", config.max_tokens_per_micro_batch * shape.pixel_bytes, grows=True))
@@ -127,6 +134,19 @@ def learner_memory(
         items.append(Item("routes of a pass", routes, grows=True))
     items += _with_gaps(_pass(path, shape, config, trained, longest), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
+
+
+def _features(shape: ModelShape, config: LearnerConfig, tokens: int | None) -> int:
+    """Return the bytes of the features that a frozen vision part keeps, and of those of a pass.
+
+    Args:
+        tokens: of an update, if they are known.
+    """
+    size = shape.features * DTYPES[config.dtype].itemsize
+    if not size:  # a teacher that reads text alone
+        return 0
+    kept = FEATURE_BYTES if tokens is None else min(FEATURE_BYTES, tokens * size)
+    return kept + config.max_tokens_per_micro_batch * size
 
 
 def _snapshot(shape: ModelShape, config: LearnerConfig, trained: int, sent: str) -> int:

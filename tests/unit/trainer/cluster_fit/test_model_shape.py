@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.experience.settings import PolicySettings
+from raylight.learner.vision import FEATURE_BYTES
 from raylight.trainer.cluster_fit.local_memory import estimate_memory
 from raylight.trainer.cluster_fit.model_shape import (
     adapter_parameters,
@@ -54,6 +55,12 @@ def test_a_vision_part_is_counted(family: str, tmp_path: Path) -> None:
     )
     assert frozen["frozen vision part"] == shape.vision * 4
     assert whole["policy optimizer"] - frozen["policy optimizer"] == shape.vision * 4
+    width = shape.hidden * 4
+    assert frozen["features of images"] == FEATURE_BYTES + 16384 * width
+    assert "features of images" not in whole
+    reference = learner_memory(path, shape, learner, PolicySettings(kl_coef=0.1), longest=64, rollouts=8)
+    sizes = {item.name: item.size for item in reference.items}
+    assert sizes["features of images"] == 2 * (8 * 64 + 16384) * width  # of two models
     assert frozen["pixels"] == 16384 * shape.pixel_bytes
     lora = learner.model_copy(update={"n": 1, "lora": LoraConfig(rank=4)})
     estimate = estimate_memory(read_config(path), EngineConfig(max_model_len=64), lora, reads_images=True)
