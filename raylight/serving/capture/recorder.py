@@ -215,7 +215,7 @@ class _Item:
     hold: Hold | None = None
     """The hold that covers an announced call, or that is released."""
     images: Mapping[str, bytes] = field(default_factory=dict)
-    """Files of the images that a record names, by digest."""
+    """Files of the images that a record names and that were not stored, by digest."""
 
 
 class Recorder:
@@ -240,6 +240,8 @@ class Recorder:
         self._sink = sink
         self._write_images = write_images
         self._stored_images: LRUCache[str, None] = LRUCache(STORED_IMAGES)
+        self._unsent_images: dict[str, bytes] = {}
+        """Files that unsent records share, because each request of a conversation has its own copies."""
         self._capacity = capacity
         self._timeout_s = timeout_s
         self._used = 0
@@ -339,8 +341,12 @@ class Recorder:
                 waited = announcement.confirmed - announcement.begun
                 self._waits = time.monotonic() - announcement.begun < 2 * waited
         items = [_Item(closed=record) for record in records]
-        if images and any(call or span for _, call, span in records):
-            items[0].images = images
+        if images and self._write_images and any(call or span for _, call, span in records):
+            items[0].images = {
+                name: self._unsent_images.setdefault(name, data)
+                for name, data in images.items()
+                if name not in self._stored_images
+            }
         self._records.put(*items, within=linger)
 
     async def aclose(self, timeout: float = 10.0) -> int:
@@ -456,6 +462,7 @@ class Recorder:
                 if name not in self._stored_images and self._write_images is not None:
                     await self._write_images({name: data})
                     self._stored_images[name] = None
+                    self._unsent_images.pop(name, None)
             rejected = await self._sink(opened, closed)
         except INVALID_ITEM:
             raise
@@ -487,6 +494,8 @@ class Recorder:
             return _Item(closed=(*item.closed[:2], None), images=item.images)
         if item.hold is not None:
             self._holds.drop(item.hold)
+        for name in item.images:  # other records that have the file keep it
+            self._unsent_images.pop(name, None)
         self.stats.lost += 1
         self._free_room([item])
         return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import tracemalloc
+from collections.abc import Mapping, Sequence
 
 import pytest
 from capture_helpers import Sink, settle
@@ -530,3 +531,48 @@ def test_nothing_is_lost_doubled_or_disordered_whatever_fails(steps: list[str]) 
         assert recorder._used == 0
 
     asyncio.run(run())
+
+
+FILE_SIZE = 2**20
+
+
+async def close_with_images(recorder: Recorder, count: int) -> int:
+    """Close calls of a conversation, each with its own copy of one image; return the bytes that are held."""
+    tracemalloc.start()
+    for _ in range(count):
+        key = make_key()
+        await opened(recorder, key)
+        recorder.close([(key, None, SPAN)], {"0" * 64: bytes(FILE_SIZE)})
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return held
+
+
+async def test_unsent_calls_hold_an_image_once_and_a_stored_one_not_at_all(lanes: Lanes) -> None:
+    written: list[Mapping[str, bytes]] = []
+    is_away = True
+
+    async def write(images: Mapping[str, bytes]) -> None:
+        if is_away:
+            raise StoreLostError("away")
+        written.append(images)
+
+    recorder = Recorder(lanes, write_images=write)
+    assert FILE_SIZE < await close_with_images(recorder, 20) < 2 * FILE_SIZE
+    is_away = False
+    await lanes.has(20, 20)
+    lanes.closes.clear()
+    assert await close_with_images(recorder, 20) < FILE_SIZE / 2
+    lanes.closes.set()
+    await recorder.aclose()
+    assert len(written) == 1
+
+
+async def test_a_lost_record_holds_no_image() -> None:
+    async def write(images: Mapping[str, bytes]) -> None:
+        raise ValueError("invalid")
+
+    recorder = Recorder(Sink(), write_images=write)
+    await close_with_images(recorder, 3)
+    await until(lambda: recorder.stats.lost == 3)
+    assert recorder._unsent_images == {}
