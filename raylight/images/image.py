@@ -140,7 +140,7 @@ def _check_form(image: PIL.Image.Image, limits: ImageLimits) -> None:
     """Check what the header of an image says.
 
     Raises:
-        ImageError: it is too large or too narrow, or it has several frames.
+        ImageError: it is too large or too narrow, it has several frames, or 16 bits a pixel.
     """
     width, height = image.size
     if width * height > limits.max_pixels:
@@ -154,6 +154,8 @@ def _check_form(image: PIL.Image.Image, limits: ImageLimits) -> None:
         )
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise ImageError("the image is animated; send a single frame")
+    if image.mode.startswith(("I", "F")):  # Pillow's conversion to RGB makes values above 255 white
+        raise ImageError("the image is gray and has 16 bits a pixel; send 8")
 
 
 _cached: LRUCache[bytes, Image] = LRUCache(CACHE_BYTES, getsizeof=lambda image: len(image.data))

@@ -27,11 +27,11 @@ def several_frames(form: str, **save: Any) -> bytes:
     return buffer.getvalue()
 
 
-def png_header(width: int, height: int) -> bytes:
-    """Return a small file that promises many pixels."""
+def png_file(width: int, height: int, data: bytes = b"x", bits: int = 8) -> bytes:
+    """Return a file in colors. One without its own data is small, and promises many pixels."""
     parts = [
-        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
-        (b"IDAT", b"x"),
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 2, 0, 0, 0)),
+        (b"IDAT", data),
         (b"IEND", b""),
     ]
     chunks = [
@@ -50,6 +50,20 @@ def test_a_format_is_read(form: str) -> None:
     assert image.sha256 == hashlib.sha256(data).hexdigest()
     assert image.open().mode == "RGB"
     assert read_data_url(image.data_url) == image
+
+
+def test_gray_of_16_bits_is_refused() -> None:
+    """Others of 16 bits, and gray of 8, keep their colors."""
+    buffer = BytesIO()
+    pillow.new("I;16", (8, 8), 20_000).save(buffer, "PNG")
+    with pytest.raises(ImageError, match="16 bits a pixel; send 8"):
+        read_image(buffer.getvalue())
+    buffer = BytesIO()
+    pillow.new("L", (8, 8), 78).save(buffer, "PNG")
+    assert read_image(buffer.getvalue()).open().getpixel((0, 0)) == (78, 78, 78)
+    rows = b"".join(b"\0" + struct.pack(">HHH", 20_000, 0, 65_535) * 8 for _ in range(8))
+    image = read_image(png_file(8, 8, zlib.compress(rows), bits=16))
+    assert image.open().getpixel((0, 0)) == (78, 0, 255)
 
 
 def test_a_jpeg_with_further_pictures_is_its_first_one() -> None:
@@ -81,9 +95,9 @@ def test_a_truncated_file_is_refused(form: str) -> None:
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no PNG"),
         (image_file(form="BMP"), "no PNG"),
         (image_file(form="TIFF"), "no PNG"),
-        (png_header(60_000, 60_000), "pixels"),
-        (png_header(9000, 9000), "pixels"),
-        (png_header(100, 100), "cannot be decoded"),
+        (png_file(60_000, 60_000), "pixels"),
+        (png_file(9000, 9000), "pixels"),
+        (png_file(100, 100), "cannot be decoded"),
         (image_file(size=(1, 201)), "times the other"),
     ],
 )
@@ -111,7 +125,7 @@ def test_the_largest_limit_is_pillows() -> None:
     with pytest.raises(ValueError, match="max_image_pixels"):
         EngineConfig(max_image_pixels=largest + 1)
     with pytest.raises(ImageError, match=f"more than {largest} pixels, Pillow"):
-        read_image(png_header(largest + 1, 1), ImageLimits(max_pixels=1))
+        read_image(png_file(largest + 1, 1), ImageLimits(max_pixels=1))
 
 
 def test_transparent_places_are_white() -> None:
