@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from tiny_models import build_qwen3_5
+from tiny_vlms import build_vlm
 
 from raylight.config import EngineConfig
 from raylight.engines.families import FAMILIES
@@ -51,6 +52,14 @@ def test_arguments_of_the_engine_and_of_its_frontend_pass_through(model_path: st
 def test_the_vision_part_is_left_out_where_only_the_text_is_trained(model_path: str, tmp_path: Path) -> None:
     assert build_args(build_qwen3_5(tmp_path))["language_model_only"] is True
     assert "language_model_only" not in build_args(model_path)
+
+
+def test_gemma_3_with_images_needs_a_gpu(tmp_path: Path) -> None:
+    path = build_vlm("gemma3", tmp_path)
+    with pytest.raises(ConfigError, match=r"Gemma 3 with images .* engine={'kind': 'transformers'}"):
+        build_args(path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    build_args(path)  # reads text alone
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def vllm_args(
         backend: backend of weight transfers.
 
     Raises:
-        ConfigError: see `check_args` and `check_torchvision`.
+        ConfigError: see `check_args` and `check_vision`.
     """
     from transformers import AutoConfig
 
@@ -183,7 +183,7 @@ def vllm_args(
         "scheduler_cls": SCHEDULER,
     }
     if ModelImages.load(path) is not None:
-        check_torchvision()
+        check_vision(config.model_type, gpus)
     elif has_text_part(config):  # no update has weights of the other part; vLLM refuses images then
         defaults["language_model_only"] = True
     if gpus == 0:
@@ -201,12 +201,17 @@ def vllm_args(
     return defaults | FIXED | dict(args)
 
 
-def check_torchvision() -> None:
-    """Check that vLLM can load models that take images.
+def check_vision(model_type: str, gpus: float) -> None:
+    """Check that vLLM serves a model that takes images as learners compute it.
 
     Raises:
-        ConfigError: torchvision is missing.
+        ConfigError: torchvision is missing, or vLLM computes other log-probs without a GPU.
     """
+    if gpus == 0 and model_type == "gemma3":
+        raise ConfigError(
+            "vLLM without a GPU computes Gemma 3 with images wrongly: its log-probs differ from those of "
+            "learners; set engine={'kind': 'transformers'}, or engine.num_gpus"
+        )
     if importlib.util.find_spec("torchvision") is None:
         raise ConfigError(
             "vLLM loads a model that takes images only with torchvision, which is not installed; install the "
