@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -216,6 +218,20 @@ class ModelImages:
             self._shown[image.sha256] = shown
             self._pixels[image.sha256] = pixels
         return shown, pixels
+
+
+def reads_images(model_path: str) -> bool:
+    """Return True if `ModelImages.load` returns a conversion for a model.
+
+    Only the first call loads one, until files of the folder change.
+    """
+    files = frozenset((file.name, file.lstat().st_mtime_ns) for file in Path(model_path).glob("*"))
+    return _reads_images(model_path, files)
+
+
+@functools.lru_cache(maxsize=8)
+def _reads_images(model_path: str, files: frozenset[tuple[str, int]]) -> bool:
+    return ModelImages.load(model_path) is not None
 
 
 def load_processor(model_path: str, kind: Any) -> Any:

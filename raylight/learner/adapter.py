@@ -9,7 +9,7 @@ import torch
 
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import reads_images
 from raylight.learner.vision import LANGUAGE
 
 
@@ -25,8 +25,7 @@ def adapted_layers(model_path: str, lora: LoraConfig) -> list[str]:
 
     from raylight.learner.model_check import build_on_meta
 
-    reads_images = ModelImages.load(model_path) is not None
-    model = build_on_meta(AutoConfig.from_pretrained(model_path), reads_images)
+    model = build_on_meta(AutoConfig.from_pretrained(model_path), reads_images(model_path))
     with torch.device("meta"):
         try:
             peft.inject_adapter_in_model(peft_config(lora, None, model), model)

@@ -20,7 +20,7 @@ from raylight.errors import ConfigError
 from raylight.experience.packing import PACKED_VISION_MODELS, keeps_state
 from raylight.experience.settings import CriticSettings, OptimizerSettings
 from raylight.experience.supervised_settings import PairSettings, SupervisedSettings
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import ModelImages, reads_images
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers
 from raylight.learner.fsdp import RaylightEngine, RewardEngine, ValueEngine
@@ -236,7 +236,7 @@ def _check_routers(model_path: str, config: LearnerConfig) -> None:
         ConfigError: it has none: no mixture of experts, or one whose routers are balanced otherwise.
     """
     hf_config = AutoConfig.from_pretrained(model_path)
-    architecture = trained_class(hf_config, ModelImages.load(model_path) is not None)
+    architecture = trained_class(hf_config, reads_images(model_path))
     module = importlib.import_module(architecture.__module__)
     if not hasattr(module, "load_balancing_loss_func"):
         raise ConfigError(

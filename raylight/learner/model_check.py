@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from raylight.errors import ConfigError
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import reads_images
 from raylight.learner.response_logprobs import LogprobHead
 from raylight.learner.vision import LANGUAGE
 from raylight.weights.source import WeightSource
@@ -59,7 +59,7 @@ def check_model(path: str) -> None:
             "the unquantized model, or dequantize this one: AutoModelForCausalLM.from_pretrained(PATH, "
             "dtype='bfloat16').dequantize() and save_pretrained"
         )
-    model = build_on_meta(config, reads_images=ModelImages.load(path) is not None)
+    model = build_on_meta(config, reads_images=reads_images(path))
     stored = read_shapes(path)
     exported = round_trip(model, stored)
     lost = {name: shape for name, shape in exported.items() if stored.get(name) != shape}

@@ -66,8 +66,7 @@ class ModelVision:
                 "preprocessor_config.json from the folder to train it on text"
             )
         if not trained:
-            for name, param in self._base.named_parameters():
-                param.requires_grad_(param.requires_grad and name.startswith(f"{LANGUAGE}."))
+            freeze_vision(self._base)
         self._own_features, self._own_mask = self._base.get_image_features, self._base.get_placeholder_mask
         self._base.get_image_features, self._base.get_placeholder_mask = self._features, self._find_images
         arguments = inspect.signature(type(self._base).forward).parameters
@@ -177,6 +176,12 @@ class ModelVision:
         if inside is not None and input_ids is not None:
             input_ids = input_ids.where(inside | (input_ids != self._images.token_id), -1)
         return self._own_mask(input_ids, *args, **options)
+
+
+def freeze_vision(base: Any) -> None:
+    """Freeze all parameters of a transformer outside of its language part."""
+    for name, param in base.named_parameters():
+        param.requires_grad_(param.requires_grad and name.startswith(f"{LANGUAGE}."))
 
 
 def _join(features: list[ImageFeatures]) -> Any:

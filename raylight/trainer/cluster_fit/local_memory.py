@@ -22,11 +22,11 @@ from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.errors import DeviceMemoryError
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import reads_images
 from raylight.learner.adapter import peft_config
 from raylight.learner.model_check import auto_class, language_part
 from raylight.learner.token_logprobs import SMALL_CHUNK, token_logprobs
-from raylight.learner.vision import LANGUAGE
+from raylight.learner.vision import freeze_vision
 
 ATTENTION = "raylight_memory_estimate"
 """Name in transformers of the attention that only allocates."""
@@ -115,8 +115,7 @@ def check_memory(
     Raises:
         DeviceMemoryError: it needs more.
     """
-    reads_images = ModelImages.load(path) is not None
-    needed = estimate_memory(AutoConfig.from_pretrained(path), engine, learner, reads_images)
+    needed = estimate_memory(AutoConfig.from_pretrained(path), engine, learner, reads_images(path))
     available = free_bytes(device) if limit is None else limit
     if needed.peak > available:
         checkpointing = "" if learner.gradient_checkpointing else ", set gradient_checkpointing=True"
@@ -167,8 +166,7 @@ def build_on_meta(
         if learner.lora is not None:
             peft.get_peft_model(module, peft_config(learner.lora, "CAUSAL_LM", module))
     if reads_images and not learner.train_vision:
-        for name, param in module.named_parameters():
-            param.requires_grad_(param.requires_grad and (f"{LANGUAGE}." in name or "lm_head." in name))
+        freeze_vision(module.model)
     module.tie_weights()
     if learner.gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})

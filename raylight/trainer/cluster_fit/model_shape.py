@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from raylight.config import LoraConfig
 from raylight.engines.expert_routes import route_bytes
 from raylight.errors import ConfigError
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import ModelImages, reads_images
 from raylight.learner.adapter import peft_config
 from raylight.learner.micro_batch import activation_bytes
 from raylight.learner.model_check import auto_class, language_part
@@ -182,7 +182,7 @@ def count(module: nn.Module) -> int:
 def _build(path: str, config: Any, dtype: torch.dtype = torch.float32) -> Any:
     try:
         with torch.device("meta"):
-            return auto_class(ModelImages.load(path) is not None).from_config(config, dtype=dtype)
+            return auto_class(reads_images(path)).from_config(config, dtype=dtype)
     except ValueError as error:
         raise ConfigError(
             f"transformers has no causal language model for {config.model_type!r}: {error}"
@@ -277,4 +277,4 @@ def _few_layers(path: str, layers: int, dtype: torch.dtype) -> Any:
         kinds = list(text.layer_types)
         text.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
     with no_init_weights():  # towers draw values in ways that fake tensors lack
-        return auto_class(ModelImages.load(path) is not None).from_config(config, dtype=dtype).train()
+        return auto_class(reads_images(path)).from_config(config, dtype=dtype).train()

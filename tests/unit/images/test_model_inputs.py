@@ -12,10 +12,15 @@ from image_helpers import make_image
 from tiny_qwen import build_tiny_qwen
 from tiny_vlms import FAMILIES, WITH_TORCHVISION, build_vlm
 
+import raylight.images.model_inputs
+from raylight.config import LoraConfig
 from raylight.errors import ImageError
 from raylight.images import model_inputs
 from raylight.images.image import Image
-from raylight.images.model_inputs import TEXT_KEYS, ModelImages, load_processor
+from raylight.images.model_inputs import TEXT_KEYS, ModelImages, load_processor, reads_images
+from raylight.learner.adapter import adapted_layers
+from raylight.learner.model_check import check_model
+from raylight.trainer.cluster_fit.model_shape import adapter_parameters
 
 RED, WIDE, TALL = (make_image(*given) for given in (("red",), ("blue", (64, 40)), ("green", (24, 90))))
 PART = {"type": "image"}
@@ -185,3 +190,24 @@ class TestLoad:
     def test_processor_that_needs_torchvision(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert ModelImages.load(build_vlm(WITH_TORCHVISION, tmp_path)) is None
         assert "install torchvision on all machines" in caplog.text
+
+
+def test_one_processor_is_loaded_to_know_what_a_model_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_vlm("gemma3", tmp_path)
+    loaded: list[str] = []
+    monkeypatch.setattr(
+        raylight.images.model_inputs,
+        "load_processor",
+        lambda path, kind: loaded.append(path) or load_processor(path, kind),
+    )
+    check_model(folder)
+    assert "q_proj" in adapted_layers(folder, LoraConfig())
+    adapter_parameters(folder, LoraConfig())
+    assert reads_images(folder)
+    assert loaded == [folder]
+
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert not reads_images(folder)
+    assert ModelImages.load(folder) is None
