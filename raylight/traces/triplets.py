@@ -284,6 +284,7 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None) -> Triplet:
     """Build the triplet of a call, without its reward.
 
     `prompt` has `token_ids`, `raw_content` (the messages as the span records them, or None) and `image_urls`.
+    A URL of `raylight-image:` and a digest names a file that `StoreClient.read_images` returns.
     `response` has `token_ids` and `raw_content`, and `logprobs` and `weight_versions` if the span has one
     entry per token. `TraceToMessages` converts messages to OpenAI's shape.
     """

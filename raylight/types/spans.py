@@ -294,7 +294,8 @@ class Triplet(BaseModel):
     """One call of a model: its prompt, its response, and the reward of the response."""
 
     prompt: Any
-    """Usually `{"token_ids": [...]}`, with the raw messages if they are known."""
+    """Usually `{"token_ids": [...]}`, with the raw messages if they are known, and the URLs of their images.
+    `StoreClient.read_images` returns the files of `raylight-image:` URLs, by the digests after the colon."""
     response: Any
     reward: float | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)

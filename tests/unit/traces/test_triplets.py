@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_helpers import make_image
+from store_helpers import open_box
 from template_helpers import says, user
 
 from raylight.errors import ConfigError
+from raylight.images.messages import recorded_url
 from raylight.semconv import ANNOTATION, VIRTUAL, reward_attributes
 from raylight.traces.span_tree import SpanTree
 from raylight.traces.triplets import (
@@ -611,3 +616,21 @@ def test_raw_content_is_kept_as_it_was_recorded() -> None:
     assert triplet.prompt["image_urls"] == ["file:///a.png"]
     assert triplet.response["raw_content"] == [{"content": "[1]"}]
     assert read_triplet({}, None).prompt["raw_content"] is None
+
+
+async def test_the_images_of_a_prompt_are_read_from_the_store() -> None:
+    red = make_image("red")
+    content = [{"type": "image_url", "image_url": {"url": recorded_url(red.sha256)}}]
+    messages = json.dumps([{"role": "user", "content": content}])
+    (url,) = read_triplet({"gen_ai.input.messages": messages}, None).prompt["image_urls"]
+    async with open_box() as box:
+        await box.store.write_images({red.sha256: red.data})
+        files = await box.store.read_images([url.removeprefix("raylight-image:")])
+    assert list(files.values()) == [red.data]
+
+
+def test_the_docs_say_who_opens_the_images_of_a_prompt() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "images.md").read_text()
+    row = page[page.index("Triplet.prompt") :].partition("\n")[0]
+    for text in (inspect.getsource(Triplet), read_triplet.__doc__ or "", row):
+        assert "read_images" in text
