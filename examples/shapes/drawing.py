@@ -17,7 +17,7 @@ SHAPES = {"c": "circle", "s": "square", "t": "triangle", "x": "cross"}
 def draw_shape(letter: str, seed: int) -> Image.Image:
     """Draw a shape in black on white, at a place and in a size that the seed chooses."""
     chance = random.Random(seed)
-    radius = chance.randint(9, 13)
+    radius = chance.randint(11, 13)
     x, y = (chance.randint(radius + 1, SIDE - radius - 2) for _ in range(2))
     image = Image.new("RGB", (SIDE, SIDE), "white")
     pen = ImageDraw.Draw(image)

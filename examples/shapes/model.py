@@ -119,12 +119,13 @@ def _teach(model: Any, tokenizer: Any, images: ModelImages, chance: random.Rando
     while right < HALF_RIGHT:
         letters = chance.choices(list(SHAPES), k=BATCH)
         drawn = [read_data_url(data_url(draw_shape(letter, chance.getrandbits(32)))) for letter in letters]
-        ids = torch.tensor([images.encode(prompt, [image])[0] for image in drawn])
+        answers = torch.tensor([[tokenizer.encode(letter)[0], tokenizer.eos_token_id] for letter in letters])
+        prompts = torch.tensor([images.encode(prompt, [image])[0] for image in drawn])
+        ids = torch.cat([prompts, answers[:, :1]], 1)
         types = (ids == images.token_id).long()
-        logits = model(ids, mm_token_type_ids=types, logits_to_keep=1, **images.inputs(drawn)).logits[:, 0]
-        answers = torch.tensor([tokenizer.encode(letter)[0] for letter in letters])
-        logprobs = logits.log_softmax(-1).gather(-1, answers[:, None])
+        logits = model(ids, mm_token_type_ids=types, logits_to_keep=2, **images.inputs(drawn)).logits
+        logprobs = logits.log_softmax(-1).gather(-1, answers[..., None])[..., 0]
         (-logprobs.mean()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        right = 0.5 * right + 0.5 * float(logprobs.detach().exp().mean())
+        right = 0.5 * right + 0.5 * float(logprobs.detach()[:, 0].exp().mean())

@@ -21,7 +21,7 @@ from model import make_model
 
 import raylight as rl
 
-VALIDATION_TASKS = 64
+VALIDATION_TASKS = 128
 
 
 def make_tasks(count: int, seed: int, blank: bool) -> list[dict[str, Any]]:
@@ -38,14 +38,14 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder of a vision-language model; left out: a tiny one is made")
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/shapes"))
     parser.add_argument("--blank", action="store_true", help="show white images")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
     model = args.model or make_model(args.output_dir / "initial")
     learner: dict[str, Any] = {"train_vision": args.model is None}
-    engine: dict[str, Any] = {"kind": "transformers", "max_model_len": 256, "max_concurrent": 64}
+    engine: dict[str, Any] = {"kind": "transformers", "max_model_len": 1024, "max_concurrent": 64}
     if args.cpu:
         learner["num_gpus"] = engine["num_gpus"] = 0
     algorithm = rl.GRPO(
@@ -53,7 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
         n_steps=args.steps,
         tasks_per_step=16,
         group_size=8,
-        lr=1e-3,
+        lr=1e-6 if args.model else 2e-3,
+        lr_schedule="cosine",
+        lr_warmup_steps=5,
         val_every=10,
         val_samples=2,
     )
