@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from image_helpers import make_image
 from tiny_models import build_qwen3_5
 from tiny_vlms import build_vlm
 
@@ -19,6 +21,7 @@ from raylight.engines.vllm import args
 from raylight.engines.vllm.args import LORA_RANKS, known_args, model_style, vllm_args
 from raylight.engines.vllm.placement import environment, place
 from raylight.errors import ConfigError
+from raylight.http.errors import RequestError
 from raylight.tinker.serve import TinkerConfig, with_adapters
 from raylight.trainer.spec.inputs import fixed_model
 
@@ -227,6 +230,26 @@ async def test_labels_of_other_types_reach_vllm_without_a_value() -> None:
             scope = {"type": "http", "method": "POST", "path": path, "headers": []}
             await app(request.put_into(scope), wait_forever, fail)
             assert received.pop() == {"model": "m", "user": kept, "metadata": 5}
+
+
+async def test_images_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raylight.engines.vllm import images
+
+    threads: list[int] = []
+    read = images.read_data_url
+    monkeypatch.setattr(
+        images, "read_data_url", lambda url: threads.append(threading.get_ident()) or read(url)
+    )
+    part = {"type": "image_url", "image_url": {"url": make_image().data_url}}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    ids = {"prompt_token_ids": [1]}
+    assert await images.take_images(body | {"kv_transfer_params": ids}) == {"kv_transfer_params": None}
+    assert images._SHOWN.get() == ([make_image().sha256], [1])
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+    body["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": "data:x"}})
+    with pytest.raises(RequestError, match=r"^messages\[0\]\.content\[1\]\.image_url: "):
+        await images.take_images(body)
 
 
 @pytest.mark.parametrize(("unparsed", "lines"), [(True, 1), (False, 0)])

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from raylight.engines.transformers.chat import begin_chat
 from raylight.engines.transformers.completions import begin_completion
-from raylight.engines.transformers.prompt import encode, read_images, render
+from raylight.engines.transformers.prompt import encode, read_prompt
 from raylight.engines.transformers.reply import Reply, resolve_adapter, sse
 from raylight.engines.transformers.requests import (
     DetokenizeRequest,
@@ -75,17 +75,19 @@ def _sampling_route(engine: TransformersEngine, begin: Begin) -> Callable[[Reque
     return respond
 
 
-def _route(engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], dict[str, Any]]) -> Any:
+def _route(
+    engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], Awaitable[dict[str, Any]]]
+) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
-        return JSONResponse(compute(engine, await _body(request)))
+        return JSONResponse(await compute(engine, await _body(request)))
 
     return respond
 
 
-def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+async def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     if isinstance(body, dict) and "messages" in body:
         chat = TokenizeChatRequest.read(body)
-        tokens = render(engine, chat, read_images(engine, chat)).ids
+        tokens = (await read_prompt(engine, chat)).ids
         model, with_strings = chat.model, chat.return_token_strs
     else:
         plain = TokenizeRequest.read(body)
@@ -101,7 +103,7 @@ def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     }
 
 
-def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+async def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     request = DetokenizeRequest.read(body)
     resolve_adapter(engine, request.model)
     if any(not 0 <= token < engine.vocab_size for token in request.tokens):

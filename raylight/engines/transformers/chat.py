@@ -43,7 +43,7 @@ async def begin_chat(engine: TransformersEngine, body: Any) -> ChatReply:
     request = ChatRequest.read(body)
     adapter = resolve_adapter(engine, request.model)
     _check_tools(engine, request)
-    prompt = await read_prompt(engine, request)
+    prompt = await read_prompt(engine, request, request.prompt_ids)
     prompt_end = engine.vocabulary.text(prompt.ids[-PROMPT_END:]) if engine.style.reasoning else None
     grammar = await _grammar(engine, request, prompt_end)
     max_tokens = request.max_completion_tokens or request.max_tokens or engine.max_model_len

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raylight.engines.transformers.requests import ChatMessage, ChatRequest, ImagePart, MessagesBody
+from raylight.engines.transformers.requests import ChatMessage, ImagePart, MessagesBody
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
 from raylight.images.image import Image, read_data_url
@@ -25,8 +25,13 @@ class PromptTokens(NamedTuple):
     places: tuple[PlacedImage, ...] = ()
 
 
-async def read_prompt(engine: TransformersEngine, request: ChatRequest) -> PromptTokens:
-    """Return the prompt of a chat request, rendered or given in tokens.
+async def read_prompt(
+    engine: TransformersEngine, request: MessagesBody, ids: list[int] | None = None
+) -> PromptTokens:
+    """Return the prompt of a request with messages.
+
+    Args:
+        ids: its tokens; None renders the messages.
 
     Raises:
         RequestError: see `read_images`, `place_images` and `render`.
@@ -34,9 +39,9 @@ async def read_prompt(engine: TransformersEngine, request: ChatRequest) -> Promp
 
     def read() -> PromptTokens:
         images = read_images(engine, request)
-        if request.prompt_ids is None:
+        if ids is None:
             return render(engine, request, images)
-        return place_images(engine, request.prompt_ids, images)
+        return place_images(engine, ids, images)
 
     # decoding and scaling images takes up to seconds
     return await asyncio.to_thread(read) if request.has_images else read()

@@ -81,7 +81,7 @@ class RejectUnknownFields:
             self._check(request.fields, known)
             if self._schemas is not None:
                 await self._schemas.check(request.fields)
-            replaced = take_images(request.fields)
+            replaced = await take_images(request.fields)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
         else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ _SHOWN: ContextVar[RequestImages | None] = ContextVar("raylight_vllm_images", de
 """Images of the running task's request."""
 
 
-def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
+async def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
     """Note the images of a chat request for the running task.
 
     Returns:
@@ -44,12 +45,9 @@ def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: an image is invalid.
     """
-    digests = []
-    for path, url in image_urls(body.get("messages")):
-        try:
-            digests.append(read_data_url(url).sha256)
-        except ImageError as error:
-            raise RequestError(f"{path}.image_url: {error}") from None
+    urls = list(image_urls(body.get("messages")))
+    # decoding images takes up to seconds
+    digests = await asyncio.to_thread(_read_digests, urls) if urls else []
     _SHOWN.set(None)
     if not digests:
         return {}
@@ -59,6 +57,16 @@ def take_images(body: Mapping[str, Any]) -> dict[str, Any]:
     if given is None or ids is None:
         return {}
     return {PROMPT_FIELD: {name: value for name, value in given.items() if name != PROMPT_IDS} or None}
+
+
+def _read_digests(urls: Iterable[tuple[str, str]]) -> list[str]:
+    digests = []
+    for path, url in urls:
+        try:
+            digests.append(read_data_url(url).sha256)
+        except ImageError as error:
+            raise RequestError(f"{path}.image_url: {error}") from None
+    return digests
 
 
 def place_images(request: Any) -> tuple[PlacedImage, ...]:

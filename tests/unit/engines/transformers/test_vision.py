@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from importlib.util import find_spec
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -20,6 +22,7 @@ from weight_loading import load_weights
 
 from raylight.engines.capture_context import Sample
 from raylight.engines.protocol import LoraAdapter
+from raylight.engines.transformers import prompt
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.images.image import Image
@@ -248,6 +251,22 @@ class TestRequests:
                 {"role": "user", "content": [PART]},
                 extra_body={"kv_transfer_params": in_tokens},
             )
+
+    async def test_images_are_read_in_a_thread(
+        self, make_engine: MakeEngine, folders: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        threads: list[int] = []
+        read = prompt.read_images
+        monkeypatch.setattr(
+            prompt, "read_images", lambda *given: threads.append(threading.get_ident()) or read(*given)
+        )
+        body = {"model": "policy", "messages": [{"role": "user", "content": [PART]}]}
+        transport = httpx.ASGITransport(await make_engine(folders(BASIC)).app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            answer = await client.post("/tokenize", json=body)
+        assert answer.status_code == 200
+        assert len(threads) == 1
+        assert threads[0] != threading.get_ident()
 
     async def test_model_without_a_vision_part(self, make_engine: MakeEngine) -> None:
         with pytest.raises(openai.BadRequestError, match=r"content\[0\]: this model accepts text only"):
