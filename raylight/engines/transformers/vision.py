@@ -9,12 +9,15 @@ import torch
 from cachetools import LRUCache
 
 from raylight.engines.transformers.sequence import Sequence
+from raylight.errors import EngineStartError
 from raylight.images.image import Image
 from raylight.images.model_inputs import ModelImages
 
 CACHE_BYTES = 512 * 2**20
 """Size of the features that are kept on the device. Rollouts of a group, and later turns, show the same
 images."""
+PARTS = ("get_image_features", "language_model")
+"""What the engine uses of a vision-language model's transformer, by the names in transformers."""
 Features = list[torch.Tensor]
 """Embeddings of an image's tokens, shape (tokens, width), and what is added to them in the first layers."""
 
@@ -25,10 +28,19 @@ class VisionPart:
     Args:
         module: the whole model.
         images: conversion of images for it.
+
+    Raises:
+        EngineStartError: transformers' class has another layout.
     """
 
     def __init__(self, module: Any, images: ModelImages) -> None:
-        self._model, self._images = module.model, images
+        self._model, self._images = module.base_model, images
+        if missing := [name for name in PARTS if not hasattr(self._model, name)]:
+            raise EngineStartError(
+                f"{type(module).__name__} cannot be served with images: {type(self._model).__name__} has no "
+                f"{missing[0]}; choose a model of an architecture of docs/models.md, or remove "
+                "preprocessor_config.json from the folder to serve it on text"
+            )
         text = module.config.get_text_config()
         # an image's tokens attend to each other in both directions
         self._blockwise = (

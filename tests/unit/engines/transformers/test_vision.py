@@ -15,7 +15,7 @@ import pytest
 import torch
 from image_helpers import data_url, image_file, make_image, mirror
 from tiny_vlms import FAMILIES, WITH_TORCHVISION, build_vlm
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers_helpers import MakeEngine, client_of, open_context
 from unit_helpers import within
 from weight_loading import load_weights
@@ -25,6 +25,8 @@ from raylight.engines.protocol import LoraAdapter
 from raylight.engines.transformers import prompt
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
+from raylight.engines.transformers.vision import VisionPart
+from raylight.errors import EngineStartError
 from raylight.images.image import Image
 from raylight.types.images import compared_ids
 
@@ -192,6 +194,16 @@ async def test_an_adapter_of_the_language_part(make_engine: MakeEngine, folders:
     assert adapted_found.logprobs == pytest.approx(expected, abs=TOLERANCE)
     with adapted.disable_adapter():
         assert found.logprobs == pytest.approx(plain_logprobs(module, engine, found, RED), abs=TOLERANCE)
+
+
+def test_a_model_of_another_layout() -> None:
+    one = {"num_hidden_layers": 1}
+    config = AutoConfig.for_model("smolvlm", text_config=one, vision_config=one)
+    with torch.device("meta"):
+        module = AutoModelForImageTextToText.from_config(config)
+    images: Any = None
+    with pytest.raises(EngineStartError, match=r"SmolVLM\w+ has no language_model; .*preprocessor_config"):
+        VisionPart(module, images)
 
 
 class TestRequests:
