@@ -241,7 +241,7 @@ async def test_images_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> N
         images, "read_data_url", lambda url: threads.append(threading.get_ident()) or read(url)
     )
     part = {"type": "image_url", "image_url": {"url": make_image().data_url}}
-    body = {"messages": [{"role": "user", "content": [part]}]}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
     ids = {"prompt_token_ids": [1]}
     assert await images.take_images(body | {"kv_transfer_params": ids}) == {"kv_transfer_params": None}
     assert images._SHOWN.get() == ([make_image().sha256], [1])
