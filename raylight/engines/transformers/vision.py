@@ -17,7 +17,7 @@ CACHE_BYTES = 512 * 2**20
 """Size of the features that are kept on the device. Rollouts of a group, and later turns, show the same
 images."""
 PARTS = ("get_image_features", "language_model")
-"""What the engine uses of a vision-language model's transformer, by the names in transformers."""
+"""Names of the members of a vision-language model's transformer that the engine uses, in transformers."""
 Features = list[torch.Tensor]
 """Embeddings of an image's tokens, shape (tokens, width), and what is added to them in the first layers."""
 
