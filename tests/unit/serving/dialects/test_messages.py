@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from dialect_helpers import (
 from scripted_models import listening
 from template_helpers import says, user
 
+from raylight.images.messages import recorded_url
 from raylight.serving.dialects.translate import TranslationMiddleware
 
 ASK = {"model": "policy", "max_tokens": 9, "messages": [user("hi")]}
@@ -124,7 +126,7 @@ async def test_images_keep_their_place() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
     [message] = await said(user([image, {"type": "text", "text": "what?"}, IMAGE]))
     assert message["content"] == [
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
+        {"type": "image_url", "image_url": {"url": recorded_url(hashlib.sha256(b"ABC").hexdigest())}},
         {"type": "text", "text": "what?"},
         {"type": "image_url", "image_url": {"url": "https://x/y.png"}},
     ]

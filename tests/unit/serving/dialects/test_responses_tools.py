@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from dialect_helpers import WEATHER, FakeChat, Say, call, openai_client
 from openai.types.responses import Response, ResponseStreamEvent
 
+from raylight.images.messages import recorded_url
 from raylight.serving.dialects.translate import TranslationMiddleware
 
 PATCH = "*** Begin Patch\n*** End Patch"
@@ -155,7 +157,8 @@ async def test_images_of_a_tool_become_a_message_of_the_user() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": [image]},
     ]
     fake, _, _ = await ask(Say("ok"), items)
-    part = {"type": "image_url", "image_url": {"url": image["image_url"], "detail": "high"}}
+    url = recorded_url(hashlib.sha256(b"\0").hexdigest())
+    part = {"type": "image_url", "image_url": {"url": url, "detail": "high"}}
     assert fake.asked[0]["messages"][2:] == [
         {"role": "tool", "tool_call_id": "c1", "content": ""},
         {"role": "user", "content": [part]},
