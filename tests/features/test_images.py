@@ -167,7 +167,7 @@ def check_recorded(attempt: Attempt) -> None:
     server = attempt._server
     data = server.call(server.store.read_images([image.sha256]))[image.sha256]
     shown = pillow.open(BytesIO(data)).convert("RGB")
-    assert (shown.size, shown.getpixel((5, 5))) == ((32, 32), (255, 0, 0))
+    assert shown.tobytes() == RED.open().tobytes()  # a client may write the file again
 
 
 @pytest.mark.parametrize("stream", [False, True])
