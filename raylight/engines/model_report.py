@@ -105,7 +105,7 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from raylight.images.model_inputs import ModelImages
+    from raylight.images.model_inputs import reads_images
 
     args = args or {}
     try:
@@ -140,5 +140,5 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
         reasoning=reasoning,
         writes_reasoning=style.reasoning is not None and not style.closes_reasoning,
         has_vision=getattr(config, "vision_config", None) is not None,
-        takes_images=ModelImages.load(path) is not None,
+        takes_images=reads_images(path),
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from cachetools import LRUCache
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.image_processing_auto import (
     AutoImageProcessor,
 )  # the package's own needs torchvision
@@ -24,6 +24,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from raylight.errors import ImageError
 from raylight.images.image import Image, read_image
 from raylight.types import IntArray
+from raylight.types.chat_messages import join_parts
 from raylight.types.images import PlacedImage
 
 Tensors = dict[str, torch.Tensor]
@@ -106,11 +107,11 @@ class ModelImages:
         Args:
             content: text, or parts of the types `text`, `image_url` and `image`; None is no text.
         """
-        if isinstance(content, list) and any(part["type"] != "text" for part in content):
+        if isinstance(content, list):
+            content = join_parts(content)
+        if isinstance(content, list):
             return [part if part["type"] == "text" else {"type": "image"} for part in content]
         text = content or ""
-        if isinstance(content, list):
-            text = "\n".join(part["text"] for part in content)
         return text if self._shows_strings else [{"type": "text", "text": text}]
 
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
@@ -218,6 +219,11 @@ class ModelImages:
             self._shown[image.sha256] = shown
             self._pixels[image.sha256] = pixels
         return shown, pixels
+
+
+def auto_class(reads_images: bool) -> Any:
+    """Return the class of transformers that loads a model, with its vision part or without."""
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def reads_images(model_path: str) -> bool:

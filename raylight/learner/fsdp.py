@@ -19,11 +19,10 @@ from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
 from raylight.errors import ConfigError
 from raylight.experience.token_budgets import plan_micro_batches
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import ModelImages, auto_class
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.micro_batch import MicroBatch, activation_bytes, host_tokens, place
-from raylight.learner.model_check import auto_class
 from raylight.learner.muon import MuonWithAdamW
 from raylight.learner.progress import CLOCK
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from raylight.errors import ConfigError
-from raylight.images.model_inputs import reads_images
+from raylight.images.model_inputs import auto_class, reads_images
 from raylight.learner.response_logprobs import LogprobHead
 from raylight.learner.vision import LANGUAGE
 from raylight.weights.source import WeightSource
@@ -110,11 +110,6 @@ def build_on_meta(config: Any, reads_images: bool = False) -> Any:
         raise ConfigError(
             f"transformers cannot build {architecture.__name__}: {reason}; repair the model's config.json"
         ) from error
-
-
-def auto_class(reads_images: bool) -> Any:
-    """Return the class of transformers that loads a model, with its vision part or without."""
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def language_part(model: Any) -> Any:

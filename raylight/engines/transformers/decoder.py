@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -19,7 +19,7 @@ from raylight.engines.transformers.sequence import Sequence
 from raylight.engines.transformers.slot_cache import SlotCache
 from raylight.engines.transformers.vision import VisionPart
 from raylight.errors import EngineStartError
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import ModelImages, auto_class
 from raylight.types import IntArray, TopLogprobs
 
 CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
@@ -56,9 +56,8 @@ class Decoder:
         record_routes: bool = False,
         images: ModelImages | None = None,
     ) -> None:
-        architecture = AutoModelForCausalLM if images is None else AutoModelForImageTextToText
         # transformers chooses "sdpa", or "eager" for an architecture without it
-        module: Any = architecture.from_pretrained(path, dtype=getattr(torch, dtype))
+        module: Any = auto_class(images is not None).from_pretrained(path, dtype=getattr(torch, dtype))
         self.module = module.to(device).eval()
         text = module.config.get_text_config()
         kinds = getattr(text, "layer_types", None) or [FULL] * text.num_hidden_layers
@@ -162,9 +161,10 @@ class Decoder:
         self._cache.decode(positions)
         first = torch.zeros(1, dtype=torch.long, device=self.device)
         mask = self._masks.build(positions[:, None], self._cache.window.width)
-        rotary = positions + torch.tensor([s.position_delta for s in self.active], device=self.device)
-        inputs = {"input_ids": ids}
-        return self._forward(self.active, inputs, rotary[:, None], mask, first, positions.tolist())[:, 0]
+        inputs, starts = {"input_ids": ids}, positions.tolist()
+        if self.vision is not None:
+            positions = positions + torch.tensor([s.position_delta for s in self.active], device=self.device)
+        return self._forward(self.active, inputs, positions[:, None], mask, first, starts)[:, 0]
 
     def _forward(
         self,

@@ -165,7 +165,7 @@ def vllm_args(
     """
     from transformers import AutoConfig
 
-    from raylight.images.model_inputs import ModelImages
+    from raylight.images.model_inputs import reads_images
 
     check_args(args)
     config, style = AutoConfig.from_pretrained(path), model_style(path, args.get("chat_template"))
@@ -182,7 +182,7 @@ def vllm_args(
         "weight_transfer_config": {"backend": backend},
         "scheduler_cls": SCHEDULER,
     }
-    if ModelImages.load(path) is not None:
+    if reads_images(path):
         check_vision(config.model_type, gpus)
     elif has_text_part(config):  # no update has weights of the other part; vLLM refuses images then
         defaults["language_model_only"] = True

@@ -22,9 +22,9 @@ from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.errors import DeviceMemoryError
-from raylight.images.model_inputs import reads_images
+from raylight.images.model_inputs import auto_class, reads_images
 from raylight.learner.adapter import peft_config
-from raylight.learner.model_check import auto_class, language_part
+from raylight.learner.model_check import language_part
 from raylight.learner.token_logprobs import SMALL_CHUNK, token_logprobs
 from raylight.learner.vision import freeze_vision
 

@@ -15,10 +15,10 @@ from transformers.initialization import no_init_weights
 from raylight.config import LoraConfig
 from raylight.engines.expert_routes import route_bytes
 from raylight.errors import ConfigError
-from raylight.images.model_inputs import ModelImages, reads_images
+from raylight.images.model_inputs import ModelImages, auto_class, reads_images
 from raylight.learner.adapter import peft_config
 from raylight.learner.micro_batch import activation_bytes
-from raylight.learner.model_check import auto_class, language_part
+from raylight.learner.model_check import language_part
 from raylight.learner.muon import muon_matrices
 
 
