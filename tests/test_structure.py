@@ -3,6 +3,7 @@
 import ast
 import collections
 import functools
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -176,6 +177,16 @@ def test_importing_the_package_takes_under_a_second() -> None:
     )
     runs = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
     assert min(runs) < 1.0
+
+
+def test_no_test_imports_from_a_conftest() -> None:
+    """Of several folders in one run, the name `conftest` is the one of the folder that was loaded last."""
+    found = [
+        str(f)
+        for f in (PACKAGE.parent / "tests").rglob("*.py")
+        if re.search(r"(?m)^\s*(from|import) conftest\b", f.read_text())
+    ]
+    assert found == []
 
 
 def test_no_product_code_sleeps_or_swallows() -> None:

@@ -9,9 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
-from conftest import Bench, open_bench
 from image_helpers import data_url, image_file, make_image
 from tiny_vlms import build_vlm
+from vllm_bench import Bench, open_bench
 from vllm_helpers import TOLERANCE, change
 from weight_loading import load_weights
 

@@ -43,10 +43,10 @@ def test_an_updated_text_part_computes_what_transformers_computes(text_and_visio
 @pytest.mark.asyncio(loop_scope="session")
 async def test_an_adapter_of_the_text_part_is_served(text_and_vision: str, tmp_path: Path) -> None:
     import torch
-    from conftest import open_bench
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from vllm_bench import open_bench
 
     text = Qwen3_5TextConfig.from_pretrained(text_and_vision)
     base = Qwen3_5ForCausalLM.from_pretrained(text_and_vision, config=text, dtype=torch.float32)
