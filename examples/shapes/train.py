@@ -40,10 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", help="folder of a vision-language model; left out: a tiny one is made")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/shapes"))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--blank", action="store_true", help="show white images")
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
-    model = args.model or make_model(args.output_dir / "initial")
+    model = args.model or make_model(args.output_dir / "initial", args.seed)
     learner: dict[str, Any] = {"train_vision": args.model is None}
     engine: dict[str, Any] = {"kind": "transformers", "max_model_len": 1024, "max_concurrent": 64}
     if args.cpu:
@@ -60,7 +61,12 @@ def main(arguments: list[str] | None = None) -> None:
         val_samples=2,
     )
     trainer = rl.Trainer(
-        algorithm=algorithm, engine=engine, learner=learner, n_runners=1, output_dir=str(args.output_dir)
+        algorithm=algorithm,
+        engine=engine,
+        learner=learner,
+        n_runners=1,
+        output_dir=args.output_dir,
+        seed=args.seed,
     )
     tasks = make_tasks(16 * args.steps, 0, args.blank)
     trainer.fit(name_shape, tasks, val_dataset=make_tasks(VALIDATION_TASKS, 1, args.blank))

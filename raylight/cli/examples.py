@@ -12,8 +12,8 @@ import typer
 from raylight.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
-_IMPORT = re.compile(r"^\s*(?:from|import) examples\b", re.MULTILINE)
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "__init__.py", "outputs", "node_modules", "dist")
+_IMPORT = re.compile(r"^\s*(?:from|import) examples\.(\w+)", re.MULTILINE)
+_OUTPUTS = "__pycache__", "outputs", "node_modules", "dist"
 
 
 def example_folders() -> dict[str, Path]:
@@ -29,28 +29,40 @@ def example_folders() -> dict[str, Path]:
     raise ConfigError(f"there are no examples in {places[0]} or {places[1]}; install raylight again")
 
 
-def needs_checkout(folder: Path) -> bool:
-    """Return True if files of an example import the package `examples`, which only a checkout has."""
-    return any(_IMPORT.search(path.read_text()) for path in folder.rglob("*.py"))
+def imported_folders(folder: Path) -> set[str]:
+    """Return the folders of the package `examples` that files of an example import.
+
+    An example that imports itself so runs in a checkout only.
+    """
+    return {name for path in folder.rglob("*.py") for name in _IMPORT.findall(path.read_text())}
 
 
 def copy_example(name: str, target: Path) -> Path:
-    """Copy an example folder; return the copy.
+    """Copy an example folder, with the folders that it imports in its subfolder `examples`; return the copy.
 
     Raises:
-        ConfigError: the name is unknown, the example runs in a checkout only, or the target exists.
+        ConfigError: the name is unknown, the example runs in a checkout only, or the target is in use.
     """
     folders = example_folders()
     if name not in folders:
         raise ConfigError(f"there is no example {name!r}; the examples are {', '.join(folders)}")
-    if needs_checkout(folders[name]):
+    imported = imported_folders(folders[name])
+    if name in imported:
         raise ConfigError(
-            f"the example {name} imports other modules of the checkout, so a copy would not run; clone "
+            f"the example {name} imports its modules from the checkout, so a copy would not run; clone "
             f"raylight's repository and start it there, as its README says: {folders[name]}"
         )
-    if target.exists():
-        raise ConfigError(f"{target} exists; name a new folder: raylight examples {name} FOLDER")
-    return Path(shutil.copytree(folders[name], target, ignore=_LEFT_OUT))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is in use; name a new folder: raylight examples {name} FOLDER")
+    left_out = shutil.ignore_patterns("__init__.py", *_OUTPUTS)
+    shutil.copytree(folders[name], target, ignore=left_out, dirs_exist_ok=True)
+    for other in imported:
+        package = target / "examples"
+        shutil.copytree(
+            folders[name].parent / other, package / other, ignore=shutil.ignore_patterns(*_OUTPUTS)
+        )
+        (package / "__init__.py").touch()  # comes before a package `examples` that is installed
+    return target
 
 
 def examples(
@@ -72,4 +84,5 @@ def examples(
     width = max(map(len, found))
     for example, path in found.items():
         title = (path / "README.md").read_text().splitlines()[0].lstrip("# ")
-        print(f"{example:{width}}  {title}{' (in a checkout only)' if needs_checkout(path) else ''}")
+        place = " (in a checkout only)" if example in imported_folders(path) else ""
+        print(f"{example:{width}}  {title}{place}")

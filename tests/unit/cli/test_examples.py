@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from raylight.cli import app
 from raylight.cli import examples as cli_examples
-from raylight.cli.examples import copy_example, example_folders, needs_checkout
+from raylight.cli.examples import copy_example, example_folders, imported_folders
 from raylight.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -36,6 +37,9 @@ def test_a_copy_has_the_files(tmp_path: Path) -> None:
 
 
 def test_a_copy_runs_outside_of_the_checkout(tmp_path: Path) -> None:
+    run_copy("harness_agent", tmp_path, "--help")
+    assert (tmp_path / "mine" / "examples" / "starter_models" / "make.py").exists()
+    shutil.rmtree(tmp_path / "mine")
     run_copy("real_model", tmp_path, "--help")
     command = [sys.executable, str(tmp_path / "mine" / "after_sft.py"), "--help"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -45,10 +49,10 @@ def test_a_copy_runs_outside_of_the_checkout(tmp_path: Path) -> None:
 def test_what_cannot_be_copied_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no example 'wordly'; the examples are .*real_model"):
         copy_example("wordly", tmp_path / "mine")
-    with pytest.raises(ConfigError, match=r"tau2_agent imports other modules of the checkout.*clone"):
+    with pytest.raises(ConfigError, match=r"tau2_agent imports its modules from the checkout.*clone"):
         copy_example("tau2_agent", tmp_path / "mine")
-    with pytest.raises(ConfigError, match="exists; name a new folder: raylight examples real_model FOLDER"):
-        copy_example("real_model", tmp_path)
+    with pytest.raises(ConfigError, match="in use; name a new folder: raylight examples real_model FOLDER"):
+        copy_example("real_model", Path(__file__).parent)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,4 +70,5 @@ def test_a_built_package_has_the_examples(tmp_path: Path, monkeypatch: pytest.Mo
     built = example_folders()
     assert list(built) == sorted(path.parent.name for path in ROOT.glob("examples/*/README.md"))
     assert {path.parents[1] for path in built.values()} == {tmp_path / "lib" / "raylight"}
-    assert not needs_checkout(built["real_model"])
+    assert imported_folders(built["harness_agent"]) == {"starter_models"}
+    copy_example("harness_agent", tmp_path / "mine")

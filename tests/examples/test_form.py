@@ -1,0 +1,46 @@
+"""One form of all recipes: their files, the picture of their curve, and the options of `train.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from raylight.cli.examples import example_folders
+
+OPTIONS = ("--model", "--steps", "--output-dir", "--seed", "--cpu")
+OTHER_FORM = {
+    "harness_agent": "the agent is a program that is installed, so there is no agent.py; no figure of a GPU",
+    "math_agent": "options are a command line of pydantic settings, with a run for CI of its own",
+    "online_agent": "a service in TypeScript, which a running `raylight serve --learn` trains",
+    "process_agent": "finds the best of several designs and prompts, and trains no weights",
+    "real_model": "three programs share its helpers, and the agent is ten lines of train.py",
+    "small_gpu": "measures what fits in 4 GB; its program is train_math_agent.py",
+    "tau2_agent": "options are a command line of pydantic settings, with a run for CI of its own",
+}
+"""Reason for which an older example has another form."""
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """Return the parts of the form that an example does not have."""
+    missing = [name for name in ("agent.py", "train.py", "README.md") if not (folder / name).exists()]
+    if not missing:
+        program, page = (folder / "train.py").read_text(), (folder / "README.md").read_text()
+        pictures = [folder / path for path in re.findall(r"!\[[^\]]+\]\(([^)]+\.png)\)", page)]
+        missing += [option for option in OPTIONS if f'"{option}"' not in program]
+        missing += [f"the picture {path.name}" for path in pictures if not path.exists()]
+        missing += [] if pictures else ["a picture of the curve"]
+        missing += [size for size in ("One GPU", "Eight") if size not in page]
+        missing += [] if page.startswith("# ") else ["a title"]
+    return missing
+
+
+@pytest.mark.parametrize("name", example_folders())
+def test_an_example_has_the_form_or_a_reason(name: str) -> None:
+    missing = missing_parts(example_folders()[name])
+    assert bool(missing) == (name in OTHER_FORM), f"{name} has no {', '.join(missing)}" if missing else name
+
+
+def test_each_reason_is_of_an_example() -> None:
+    assert OTHER_FORM.keys() <= example_folders().keys()
