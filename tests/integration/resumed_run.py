@@ -1,10 +1,11 @@
 """Short run of the quickstart's agent: python resumed_run.py OUTPUT_DIR STEPS LEARNERS RESUME KIND
 
-KIND: full (all weights), lora (an adapter), or asynchronous (all weights, a curriculum, attempts that fail,
-and groups that are late).
+KIND: full (all weights), lora (an adapter), images (a model that reads them, in the folder `model`), or
+asynchronous (all weights, a curriculum, attempts that fail, and groups that are late).
 """
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -83,10 +84,42 @@ def asynchronous_run(folder: str, steps: int, learners: int) -> tuple[rl.Trainer
     return trainer, failing_adder, rl.tasks.Curriculum(train[:40])
 
 
+@rl.rollout
+async def looker(task: dict, llm: rl.LLM) -> float:
+    """Send two images in two calls; return the share of small letters in the answers."""
+    parts, text = [], ""
+    for url in task["images"]:
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+        reply = await llm.client().chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": parts}], max_tokens=6
+        )
+        text += reply.choices[0].message.content or ""
+    return sum(letter.islower() for letter in text) / 12
+
+
+def images_run(folder: str, steps: int) -> tuple[rl.Trainer, Any, Any]:
+    """Return a trainer, an agent that sends images, and its tasks."""
+    urls = json.loads(Path(folder, "images.json").read_text())
+    algorithm = rl.GRPO(
+        model=f"{folder}/model", group_size=4, tasks_per_step=2, n_steps=steps, lr=1e-2, val_every=None
+    )
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        n_runners=1,
+        output_dir=folder,
+        address="local",
+        engine={"kind": "transformers", "max_model_len": 256},
+        checkpoint={"every": 2},
+    )
+    return trainer, looker, [{"images": [one, other]} for one, other in itertools.permutations(urls, 2)]
+
+
 def main(folder: str, steps: int, learners: int, resume: str, kind: str) -> None:
     resumes = "auto" if resume == "auto" else resume == "yes"
-    if kind == "asynchronous":
-        trainer, agent, tasks = asynchronous_run(folder, steps, learners)
+    if kind in ("asynchronous", "images"):
+        trainer, agent, tasks = (
+            images_run(folder, steps) if kind == "images" else asynchronous_run(folder, steps, learners)
+        )
         trainer.fit(agent, tasks, resume=resumes)
         return
     train, val = additions(0)

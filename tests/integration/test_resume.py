@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
+from image_helpers import make_image
 from ray_cluster import eventually
+from tiny_vlms import build_vlm
 
 from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.token_records import TokenRecords
@@ -30,10 +32,12 @@ STEPS = 8
 ROLLOUTS = 32
 
 
-def start_run(folder: Path, learners: int = 1, resume: str = "auto", kind: str = "full") -> subprocess.Popen:
+def start_run(
+    folder: Path, learners: int = 1, resume: str = "auto", kind: str = "full", steps: int = STEPS
+) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
     with (folder / "log").open("a") as log:
-        command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(learners), resume, kind]
+        command = [sys.executable, str(SCRIPT), str(folder), str(steps), str(learners), resume, kind]
         env = {**os.environ, "RAY_ADDRESS": "local"}
         return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -99,6 +103,31 @@ def test_a_run_resumes_after_its_driver_was_killed(tmp_path: Path, kill_leftover
 
     again = finish(start_run(tmp_path, resume="yes"), tmp_path)  # the run is finished: nothing is left to do
     assert (again["steps"], len(read_rollouts(tmp_path))) == (STEPS, STEPS * ROLLOUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_with_images_resumes(tmp_path: Path, kill_leftover_proxies: None) -> None:
+    """The state is that of step 2, so that step 3 is taken again, with the images in the store's folder."""
+    images = [make_image(color) for color in ("red", "blue", "green")]
+    (tmp_path / "images.json").write_text(json.dumps([image.data_url for image in images]))
+    build_vlm("qwen3_vl", tmp_path / "model")
+    run = start_run(tmp_path, kind="images", steps=4)
+    wait_for_step(run, tmp_path, 3)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    killed = {row["step"]: row for row in read_metrics(tmp_path)}
+    stored = {path: path.stat().st_mtime_ns for path in (tmp_path / "store-images").iterdir()}
+    assert {path.name for path in stored} == {image.sha256 for image in images}
+
+    summary = finish(start_run(tmp_path, kind="images", steps=4), tmp_path)
+    rows = read_metrics(tmp_path)
+    assert (summary["steps"], [row["step"] for row in rows]) == (4, [1, 2, 3, 4])
+    for name in ("train/reward", "learner/grad_norm", "mismatch/logprob_abs_max"):
+        assert rows[2][name] == pytest.approx(killed[3][name], rel=1e-3, abs=1e-6)
+    assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in rows)
+    assert all(row["learner/grad_norm"] > 0 for row in rows)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store-images").iterdir()} == stored
 
 
 @pytest.mark.timeout(300)
