@@ -63,7 +63,7 @@ class ImageReader:
             if isinstance(image := found[url], Image):
                 urls[url] = recorded_url(image.sha256)
                 images[image.sha256] = image
-            elif self._is_remote and url.lstrip()[:5].lower() != "data:":
+            elif self._is_remote and url.lstrip()[:5].lower() != "data:" and recorded_digest(url) is None:
                 urls[url] = url
             else:
                 raise RequestError(f"{path}: {image}", code="image_parse_error")

@@ -237,8 +237,11 @@ async def test_an_upstream_model_gets_what_cannot_be_read_here(box: Box, unread:
     assert files == {digest}
 
 
-@pytest.mark.parametrize("url", ["data:image/bmp;base64,Qk0", " DATA:image/png;base64," + "Qk0=" * 9])
-async def test_an_upstream_model_gets_no_damaged_data_url(box: Box, url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    ["data:image/bmp;base64,Qk0", " DATA:image/png;base64," + "Qk0=" * 9, recorded_url(RED.sha256)],
+)
+async def test_an_upstream_model_gets_no_damaged_or_recorded_url(box: Box, url: str) -> None:
     served = await Served(box, None).start()
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]\.content\[0\]: .*(base64|data URL)"):
         await served.ask("chat", [{"role": "user", "content": [chat_part(url)]}])
