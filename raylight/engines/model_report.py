@@ -27,7 +27,8 @@ class ModelReport:
         reasoning: format of the reasoning that is separated from the answer; None: none is.
         writes_reasoning: True if the template shows that the model writes its reasoning before its answer.
         has_vision: True if the model has a vision part.
-        takes_images: True if the engine takes images for it.
+        image_obstacle: the reason why the engine takes no images for it, and what to do; None if it takes
+            them.
     """
 
     engine: str
@@ -39,7 +40,7 @@ class ModelReport:
     reasoning: str | None
     writes_reasoning: bool
     has_vision: bool = False
-    takes_images: bool = False
+    image_obstacle: str | None = "it has no vision part"
 
     def rows(self) -> dict[str, str]:
         """Return the report in words, by name."""
@@ -51,9 +52,7 @@ class ModelReport:
             "chat template": template if self.has_template else "none",
             "tool calls": f"{self.tool_parser or 'not parsed'} ({self.reason})",
             "reasoning": self.reasoning or ("left in the answer" if self.writes_reasoning else "none"),
-            "images": "taken"
-            if self.takes_images
-            else f"refused (the model has {'no processor' if self.has_vision else 'no vision part'})",
+            "images": "taken" if self.image_obstacle is None else f"refused ({self.image_obstacle})",
         }
 
     def remedies(self) -> dict[str, str]:
@@ -81,11 +80,10 @@ class ModelReport:
             found[f"the {self.engine} engine leaves the model's reasoning in its answers"] = (
                 f"set engine.args.{setting}"
             )
-        if self.has_vision and not self.takes_images:
-            found["the model has a vision part, and requests with images are refused"] = (
-                "copy preprocessor_config.json and the other files of its processor into the model's folder"
-            )
-        elif self.takes_images and self.engine == "vllm" and find_spec("torchvision") is None:
+        if self.has_vision and self.image_obstacle is not None:
+            problem, _, remedy = self.image_obstacle.rpartition("; ")
+            found[f"the model has a vision part, and requests with images are refused: {problem}"] = remedy
+        elif self.image_obstacle is None and self.engine == "vllm" and find_spec("torchvision") is None:
             found["vLLM loads a model that takes images only with torchvision, which is not installed"] = (
                 "install the version for this torch, or set engine={'kind': 'transformers'}"
             )
@@ -105,7 +103,7 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from raylight.images.model_inputs import reads_images
+    from raylight.images.model_inputs import image_obstacle
 
     args = args or {}
     try:
@@ -140,5 +138,5 @@ def report_model(path: str, engine: str, args: Mapping[str, Any] | None = None) 
         reasoning=reasoning,
         writes_reasoning=style.reasoning is not None and not style.closes_reasoning,
         has_vision=getattr(config, "vision_config", None) is not None,
-        takes_images=reads_images(path),
+        image_obstacle=image_obstacle(path),
     )

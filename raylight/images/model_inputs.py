@@ -37,6 +37,8 @@ GRID = "image_grid_thw"
 """Name of the tensor with the patches of each image, from which the positions of tokens are computed."""
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 """Outputs of processors that belong to the text."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model's processor, of which one is enough; transformers 5 writes the second."""
 PLACEHOLDERS = {"Gemma3Processor": "boi_token"}
 """Attribute with the text that a processor replaces by an image's tokens, where it is not `image_token`."""
 
@@ -86,8 +88,21 @@ class ModelImages:
 
     @classmethod
     def load(cls, model_path: str) -> ModelImages | None:
-        """Load the processor in a model's folder; None for a model without a vision part, or without the
-        files of a processor."""
+        """Load the processor in a model's folder; None for a model without a vision part, or without a
+        processor that can be loaded, which is logged."""
+        try:
+            return cls._load(model_path)
+        except ImageError as error:
+            logger.warning("%s takes no images: %s", model_path, error)
+            return None
+
+    @classmethod
+    def _load(cls, model_path: str) -> ModelImages | None:
+        """Load the processor in a model's folder; None for a model without a vision part.
+
+        Raises:
+            ImageError: the processor cannot be loaded.
+        """
         config = AutoConfig.from_pretrained(model_path)
         if getattr(config, "vision_config", None) is None or type(config) not in PROCESSOR_MAPPING:
             return None
@@ -95,11 +110,9 @@ class ModelImages:
             return cls(load_processor(model_path, PROCESSOR_MAPPING[type(config)]))
         except (OSError, ImportError, ValueError, KeyError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            advice = _missing_package(error)
-            logger.warning(
-                "%s takes no images: its processor cannot be loaded (%s)%s", model_path, reason, advice
-            )
-            return None
+            raise ImageError(
+                f"its processor cannot be loaded ({reason}); {_loading_advice(error)}"
+            ) from error
 
     def template_content(self, content: Any) -> Any:
         """Return the content of a message as the chat template takes it.
@@ -227,17 +240,25 @@ def auto_class(reads_images: bool) -> Any:
 
 
 def reads_images(model_path: str) -> bool:
-    """Return True if `ModelImages.load` returns a conversion for a model.
+    """Return True if `ModelImages.load` returns a conversion for a model."""
+    return image_obstacle(model_path) is None
+
+
+def image_obstacle(model_path: str) -> str | None:
+    """Return why a model takes no images, and what to do; None if `ModelImages.load` returns a conversion.
 
     Only the first call loads one, until files of the folder change.
     """
     files = frozenset((file.name, file.lstat().st_mtime_ns) for file in Path(model_path).glob("*"))
-    return _reads_images(model_path, files)
+    return _image_obstacle(model_path, files)
 
 
 @functools.lru_cache(maxsize=8)
-def _reads_images(model_path: str, files: frozenset[tuple[str, int]]) -> bool:
-    return ModelImages.load(model_path) is not None
+def _image_obstacle(model_path: str, files: frozenset[tuple[str, int]]) -> str | None:
+    try:
+        return "it has no vision part" if ModelImages._load(model_path) is None else None
+    except ImageError as error:
+        return str(error)
 
 
 def load_processor(model_path: str, kind: Any) -> Any:
@@ -257,13 +278,14 @@ def load_processor(model_path: str, kind: Any) -> Any:
     return partial.from_args_and_dict(parts, settings)
 
 
-def _missing_package(error: BaseException) -> str:
-    """Return the advice to install a package. transformers names it only in the cause of its own error."""
+def _loading_advice(error: BaseException) -> str:
+    """Return the advice for a processor that cannot be loaded. transformers names a missing package only in
+    the cause of its own error."""
     while error.__cause__ is not None:
         error = error.__cause__
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
-        return ""
-    return f"; install {error.name.partition('.')[0]} on all machines of the run"
+        return f"copy the files of its processor ({' or '.join(PROCESSOR_FILES)}) into the model's folder"
+    return f"install {error.name.partition('.')[0]} on all machines of the run"
 
 
 def _size(tensors: Tensors) -> int:

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from raylight.errors import ConfigError
-from raylight.images.model_inputs import auto_class, reads_images
+from raylight.images.model_inputs import auto_class, image_obstacle, reads_images
 from raylight.learner.response_logprobs import LogprobHead
 from raylight.learner.vision import LANGUAGE
 from raylight.weights.source import WeightSource
@@ -133,7 +133,7 @@ def trained_class(config: Any, reads_images: bool = False) -> Any:
         return served
     reason = "it does not generate text in transformers"
     if served is None and whole is not None:
-        reason = "its folder has no processor of images that can be loaded (preprocessor_config.json)"
+        reason = f"it needs images, and {image_obstacle(config.name_or_path)}"
     elif served is not None:
         reason = f"transformers generates text with {served.__name__}"
     raise ConfigError(

@@ -15,7 +15,7 @@ from cachetools import LRUCache
 
 from raylight.errors import ConfigError
 from raylight.images.image import Image, read_image
-from raylight.images.model_inputs import GRID, ModelImages
+from raylight.images.model_inputs import GRID, PROCESSOR_FILES, ModelImages
 from raylight.learner.micro_batch import MicroBatch
 
 LANGUAGE = "language_model"
@@ -63,7 +63,7 @@ class ModelVision:
             raise ConfigError(
                 f"{type(model).__name__} cannot be trained with images: {type(self._base).__name__} has no "
                 f"{missing[0]}; choose a model of an architecture of docs/models.md, or remove "
-                "preprocessor_config.json from the folder to train it on text"
+                f"{' and '.join(PROCESSOR_FILES)} from the folder to train it on text"
             )
         if not trained:
             freeze_vision(self._base)

@@ -11,7 +11,7 @@ from cachetools import LRUCache
 from raylight.engines.transformers.sequence import Sequence
 from raylight.errors import EngineStartError
 from raylight.images.image import Image
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import PROCESSOR_FILES, ModelImages
 
 CACHE_BYTES = 512 * 2**20
 """Size of the features that are kept on the device. Rollouts of a group, and later turns, show the same
@@ -39,7 +39,7 @@ class VisionPart:
             raise EngineStartError(
                 f"{type(module).__name__} cannot be served with images: {type(self._model).__name__} has no "
                 f"{missing[0]}; choose a model of an architecture of docs/models.md, or remove "
-                "preprocessor_config.json from the folder to serve it on text"
+                f"{' and '.join(PROCESSOR_FILES)} from the folder to serve it on text"
             )
         text = module.config.get_text_config()
         # an image's tokens attend to each other in both directions

@@ -35,8 +35,6 @@ RESERVE = 4 * 2**30
 """Device memory for the contexts of both processes, and for the buffers of a publication."""
 MAX_CONTEXT = 16_384
 """Longest default of `engine.max_model_len` on a GPU."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of a model's processor, of which one is enough; transformers 5 writes the second."""
 MAX_THREADS = 8
 """Largest default of the host threads of a process with a GPU."""
 THREADED_PARAMETERS = 10_000_000
@@ -395,7 +393,9 @@ def _packs_images(folder: Path) -> bool:
     config = json.loads(file.read_text()) if file.is_file() else {}
     if "vision_config" not in config or config.get("model_type") in PACKED_VISION_MODELS:
         return True
-    return not any((folder / name).is_file() for name in PROCESSOR_FILES)
+    from raylight.images.model_inputs import reads_images
+
+    return not reads_images(str(folder))
 
 
 def count_parameters(folder: Path) -> int | None:

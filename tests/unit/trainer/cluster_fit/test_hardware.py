@@ -10,6 +10,7 @@ import pytest
 import torch
 from run_settings import KnownFacts, policy_settings, served_settings
 from safetensors.torch import save_file
+from tiny_vlms import build_vlm
 
 import raylight as rl
 from raylight.algorithms.teacher import TeacherConfig
@@ -253,22 +254,12 @@ def test_rows_of_a_model_are_packed_if_its_layers_keep_them_apart(
     assert workload(tmp_path, None, None).packs == packs
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "packs"),
-    [
-        ("gemma3", "processor_config.json", False),
-        ("gemma3", "preprocessor_config.json", False),
-        ("gemma3", "tokenizer.json", True),
-        ("internvl", "processor_config.json", True),
-    ],
-)
-def test_rows_with_images_are_packed_if_they_can_be(
-    kind: str, file: str, packs: bool, tmp_path: Path
-) -> None:
-    config = {"model_type": kind, "text_config": {"model_type": "qwen3"}, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / file).touch()
-    assert workload(tmp_path, None, None).packs == packs
+def test_rows_with_images_are_packed_if_they_can_be(tmp_path: Path) -> None:
+    assert workload(Path(build_vlm("internvl", tmp_path / "internvl")), None, None).packs
+    folder = Path(build_vlm("gemma3", tmp_path / "gemma3"))
+    assert not workload(folder, None, None).packs
+    (folder / "preprocessor_config.json").write_text("{")  # the model is read as one of text alone
+    assert workload(folder, None, None).packs
 
 
 def test_too_few_gpus_are_refused_with_the_settings() -> None:
