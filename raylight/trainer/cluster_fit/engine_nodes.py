@@ -1,11 +1,13 @@
 """The engine that runs on the cluster's GPU nodes, by the packages that are installed there.
 
-The driver checks arguments by vLLM's files, and replicas run it on nodes with GPUs. Both need vLLM.
+The driver checks arguments by vLLM's files, and replicas run it on nodes with GPUs. Both need vLLM. Learners
+and engines of a model that reads images need the same package for scaling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TypeVar
 
 import ray
@@ -74,6 +76,35 @@ def decide(
         "raylight[vllm] on all nodes, as cluster.yaml does (the driver checks vLLM's arguments), or "
         "choose engine={'kind': 'transformers'}"
     )
+
+
+def check_image_scaling(model_path: str) -> None:
+    """Check that transformers scales the images of a model in the same way on all nodes.
+
+    With torchvision its functions do, else Pillow's. Learners and engines would compute other pixels.
+
+    Raises:
+        ConfigError: torchvision is installed on some nodes only.
+    """
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    if len(nodes) < 2:
+        return
+    from raylight.images.model_inputs import reads_images
+
+    if not reads_images(model_path):
+        return
+    answers = ask_nodes(nodes, has_torchvision)
+    without = sorted(address for address, has in answers.items() if not has)
+    if without and len(without) < len(answers):
+        raise ConfigError(
+            f"torchvision is not installed on {', '.join(without)}, and it is on other nodes, so that images "
+            "would have other pixels there; install it on all nodes, or on none"
+        )
+
+
+def has_torchvision() -> bool:
+    """Return True if torchvision is installed."""
+    return find_spec("torchvision") is not None
 
 
 def ask_nodes(nodes: dict[str, str], question: Callable[[], Answer]) -> dict[str, Answer]:

@@ -21,7 +21,7 @@ from raylight.errors import ConfigError
 from raylight.experience.packing import PACKED_VISION_MODELS, can_pack, keeps_state
 from raylight.experience.settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
-from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, engine_on_nodes
+from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, check_image_scaling, engine_on_nodes
 from raylight.trainer.spec.settings import ServingSettings, TrainingSettings
 
 SHARES = (0.6, 0.4)
@@ -351,6 +351,10 @@ class ClusterFacts:
         """Return the settings of an engine that the nodes can run; see the function of this name."""
         return engine_on_nodes(requested, engine)
 
+    def check_image_scaling(self, model_path: str) -> None:
+        """Check that nodes scale images alike; see the function of this name."""
+        check_image_scaling(model_path)
+
 
 class PlannedFacts(ClusterFacts):
     """Facts of a cluster that is not connected, whose nodes can run the planned engine."""
@@ -361,6 +365,8 @@ class PlannedFacts(ClusterFacts):
 
     def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
         return engine
+
+    def check_image_scaling(self, model_path: str) -> None: ...
 
 
 def torch_uses_gpus() -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
+import raylight.images.model_inputs
 from raylight.config import EngineConfig
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit import engine_nodes
-from raylight.trainer.cluster_fit.engine_nodes import can_run, decide, engine_on_nodes
+from raylight.trainer.cluster_fit.engine_nodes import can_run, check_image_scaling, decide, engine_on_nodes
 
 AUTO = EngineConfig(num_gpus=1)
 VLLM = EngineConfig(kind="vllm", num_gpus=1)
@@ -88,3 +90,16 @@ def test_only_nodes_with_the_engines_resources_count() -> None:
     assert can_run(engine, {"GPU": 8.0, "engine_node": 8.0})
     assert not can_run(engine, {"GPU": 8.0})
     assert not can_run(engine, {"engine_node": 8.0})
+
+
+@pytest.mark.parametrize(("with_it", "fails"), [(("b",), True), (("a", "b"), False), ((), False)])
+def test_torchvision_on_some_nodes_alone_is_refused(
+    with_it: tuple[str, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [{"NodeID": name, "NodeManagerAddress": name, "Alive": True} for name in "ab"]
+    monkeypatch.setattr(engine_nodes.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(raylight.images.model_inputs, "reads_images", lambda path: True)
+    monkeypatch.setattr(engine_nodes, "ask_nodes", lambda *_: {name: name in with_it for name in "ab"})
+    expected = pytest.raises(ConfigError, match="not installed on a, and it is on other nodes")
+    with expected if fails else contextlib.nullcontext():
+        check_image_scaling("model")
