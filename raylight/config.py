@@ -99,7 +99,7 @@ class EngineConfig(Config):
     ones, up to `start_timeout_s`, and then ends."""
     sleep_while_learning: bool = False
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
-    max_body_bytes: int = Field(default=16 * 2**20, ge=1024, le=2**31)
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, le=2**31)
     """Maximum size of a request body, in bytes."""
     fetch_images: bool = False
     """Fetch the images of http and https URLs in requests, from public addresses only. False: agents send
@@ -108,6 +108,9 @@ class EngineConfig(Config):
     """Maximum size of an image's file, in bytes."""
     max_image_pixels: int = Field(default=8000 * 8000, ge=1, le=MAX_IMAGE_PIXELS)
     """Maximum width times height of an image. A small file may have very many pixels."""
+    max_images: int = Field(default=1500, ge=0, le=MAX_COUNT)
+    """Maximum number of images in a request; 0 refuses images. A run with a teacher in engines, which reads
+    tokens alone, sets it to 0."""
     ignore_fields: list[str] = Field(default_factory=list)
     """Request fields that are dropped before anything reads them, such as ["web_search_options"], by their
     names in the agent's dialect. "text.unheard" is a field within another one; a list on the way stands for

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -35,8 +36,9 @@ SIGNATURES = {
     b"GIF8": "image/gif",
 }
 FORMATS = [form for form in MEDIA_TYPES if form != "MPO"]  # Pillow opens MPO as JPEG
-CACHE_BYTES = 128 * 2**20
-"""Size of the images that are kept by their URL, because an agent sends those of earlier turns again."""
+CACHE_BYTES = 256 * 2**20
+"""Size of the images that are kept by their URL, which is a third larger than the file, because an agent
+sends those of earlier turns again."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Image:
         sha256: digest of the file, in hexadecimal digits.
         data: the file, as it was sent.
         width: in pixels; 0 if the file was not read, as is `height`.
+        sent_url: the URL in which it was sent, if that is what `to_data_url` returns.
     """
 
     sha256: str
@@ -72,6 +75,7 @@ class Image:
     media_type: str
     width: int
     height: int
+    sent_url: str | None = field(default=None, repr=False, compare=False)
 
     def open(self) -> PIL.Image.Image:
         """Return the decoded image in RGB: turned as its EXIF data says, on white where it is transparent.
@@ -93,7 +97,7 @@ class Image:
     @property
     def data_url(self) -> str:
         """The file in a URL."""
-        return to_data_url(self.data, self.media_type)
+        return self.sent_url or to_data_url(self.data, self.media_type)
 
 
 def media_type_of(data: bytes) -> str | None:
@@ -158,8 +162,17 @@ def _check_form(image: PIL.Image.Image, limits: ImageLimits) -> None:
         raise ImageError("the image is gray and has 16 bits a pixel; send 8")
 
 
-_cached: LRUCache[bytes, Image] = LRUCache(CACHE_BYTES, getsizeof=lambda image: len(image.data))
+_cached: LRUCache[str, Image] = LRUCache(CACHE_BYTES, getsizeof=lambda image: len(image.data) * 7 // 3)
 _lock = threading.Lock()
+
+
+def kept_image(url: str, limits: ImageLimits = CHECKED) -> Image | None:
+    """Return the image of a `data:` URL if it is among the latest ones that were read; None if not."""
+    with _lock:
+        image = _cached.get(url)
+    if image is None or len(image.data) > limits.max_bytes or image.width * image.height > limits.max_pixels:
+        return None
+    return image
 
 
 def read_data_url(url: str, limits: ImageLimits = CHECKED) -> Image:
@@ -171,14 +184,13 @@ def read_data_url(url: str, limits: ImageLimits = CHECKED) -> Image:
     Raises:
         ImageError: it is no such URL of an image, or `read_image` raises it.
     """
-    key = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=32).digest()
-    with _lock:
-        image = _cached.get(key)
-    if image is None or len(image.data) > limits.max_bytes or image.width * image.height > limits.max_pixels:
-        image = read_image(_decode(url, limits), limits)
-        if len(image.data) <= CACHE_BYTES:
-            with _lock:
-                _cached[key] = image
+    if (kept := kept_image(url, limits)) is not None:
+        return kept
+    image = read_image(_decode(url, limits), limits)
+    if url.startswith(f"data:{image.media_type};base64,"):
+        image = replace(image, sent_url=url)
+    with _lock, contextlib.suppress(ValueError):  # larger than the cache
+        _cached[url] = image
     return image
 
 

@@ -16,7 +16,7 @@ import httpx2
 from cachetools import TTLCache
 
 from raylight.errors import ImageError
-from raylight.images.image import CACHE_BYTES, LIMITS, Image, ImageLimits, read_image
+from raylight.images.image import LIMITS, Image, ImageLimits, read_image
 
 MAX_URL = 4096
 MAX_REDIRECTS = 3
@@ -24,6 +24,8 @@ MAX_FETCHES = 32
 """Most fetches at a time; further ones wait."""
 TIMEOUT_S = 15.0
 """Longest time of a fetch, its wait included."""
+KEPT_BYTES = 128 * 2**20
+"""Size of the fetched images that are kept."""
 KEPT_S = 600.0
 """Time for which an image is not fetched again, because an agent sends the URLs of earlier turns again."""
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -83,7 +85,7 @@ class ImageFetcher:
         # a transport alone: no proxy, which would resolve the name itself, no cookies, no redirects; and no
         # connection is used again, because its certificate was checked for one name of the address
         self._transport = httpx2.AsyncHTTPTransport(limits=httpx2.Limits(max_keepalive_connections=0))
-        self._kept: TTLCache[str, Image] = TTLCache(CACHE_BYTES, KEPT_S, getsizeof=lambda one: len(one.data))
+        self._kept: TTLCache[str, Image] = TTLCache(KEPT_BYTES, KEPT_S, getsizeof=lambda one: len(one.data))
 
     async def fetch(self, url: str) -> Image:
         """Return the image at a URL.
@@ -102,7 +104,7 @@ class ImageFetcher:
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError, UnicodeError) as error:
             text = str(error)[:200] or type(error).__name__
             raise ImageError(f"{url[:200]!r} cannot be fetched: {text}") from None
-        if len(data) <= CACHE_BYTES:
+        if len(data) <= KEPT_BYTES:
             self._kept[url] = image
         return image
 

@@ -17,14 +17,12 @@ from starlette.types import Scope as AsgiScope
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
 from raylight.http.request import JsonRequest, json_request
-from raylight.images.image import LIMITS, Image, ImageLimits, read_data_url, unread_image
+from raylight.images.image import LIMITS, Image, ImageLimits, kept_image, read_data_url, unread_image
 from raylight.images.messages import image_urls, recorded_digest, recorded_url, replace_urls
 from raylight.images.urls import ImageFetcher
 
 IMAGES_KEY = "raylight.images"
 """Key of the ASGI scope that holds the images of a request, by digest."""
-MAX_IMAGES = 1500
-"""Most images of a request."""
 
 Images = Mapping[str, Image]
 
@@ -33,15 +31,21 @@ class ImageReader:
     """Reads the images of requests.
 
     Args:
+        limits: of each image.
+        most: images that a request may have.
         fetcher: fetches http URLs; None refuses them.
         is_remote: True if the model runs elsewhere: images that cannot be read here are left to it. Those in
             data URLs are named by their digests too, so that no record has their bytes.
     """
 
     def __init__(
-        self, limits: ImageLimits = LIMITS, fetcher: ImageFetcher | None = None, is_remote: bool = False
+        self,
+        limits: ImageLimits = LIMITS,
+        most: int = 1500,
+        fetcher: ImageFetcher | None = None,
+        is_remote: bool = False,
     ) -> None:
-        self._limits = limits
+        self._limits, self._most = limits, most
         self._fetcher = fetcher
         self._is_remote = is_remote
 
@@ -54,8 +58,10 @@ class ImageReader:
         places = list(image_urls(body.get("messages")))
         if not places:
             return body, {}
-        if len(places) > MAX_IMAGES:
-            raise RequestError(f"messages: at most {MAX_IMAGES} images are allowed, not {len(places)}")
+        if len(places) > self._most:
+            raise RequestError(
+                f"messages: at most {self._most} images are allowed (engine.max_images), not {len(places)}"
+            )
         found = await self._read_all({url for _, url in places})
         urls: dict[str, str] = {}
         images: dict[str, Image] = {}
@@ -72,7 +78,12 @@ class ImageReader:
     async def _read_all(self, urls: set[str]) -> dict[str, Image | ImageError]:
         """Return the images of URLs, or what is wrong with them."""
         remote = {url for url in urls if url[:6].lower().startswith(("http:", "https:"))}
-        found = await asyncio.to_thread(lambda: {url: self._read(url) for url in urls - remote})
+        local = urls - remote
+        found: dict[str, Image | ImageError] = {
+            url: image for url in local if (image := kept_image(url, self._limits)) is not None
+        }
+        if unread := local - found.keys():
+            found |= await asyncio.to_thread(lambda: {url: self._read(url) for url in unread})
         fetched = await asyncio.gather(*map(self._fetch, remote))
         return found | dict(zip(remote, fetched, strict=True))
 

@@ -342,7 +342,7 @@ def build_gateway(
 def _image_reader(engine: Engine, config: EngineConfig) -> ImageReader:
     limits = ImageLimits(config.max_image_bytes, config.max_image_pixels)
     fetcher = ImageFetcher(limits) if config.fetch_images else None
-    return ImageReader(limits, fetcher, is_remote=engine.tokenizer is None)
+    return ImageReader(limits, config.max_images, fetcher, is_remote=engine.tokenizer is None)
 
 
 def _watch_records(metrics: Metrics, recorder: Recorder, conversations: Conversations | None) -> None:

@@ -40,6 +40,7 @@ from raylight.trainer.cluster_fit.scoring_models import (
     on_hardware,
     plan_reward_models,
     plan_teachers,
+    without_images,
 )
 from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.settings import (
@@ -103,6 +104,7 @@ def fit_trained(
     if learner.kind == "local":
         settings = _with_parts(settings, engine_on_device(engine, learner), learner)
         return finish_trained(fit_scoring_models(settings)), ()
+    facts.check_image_scaling(settings.serving.model_path)
     settings, notes = fit_placed(settings, requested, facts)
     check_memory(settings)
     settings = finish_trained(_with_threads(settings, facts))
@@ -236,16 +238,18 @@ def fit_scoring_models(settings: TrainedSettings) -> TrainedSettings:
     """Return the settings with those of the teachers and the reward models for the hardware and the engine.
 
     Raises:
-        ConfigError: a teacher does not take rows as long as the policy's.
+        ConfigError: a teacher does not take rows as long as the policy's, or images that agents may send.
     """
     serving, training = settings.serving, settings.training
+    if any(teacher.serving is not None for teacher in training.teachers.values()):
+        serving = replace(serving, engine=without_images(serving.engine))
     teachers = {
         name: fit_teacher(teacher, serving.model_path, serving.engine)
         for name, teacher in training.teachers.items()
     }
     training = replace(training, teachers=teachers)
     reward_models = tuple(map(on_hardware, settings.reward_models))
-    return replace(settings, training=training, reward_models=reward_models)
+    return replace(settings, serving=serving, training=training, reward_models=reward_models)
 
 
 def finish_trained(settings: TrainedSettings) -> TrainedSettings:

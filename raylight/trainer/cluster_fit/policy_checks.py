@@ -23,6 +23,7 @@ LOCAL_ENGINE = frozenset(
     (
         *("kind", "args", "dtype", "max_model_len", "max_concurrent", "max_waiting", "token_in"),
         *("tolerate_rewrites", "max_body_bytes", "ignore_fields", "host", "port", "weight_transfer"),
+        *("fetch_images", "max_image_bytes", "max_image_pixels", "max_images"),
     )
 )
 """Settings of an engine that are read with a local learner; the transport is written to config.yaml."""

@@ -150,6 +150,20 @@ def fit_teacher(teacher: TeacherSettings, model_path: str, policy: EngineConfig)
     return replace(teacher, serving=replace(teacher.serving, engine=engine))
 
 
+def without_images(engine: EngineConfig) -> EngineConfig:
+    """Return the settings of a policy's engine that refuses images, which no teacher in engines reads.
+
+    Raises:
+        ConfigError: the user allows some.
+    """
+    if "max_images" in engine.model_fields_set and engine.max_images:
+        raise ConfigError(
+            f"engine.max_images={engine.max_images}: a teacher in engines reads tokens alone; leave the "
+            "setting out, or give the teacher kind='learner' and a divergence over the vocabulary"
+        )
+    return engine.model_copy(update={"max_images": 0})
+
+
 def _check_local_length(teacher: TeacherSettings, row: int) -> TeacherSettings:
     path = teacher.config.model
     limit = longest_sequence(Path(path))

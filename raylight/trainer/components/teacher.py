@@ -86,16 +86,9 @@ class Teacher:
 
         Raises:
             ServingLostError: the teacher did not answer in time.
-            TeacherPromptError: the prompt function fails, its messages cannot be rendered, or the rows have
-                images.
+            TeacherPromptError: the prompt function fails, or its messages cannot be rendered.
             RowTooLongError: a row is too long with the teacher's prompt.
         """
-        if batch.image_digests:
-            raise TeacherPromptError(
-                f"a teacher in engines reads tokens alone, and {len(batch.rows)} rows show "
-                f"{len(batch.image_digests)} images; give the teacher kind='learner' and a divergence over "
-                "the vocabulary, or send no images"
-            )
         started = time.perf_counter()
         score = self._score_same if self._aligner is None else self._score_aligned
         batch, metrics = await score(batch, finished)

@@ -264,6 +264,31 @@ async def test_other_urls_are_refused(box: Box, url: str) -> None:
     assert served.app.asked == []
 
 
+async def test_a_run_that_takes_fewer_images_names_the_setting(box: Box) -> None:
+    served = await Served(box, TEXT_TOOLS, max_images=0).start()
+    with pytest.raises(openai.BadRequestError, match=r"at most 0 images are allowed \(engine\.max_images\)"):
+        await served.ask("chat", CASES["chat"])
+    assert served.app.asked == []
+
+
+@pytest.mark.parametrize("dialect", CASES)
+async def test_twenty_screenshots_of_two_megabytes_are_one_request(box: Box, dialect: str) -> None:
+    """PNG files may have further data after their image. A body that is too large names the setting."""
+    shots = [make_image(str(number)).data + bytes([number]) * 2_000_000 for number in range(20)]
+    parts = {
+        "chat": [chat_part(data_url(shot)) for shot in shots],
+        "responses": [{"type": "input_image", "image_url": data_url(shot)} for shot in shots],
+        "messages": [block(shot) for shot in shots],
+    }[dialect]
+    served = await Served(box, TEXT_TOOLS).start()
+    await served.ask(dialect, [{"role": "user", "content": parts}])
+    assert served.app.images == [[hashlib.sha256(shot).hexdigest() for shot in shots]]
+    small = await Served(box, TEXT_TOOLS, max_body_bytes=2**20).start()
+    with pytest.raises((openai.APIStatusError, anthropic.APIStatusError), match="max_body_bytes") as no:
+        await small.ask(dialect, [{"role": "user", "content": parts}])
+    assert no.value.status_code == 413
+
+
 async def test_private_addresses_are_refused_with_the_setting_too(box: Box) -> None:
     served = await Served(box, TEXT_TOOLS, fetch_images=True).start()
     with pytest.raises(openai.BadRequestError, match="no public address"):

@@ -40,10 +40,10 @@ from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit import scoring_models
 from raylight.trainer.cluster_fit.cluster_settings import fit_scoring_models
-from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teachers
+from raylight.trainer.cluster_fit.scoring_models import fit_teacher, plan_teachers, without_images
 from raylight.trainer.components.teacher import MOST_TOKENS, Teacher, Teachers, split_rows
 from raylight.trainer.spec.settings import ServingSettings, TeacherSettings
-from raylight.types import FinishedRollout, PlacedImage, Span, TopLogprobs, Trajectory
+from raylight.types import FinishedRollout, Span, TopLogprobs, Trajectory
 
 
 @given(st.lists(st.integers(2, 2 * MOST_TOKENS), max_size=40), st.integers(1, 6))
@@ -136,13 +136,6 @@ async def test_each_row_has_the_log_probs_of_its_response() -> None:
     assert handle.calls == 4
     assert handle.most <= 4  # two for each replica
     assert metrics["teacher/retries"] == 0
-
-
-async def test_rows_with_images_are_not_scored_by_tokens_alone() -> None:
-    batch = make_batch()
-    shown = replace(batch.rows[0], images=(PlacedImage("a" * 64, 0, 1),))
-    with pytest.raises(TeacherPromptError, match="16 rows show 1 images; give the teacher kind='learner'"):
-        await make_teacher(Handle())[0].score(replace(batch, rows=[shown, *batch.rows[1:]]), [])
 
 
 async def test_each_row_has_the_most_probable_tokens_of_its_response() -> None:
@@ -392,6 +385,7 @@ def test_a_teacher_on_the_learners_ranks_has_no_engine(tmp_path: Path) -> None:
     assert found.training.teachers["teacher"].serving is None
     assert found.training.algorithm.policy_settings().local_teachers == (str(STARTER_MODEL),)
     assert found.scoring_models == ()
+    assert found.serving.engine.max_images > 0
     with pytest.raises(ConfigError, match=r"takes 2048 tokens, and rows of the policy have up to 4096"):
         fit_teacher(found.training.teachers["teacher"], TOOL_MODEL, EngineConfig(max_model_len=4096))
     with pytest.raises(ConfigError, match="a local learner has no ranks that a teacher could be on"):
@@ -455,6 +449,9 @@ def test_a_run_has_the_teacher_of_its_algorithm(tmp_path: Path, monkeypatch: pyt
     trainer = rl.Trainer(algorithm=algorithm, output_dir=tmp_path / "run")
     run = trainer._plan(algorithm, rl.rollout(lambda task, llm: None), [1], None)
     settings = fit_scoring_models(run.settings)
+    assert settings.serving.engine.max_images == 0
+    with pytest.raises(ConfigError, match=r"engine\.max_images=3: a teacher in engines reads tokens alone"):
+        without_images(EngineConfig(max_images=3))
     assert settings.resolved()["algorithm"]["teacher"]["model"] == str(tmp_path / "teacher")
     teacher = Teacher(settings.name, settings.training.teachers["teacher"], None, print, True)
     service = teacher.service
