@@ -1,9 +1,13 @@
 """Rollouts under load with a simulated learner: speed, and the memory of each kind of process.
 
     python tests/benchmarks/simulated_load.py [--agents 1000] [--steps 113] [--speed 12] [--staleness 2]
+    python tests/benchmarks/simulated_load.py --engine echo --agents 10000 --turns 20 --rate 100
 
 An agent makes `--turns` calls of at most 8 tokens and waits `--tool-s` seconds after each, as for a tool.
 `--agents` of them run at a time, in two runner processes; the engine is the quickstart's model on a CPU.
+With `--engine echo`, `--replicas` of an engine answer at once with the text of the last message, so that all
+else is measured. `--rate` sets the wait so that all agents together make that many calls a second: then
+figures of runs with different numbers of agents differ by that number alone.
 
 Simulated time is the learner's clock: each step is 30 s of an update and 2 s of a publication. These and the
 tools' time pass `--speed` times faster; agents, engine, store and loop do not. 113 steps are an hour of
@@ -11,6 +15,8 @@ simulated time. If rollouts do not keep up, the run takes longer, and the learne
 Ctrl-C ends a run early and prints what there is.
 
 Memory is that of each kind of process without shared memory, which is the object store's and counted once.
+CPU is what all processes of a kind used between the first and the last call, per call. The store's file is
+behind by at most the bytes of SQLite's write-ahead log, whose largest size is printed.
 Its growth is a line fitted to `BLOCKS` means over the rollouts of the last three quarters of the run.
 """
 
@@ -23,6 +29,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -35,7 +42,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import psutil
-from harness import make_parser, memory_kib
+from harness import ROOT, make_parser, memory_kib
 
 import raylight as rl
 from raylight.quickstart import STARTER_MODEL
@@ -70,10 +77,17 @@ async def agent(task: dict, llm: rl.LLM) -> float:
         now = time.monotonic()
         os.write(times, array.array("d", [now, now - start]))
         text = answer.json()["choices"][0]["message"]["content"]
-        await asyncio.sleep(task["tool_s"])
+        await asyncio.sleep(task["tool_s"] * random.uniform(0.5, 1.5))
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "1+1="}]
     os.write(times, array.array("d", [time.monotonic(), ROLLOUT_ENDS]))
     return float(len(text) % 2)
+
+
+def engine(args: argparse.Namespace) -> dict[str, Any]:
+    settings = {"replicas": args.replicas, "max_concurrent": 256}
+    if args.engine == "echo":
+        return {**settings, "kind": "echo_engine:EchoEngine"}
+    return {**settings, "kind": args.engine, "max_model_len": 128}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -91,7 +105,7 @@ def train(args: argparse.Namespace) -> None:
     trainer = rl.Trainer(
         algorithm=algorithm,
         learner={"kind": "simulated", "step_s": STEP_S / args.speed, "sync_s": SYNC_S / args.speed},
-        engine={"kind": args.engine, "max_model_len": 128, "max_concurrent": 256},
+        engine=engine(args),
         runner={"n": args.runners, "max_concurrent": -(-args.agents // args.runners)},
         checkpoint={"every": 0},
         output_dir=Path(args.folder, "run"),
@@ -101,25 +115,41 @@ def train(args: argparse.Namespace) -> None:
     trainer.fit(agent, [{"number": number, **task} for number in range(1000)])
 
 
-class Memory:
-    """Samples of the memory of a process and its descendants, by kind."""
+class Processes:
+    """Samples of the memory and the CPU time of a process and its descendants, by kind."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, folder: str) -> None:
         self._driver = psutil.Process(pid)
+        self._folder = Path(folder)
         self.times: list[float] = []
+        self.wal_bytes = 0
+        """Largest size of the store's write-ahead log."""
         self._samples: list[Counter[str]] = []
+        self._cpu_s: list[Counter[str]] = []
 
     def sample(self) -> None:
         found: Counter[str] = Counter()
+        cpu_s: Counter[str] = Counter()
         for process in [self._driver, *self._driver.children(recursive=True)]:
             with contextlib.suppress(psutil.Error, OSError):  # it has ended
                 kind = "driver" if process.pid == self._driver.pid else kind_of(process)
                 shared = memory_kib("RssShmem", process.pid)
                 found[kind] += memory_kib("VmRSS", process.pid) - shared
+                cpu_s[kind] += sum(process.cpu_times()[:2])
                 if kind == "raylet":
                     found["object store"] += shared
+        for log in self._folder.rglob("store.db-wal"):
+            self.wal_bytes = max(self.wal_bytes, log.stat().st_size)
         self.times.append(time.monotonic())
         self._samples.append(found)
+        self._cpu_s.append(cpu_s)
+
+    def cpu_line(self, start: float, end: float, calls: int) -> str:
+        """Return the CPU milliseconds per call of each kind, between two times."""
+        first, last = np.searchsorted(self.times, [start, end]) - 1
+        used = Counter(self._cpu_s[last])
+        used.subtract(self._cpu_s[first])
+        return ", ".join(f"{kind} {seconds / calls * 1e3:.2f}" for kind, seconds in used.most_common())
 
     def table(self, rollout_ends: np.ndarray) -> str:
         """Return for each kind: MB at the start of the second quarter and at the end, and the growth."""
@@ -158,7 +188,7 @@ def fit(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(slope), float(covariance[0, 0] ** 0.5)
 
 
-def report(args: argparse.Namespace, memory: Memory) -> None:
+def report(args: argparse.Namespace, processes: Processes) -> None:
     folder = Path(args.folder)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["step"]]
@@ -180,7 +210,9 @@ def report(args: argparse.Namespace, memory: Memory) -> None:
         f"p99 {p99:.2f} s\n"
         f"{len(rollout_ends)} rollouts, failed: {sum(row['train/failed'] for row in rows):.0f}"
     )
-    print(memory.table(rollout_ends))
+    print(f"CPU ms per call: {processes.cpu_line(calls[0, 0], calls[-1, 0], len(calls))}")
+    print(f"write-ahead log of the store: at most {processes.wal_bytes / 1e6:.0f} MB")
+    print(processes.table(rollout_ends))
 
 
 def main() -> None:
@@ -193,22 +225,28 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=12.0, help="simulated seconds per second")
     parser.add_argument("--staleness", type=int, default=2, help="max_staleness; 0 is synchronous")
     parser.add_argument("--stale", choices=("wait", "drop", "mask"), default="wait")
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--engine", choices=("transformers", "vllm", "echo"), default="transformers")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--rate", type=float, help="calls a second of all agents together, in real time")
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rate:
+        args.tool_s = args.agents / args.rate * args.speed
     args.tasks_per_step = -(-args.agents // GROUP_SIZE // (args.staleness + 1))
     os.environ.setdefault("RAY_ADDRESS", "local")
     if args.folder:  # in a process of its own, whose memory is not that of this measurement
         return train(args)
+    path = os.pathsep.join([str(ROOT / "tests/unit/helpers"), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as args.folder:
-        with subprocess.Popen([sys.executable, *sys.argv, "--folder", args.folder]) as driver:
-            memory = Memory(driver.pid)
+        command = [sys.executable, *sys.argv, "--folder", args.folder]
+        with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}) as driver:
+            processes = Processes(driver.pid, args.folder)
             with contextlib.suppress(KeyboardInterrupt):  # which ends the driver too
                 while driver.poll() is None:
-                    memory.sample()
+                    processes.sample()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         driver.wait(SAMPLE_S)
-        report(args, memory)
+        report(args, processes)
         sys.exit(driver.returncode)
 
 
