@@ -39,7 +39,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx2
+import aiohttp
 import numpy as np
 import psutil
 from harness import ROOT, make_parser, memory_kib
@@ -61,22 +61,23 @@ PROCESS: list[Any] = []
 @rl.rollout
 async def agent(task: dict, llm: rl.LLM) -> float:
     if not PROCESS:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        PROCESS.append(httpx2.AsyncClient(limits=limits, timeout=None, trust_env=False))
+        connector = aiohttp.TCPConnector(limit=1000)
+        PROCESS.append(aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(None)))
         PROCESS.append(os.open(f"{task['folder']}/times-{os.getpid()}", os.O_WRONLY | os.O_CREAT))
     client, times = PROCESS
     messages = [{"role": "user", "content": f"{task['number']}+1="}]
     for _ in range(task["turns"]):
         start = time.monotonic()
-        answer = await client.post(
+        async with client.post(
             f"{llm.endpoint}/chat/completions",
             headers={"Authorization": f"Bearer {llm.api_key}"},
             json={"model": llm.model, "messages": messages, "max_tokens": 8},
-        )
-        answer.raise_for_status()
+            raise_for_status=True,
+        ) as answer:
+            choices = (await answer.json())["choices"]
         now = time.monotonic()
         os.write(times, array.array("d", [now, now - start]))
-        text = answer.json()["choices"][0]["message"]["content"]
+        text = choices[0]["message"]["content"]
         await asyncio.sleep(task["tool_s"] * random.uniform(0.5, 1.5))
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "1+1="}]
     os.write(times, array.array("d", [time.monotonic(), ROLLOUT_ENDS]))
