@@ -1,7 +1,8 @@
 """Rollouts per second of raylight's full loop, of bare torch loops and of TRL's GRPOTrainer.
 
-    python tests/benchmarks/loop.py [--shape quickstart|20M] [--rounds 2] [--max-staleness 0 1]
-                                    [--trl-python PYTHON] [--async-threads 1,1 2,1] [--cpu] [--flame DIR]
+    python tests/benchmarks/loop.py [--shape quickstart|20M] [--model FOLDER] [--rounds 2]
+                                    [--max-staleness 0 1] [--trl-python PYTHON] [--async-threads 1,1 2,1]
+                                    [--cpu] [--flame DIR]
 
 The full loop has an agent with OpenAI's client, HTTP, capture, updates and weight syncs; TRL samples in its
 own process. The programs run one after the other, each in its own process, in every round. A ratio is that of
@@ -14,7 +15,8 @@ in another process, and nothing else: the bound of the full loop.
 20M: compute dominates. The model has 20 million random parameters; a step has 64 rollouts with answers of 64
 tokens, whose reward is the share of digits among their characters. With max_staleness 0 all use `--threads`
 threads to compute; above 0 raylight's engine and learner compute at the same time, with half of them each, or
-with each of the pairs that `--async-threads` names (engine, learner).
+with each of the pairs that `--async-threads` names (engine, learner). `--model` takes a pretrained model in
+place of the random one, with answers of 28 tokens.
 """
 
 import argparse
@@ -26,7 +28,9 @@ from pathlib import Path
 from harness import save_random
 from loop_runs import Programs, chat_agent, measure, parser, report, run_rounds, train
 
-ROLLOUTS, GROUP, RESPONSE_TOKENS, TASKS = 64, 8, 64, 64
+ROLLOUTS, GROUP, TASKS = 64, 8, 64
+RANDOM_ANSWER, PRETRAINED_ANSWER = 64, 28
+"""Tokens of an answer, of the random model and of a pretrained one."""
 LEARNING_RATE = 1e-5
 STEPS = {"quickstart": 25, "20M": 9}
 """Steps of a run by shape, unless others are given."""
@@ -76,7 +80,7 @@ def build(folder: Path) -> None:
     save_random(config, folder)
 
 
-def ours(model: str, steps: int, max_staleness: int, engine: int, learner: int) -> None:
+def ours(model: str, answer: int, steps: int, max_staleness: int, engine: int, learner: int) -> None:
     """Train with raylight, with numbers of threads of engine and learner."""
     import raylight as rl
 
@@ -84,11 +88,11 @@ def ours(model: str, steps: int, max_staleness: int, engine: int, learner: int) 
         rl.GRPO, model=model, lr=LEARNING_RATE, tasks_per_step=ROLLOUTS // GROUP, group_size=GROUP
     )
     threads = {"engine": {"num_threads": engine}, "learner": {"num_threads": learner}}
-    agent = chat_agent(question, reward_of, RESPONSE_TOKENS)
+    agent = chat_agent(question, reward_of, answer)
     train(agent, list(range(TASKS)), steps, max_staleness, algorithm, **threads)
 
 
-def theirs(model: str, steps: int, threads: int) -> None:
+def theirs(model: str, answer: int, steps: int, threads: int) -> None:
     """Train with TRL."""
     import torch
     import trl_grpo
@@ -101,7 +105,7 @@ def theirs(model: str, steps: int, threads: int) -> None:
         reward_of,
         per_device_train_batch_size=ROLLOUTS,
         num_generations=GROUP,
-        max_completion_length=RESPONSE_TOKENS,
+        max_completion_length=answer,
         max_steps=steps,
         learning_rate=LEARNING_RATE,
     )
@@ -127,10 +131,10 @@ def quickstart_programs(args: argparse.Namespace) -> Programs:
     return programs | {"TRL": trl}
 
 
-def large_programs(args: argparse.Namespace, model: str) -> Programs:
+def large_programs(args: argparse.Namespace, model: str, answer: int) -> Programs:
     half = max(args.threads // 2, 1)
     pairs = args.async_threads or [(half, half)]
-    ours = functools.partial(measure, sys.executable, SCRIPT, "ours", model, args.steps)
+    ours = functools.partial(measure, sys.executable, SCRIPT, "ours", model, answer, args.steps)
     programs: Programs = {
         f"S={stale}, {engine}+{learner} threads": functools.partial(
             ours, stale, engine, learner, flames=args.flame and args.flame / f"S{stale}"
@@ -138,7 +142,9 @@ def large_programs(args: argparse.Namespace, model: str) -> Programs:
         for stale in args.max_staleness
         for engine, learner in (pairs if stale else [(args.threads, args.threads)])
     }
-    theirs = functools.partial(measure, args.trl_python, SCRIPT, "theirs", model, args.steps, args.threads)
+    theirs = functools.partial(
+        measure, args.trl_python, SCRIPT, "theirs", model, answer, args.steps, args.threads
+    )
     return programs | {"TRL": theirs}
 
 
@@ -148,16 +154,19 @@ def main() -> None:
         return globals()[function](*(int(value) if value.isdigit() else value for value in values))
     options = parser(__doc__)
     options.add_argument("--shape", choices=list(STEPS), default="quickstart")
+    options.add_argument("--model", help="folder of a pretrained model, in place of the shape")
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--async-threads", nargs="+", type=pair, metavar="ENGINE,LEARNER")
     args = options.parse_args()
     args.steps = args.steps or STEPS[args.shape]
     with tempfile.TemporaryDirectory() as folder:
-        if args.shape == "quickstart":
+        if args.model:
+            programs = large_programs(args, args.model, PRETRAINED_ANSWER)
+        elif args.shape == "quickstart":
             programs = quickstart_programs(args)
         else:
             build(Path(folder))
-            programs = large_programs(args, folder)
+            programs = large_programs(args, folder, RANDOM_ANSWER)
         report(run_rounds(programs, args.rounds), "TRL", args.cpu)
 
 
