@@ -346,7 +346,8 @@ class LearnerConfig(Config):
     engine, whose routes are recorded with the tokens."""
     train_vision: bool = False
     """Train the vision part of a model too: its tower, and the projector of its features. It is frozen by
-    default; then the features of an image are computed once an update. For one rank, without an adapter."""
+    default; then the features of an image are computed once an update. Without an
+    adapter."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
     """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
     dropped."""
@@ -403,11 +404,6 @@ class LearnerConfig(Config):
         if self.train_vision and self.lora is not None:
             raise ValueError(
                 "an adapter (learner.lora) adapts the language part alone; leave out train_vision, or lora"
-            )
-        if self.train_vision and self.n > 1:
-            raise ValueError(
-                f"train_vision=True needs one rank and n={self.n}: ranks whose rows have other images would "
-                "wait for each other; set n=1, or leave out train_vision"
             )
         if self.ulysses > 1 and self.router_aux_loss_coef:
             raise ValueError(

@@ -12,17 +12,16 @@ PACKED_MODELS = frozenset({
     "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "granite",
     "granitemoe", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
     "jais2", "laguna", "llama", "longcat_flash", "mellum", "minimax_m2", "ministral3", "mistral",
-    "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "smollm3", "starcoder2",
+    "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_5_vl_text",
+    "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_text", "smollm3", "starcoder2",
 })
 # fmt: on
 """Types of language models in transformers whose layers need no mask between rows, as the tests of
 docs/models.md show. The state of others goes on into the next row, or their layers make masks of their
 own."""
-PACKED_VISION_MODELS = frozenset({"internvl", "llava_onevision"})
+PACKED_VISION_MODELS = frozenset({"internvl", "llava_onevision", "qwen2_5_vl", "qwen3_vl"})
 """Types of models whose rows can be packed with images: as in text, each token attends to the earlier ones of
-its row. (Tokens of an image attend to each other in Gemma's models, and Qwen's have positions of three
-dimensions.)"""
+its row. (Tokens of an image attend to each other in Gemma's models, and Qwen 3.5 has layers with a state.)"""
 STATE_LAYERS = {
     "compressed_sparse_attention",
     "conv",

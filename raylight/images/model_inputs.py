@@ -189,11 +189,7 @@ class ModelImages:
 
     def token_bytes(self) -> int:
         """Return the bytes of the pixels for which a token stands, in an image of usual size."""
-        from PIL import Image as pillow
-
-        file = BytesIO()
-        pillow.new("RGB", (448, 448)).save(file, "PNG")
-        image = read_image(file.getvalue())
+        image = blank_image(448)
         return _size(self._tensors(image)) // len(self._show(image).ids)
 
     def _show(self, image: Image) -> ShownImage:
@@ -232,6 +228,15 @@ class ModelImages:
             self._shown[image.sha256] = shown
             self._pixels[image.sha256] = pixels
         return shown, pixels
+
+
+def blank_image(side: int = 32) -> Image:
+    """Return a black image of this width and height."""
+    from PIL import Image as pillow
+
+    file = BytesIO()
+    pillow.new("RGB", (side, side)).save(file, "PNG")
+    return read_image(file.getvalue())
 
 
 def auto_class(reads_images: bool) -> Any:

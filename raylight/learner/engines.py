@@ -255,8 +255,8 @@ def _warn_about_unused_offload(config: LearnerConfig) -> None:
 
 
 def _check_layers(model_path: str, reads_images: bool) -> None:
-    """Check that no layer carries a state from one packed row into the next, and that images need no mask or
-    positions of their own.
+    """Check that no layer carries a state from one packed row into the next, and that images need no mask of
+    their own.
 
     Raises:
         ConfigError: one does, or they do.
@@ -264,8 +264,8 @@ def _check_layers(model_path: str, reads_images: bool) -> None:
     whole = AutoConfig.from_pretrained(model_path)
     if reads_images and whole.model_type not in PACKED_VISION_MODELS:
         raise ConfigError(
-            f"rows of {model_path} ({whole.model_type}) cannot be packed, because the tokens of its images "
-            "have positions of several dimensions or attend to each other; set learner.packed=False"
+            f"rows of {model_path} ({whole.model_type}) have not been shown to be computed alike with images "
+            "if they are packed: tokens of an image may attend to each other; set learner.packed=False"
         )
     config = whole.get_text_config()
     if keeps_state(config.to_dict()):

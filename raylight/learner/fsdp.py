@@ -170,6 +170,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         if self._is_whole:
             self._autocast_dtype = torch.float32
             return module
+        # verl would wrap an embedding within wrapped embeddings, which FSDP cannot
+        layers = [name for name in module._no_split_modules or () if not name.endswith("Embeddings")]
+        self.engine_config.wrap_policy["transformer_layer_cls_to_wrap"] = layers
         # verl would offload every forward-only model to pinned host memory, which needs a GPU
         self.engine_config.forward_only = forward_only and self.engine_config.param_offload
         left_whole = contextlib.nullcontext() if self._vision is None else self._vision.left_whole()

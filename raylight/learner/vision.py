@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from cachetools import LRUCache
 
 from raylight.errors import ConfigError
 from raylight.images.image import Image, read_image
-from raylight.images.model_inputs import GRID, PROCESSOR_FILES, ModelImages
+from raylight.images.model_inputs import GRID, PROCESSOR_FILES, ModelImages, blank_image
 from raylight.learner.micro_batch import MicroBatch
 
 LANGUAGE = "language_model"
@@ -78,6 +79,12 @@ class ModelVision:
         """Images of the pass that begins."""
         self._inside: torch.Tensor | None = None
         """True for tokens of images in this pass."""
+        self._is_shared = trained and dist.get_world_size() > 1
+        self._is_idle = False
+        """True if the pass that begins has no images, and other ranks may have some."""
+        if self._is_shared:
+            language = getattr(self._base, LANGUAGE)
+            language.register_forward_pre_hook(self._join_other_ranks, with_kwargs=True)
 
     def load(self, files: Mapping[str, bytes]) -> None:
         """Take the images of an update.
@@ -97,6 +104,7 @@ class ModelVision:
         """
         shown = [image.sha256 for row in batch.rows for image in row.images]
         self._shown = self._inside = None
+        self._is_idle = self._is_shared and not shown
         if not shown:
             return {}
         self._shown, self._inside = shown, batch.image_tokens().to(ids.device)
@@ -106,7 +114,46 @@ class ModelVision:
         grids = self._images.grids([self._image(sha256) for sha256 in shown])
         if grids is not None:
             found[GRID] = grids.to(ids.device)
+        if grids is not None and batch.packed:
+            found["position_ids"] = self._packed_positions(batch, ids.cpu()).to(ids.device)
         return found
+
+    def _packed_positions(self, batch: MicroBatch, ids: torch.Tensor) -> torch.Tensor:
+        """Return the positions of the tokens of packed rows, shape (4, 1, tokens): in their row, and the
+        three that the model's own code gives a row, of time, height and width."""
+        found, start = [], 0
+        for row in batch.rows:
+            own = ids[:, start : start + row.tokens]
+            start += row.tokens
+            positions = torch.arange(row.tokens).expand(4, 1, -1).clone()
+            if row.images:
+                kinds = torch.zeros_like(own, dtype=torch.int)
+                for image in row.images:
+                    kinds[0, image.start : image.stop] = 1
+                grids = self._images.grids([self._image(image.sha256) for image in row.images])
+                positions[1:], _ = self._base.get_rope_index(
+                    own, mm_token_type_ids=kinds, image_grid_thw=grids
+                )
+            found.append(positions)
+        return torch.cat(found, -1)
+
+    def _join_other_ranks(
+        self, module: Any, args: Any, arguments: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Compute a blank image in a pass without images, whose features change nothing: the ranks gather the
+        parameters of the vision part, and reduce their gradients, together."""
+        is_idle, self._is_idle = self._is_idle, False
+        if is_idle:
+            embeddings = arguments["inputs_embeds"]
+            found = self._convert_and_compute([self._blank], embeddings.device)
+            features = [*found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+            nothing = sum((feature.sum() for feature in features), start=torch.zeros(()))
+            arguments = arguments | {"inputs_embeds": embeddings + 0 * nothing.to(embeddings.dtype)}
+        return args, arguments
+
+    @functools.cached_property
+    def _blank(self) -> Image:
+        return blank_image()
 
     @contextlib.contextmanager
     def left_whole(self) -> Iterator[None]:
@@ -165,7 +212,10 @@ class ModelVision:
         return features
 
     def _compute(self, shown: list[str], device: torch.device) -> Any:
-        tensors = self._images.inputs([self._image(sha256) for sha256 in shown])
+        return self._convert_and_compute([self._image(sha256) for sha256 in shown], device)
+
+    def _convert_and_compute(self, images: list[Image], device: torch.device) -> Any:
+        tensors = self._images.inputs(images)
         return self._own_features(
             **{name: tensor.to(device) for name, tensor in tensors.items()}, return_dict=True
         )

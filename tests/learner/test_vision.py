@@ -99,12 +99,17 @@ def test_logprobs_are_those_of_plain_transformers_before_and_after_an_update(
     assert_equal(infer(policy, batch), trained)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_gradients_are_those_of_plain_transformers(family: str, folders: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [("qwen3_vl", False), ("gemma3", False), ("qwen2_5_vl", True), ("qwen3_vl", True)],
+)
+def test_gradients_are_those_of_plain_transformers(
+    family: str, packed: bool, folders: dict[str, str]
+) -> None:
     model, images, exact = load_plain(folders[family])
     batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
     settings = {"lr": 1e-3, "loss_agg_mode": "token-mean", "grad_clip": 1e9}
-    policy = build_policy(folders[family], settings, train_vision=True)
+    policy = build_policy(folders[family], settings, train_vision=True, packed=packed)
     metrics = policy.update(batch)
     rewards = torch.tensor(batch.rewards)
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -118,16 +123,17 @@ def test_gradients_are_those_of_plain_transformers(family: str, folders: dict[st
     assert sum(param.grad is not None and bool(param.grad.any()) for param in tower) > len(tower) / 2
 
 
-@pytest.mark.parametrize("family", ["internvl", "llava_onevision"])
+@pytest.mark.parametrize("family", ["internvl", "llava_onevision", "qwen2_5_vl", "qwen3_vl"])
 def test_packed_rows_are_computed_alike(family: str, folders: dict[str, str]) -> None:
     _, images, exact = load_plain(folders[family])
     batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
     assert_equal(infer(build_policy(folders[family], packed=True), batch), exact)
 
 
-def test_images_of_qwen_are_not_packed(folders: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"qwen3_vl.*set learner\.packed=False"):
-        build_policy(folders["qwen3_vl"], packed=True)
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_images_of_other_models_are_not_packed(family: str, folders: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=rf"{family}.*set learner\.packed=False"):
+        build_policy(folders[family], packed=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
@@ -220,6 +226,7 @@ def test_an_adapter_adapts_the_language_part(folders: dict[str, str], tmp_path: 
         ("qwen2_5_vl", {"max_tokens_per_micro_batch": 64}),
         ("gemma3", {}),
         ("qwen3_vl", {"lora": LORA}),
+        *((family, {"train_vision": True, "max_tokens_per_micro_batch": 64}) for family in FAMILIES),
     ],
 )
 def test_two_ranks_are_as_one(
@@ -230,8 +237,8 @@ def test_two_ranks_are_as_one(
     for metrics, _ in (one, two):
         assert metrics["mismatch/logprob_abs_max"] < 1e-5
     assert two[0]["learner/grad_norm"] == pytest.approx(one[0]["learner/grad_norm"], rel=1e-4)
-    if "lora" not in config:  # whose matrices are random
-        assert two[1] == pytest.approx(one[1], rel=1e-4)
+    if "lora" not in config:  # whose matrices are random; the gradients of biases of keys are rounding
+        assert two[1] == pytest.approx(one[1], rel=1e-4, abs=1e-4)
 
 
 def test_a_module_that_an_engine_shares_computes_alike(folders: dict[str, str]) -> None:
@@ -246,10 +253,9 @@ def test_a_module_that_an_engine_shares_computes_alike(folders: dict[str, str]) 
     assert_equal(infer(policy, batch), sampled)
 
 
-@pytest.mark.parametrize("more", [{"n": 2}, {"lora": LORA}])
-def test_a_vision_part_is_trained_in_whole_models_on_one_rank(more: dict[str, Any]) -> None:
+def test_a_vision_part_is_trained_in_whole_models() -> None:
     with pytest.raises(ConfigError, match="leave out train_vision"):
-        LearnerConfig(train_vision=True, **more)
+        LearnerConfig(train_vision=True, lora=LORA)
 
 
 def test_a_model_of_text_alone_is_given_no_images(folders: dict[str, str], tmp_path: Path) -> None:
