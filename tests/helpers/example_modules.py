@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from raylight.cli.examples import copy_example, example_folders
 
@@ -40,3 +42,11 @@ def run_copy(example: str, parent: Path, *arguments: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def updates(output: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run's updates; the engine's log-probs were the learner's in each."""
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    updated = [step for step in steps if "learner/grad_norm" in step]
+    assert all(step["mismatch/logprob_abs_max"] < 1e-3 for step in updated)
+    return updated

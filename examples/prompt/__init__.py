@@ -1,1 +1,0 @@
-"""Improve an agent's prompt, and then its model, in one store."""

@@ -1,0 +1,49 @@
+"""Recipe `judge`: preferences, the stand-in's scores, and three steps with each reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from example_modules import example_module, run_copy, updates
+from judged_group import rollout
+
+import raylight as rl
+
+
+@pytest.mark.parametrize(
+    ("answer", "points", "reward"),
+    [
+        ("Thank you. We are sorry.", 2, 1.0),
+        ("Thanks! We apologise. It is your fault.", 1, 0.5),
+        ("It is YOUR fault.", -1, 0.0),
+        ("", 0, 0.0),
+    ],
+)
+async def test_the_rule_and_the_rubric_agree(answer: str, points: int, reward: float) -> None:
+    assert example_module("judge", "agent").courtesy(answer) == points
+    stand_in = example_module("judge", "stand_in")
+    with stand_in.serve_stand_in() as judge:
+        (scores,) = await rl.rewards.rubric(stand_in.CRITERIA, judge)([rollout(0, answer)])
+    assert scores["rubric"] == reward
+
+
+def test_pairs_prefer_courtesy_with_some_mistakes() -> None:
+    replies, courtesy = example_module("judge", "replies"), example_module("judge", "agent").courtesy
+    pairs = replies.make_pairs(400, 0)
+    right = [
+        courtesy(pair["chosen"][0]["content"]) > courtesy(pair["rejected"][0]["content"]) for pair in pairs
+    ]
+    assert 0.85 < sum(right) / len(right) < 0.95
+    assert sum(courtesy(answer) == 2 for answer in replies.ANSWERS) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["model", "judge"])
+def test_three_steps_train_with_each_reward(tmp_path: Path, reward: str) -> None:
+    out = tmp_path / "out"
+    run_copy("judge", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(out), "--reward", reward)
+    assert len(updates(out)) == 3
+    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert all("val/reward/courteous" in step for step in steps if "val/reward" in step)

@@ -1,0 +1,45 @@
+"""Recipe `play`: who wins a game, and three steps against the initial model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from example_modules import example_module, run_copy, updates
+from math_helpers import ScriptedModel, text_of
+
+import raylight as rl
+
+
+@pytest.mark.parametrize(
+    ("stones", "begins", "moves", "reward"),
+    [
+        (6, 0, {6: "2", 4: "3", 1: "1"}, 1),
+        (5, 0, {5: "1", 4: "1", 3: "3"}, 1),
+        (5, 1, {5: "1", 4: "1", 3: "3"}, 0),
+        (5, 0, {5: "4"}, 0),
+        (5, 1, {5: "many"}, 1),
+        (2, 0, {2: "3"}, 0),
+    ],
+)
+async def test_who_takes_the_last_stone_wins(
+    stones: int, begins: int, moves: dict[int, str], reward: float
+) -> None:
+    play = example_module("play", "agent").play
+
+    def move(messages: list, tools: list) -> dict:
+        return {"content": moves[int(text_of(messages[-1]).split()[2])]}
+
+    with ScriptedModel(move) as model:
+        sides = [rl.LLM(endpoint=model.url, model=name) for name in ("policy", "older")]
+        assert await play({"stones": stones, "begins": begins}, *sides) == reward
+    names = [request["model"] for request in model.requests]
+    assert names == [("policy", "older")[(begins + i) % 2] for i in range(len(names))]
+
+
+@pytest.mark.slow
+def test_three_steps_train_against_the_initial_model(tmp_path: Path) -> None:
+    run_copy("play", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
+    steps = updates(tmp_path / "out")
+    assert len(steps) == 3
+    assert all(0 <= step["opponents/score"] <= 1 for step in steps)
