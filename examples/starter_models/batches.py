@@ -16,11 +16,14 @@ WINDOW = 16
 """Batches whose rows are sorted by length together, so that little is padding."""
 
 
-def batches(rows: Sequence[DemonstrationRow], generator: random.Random) -> Iterator[list[DemonstrationRow]]:
+def batches(
+    rows: Sequence[DemonstrationRow], generator: random.Random, max_tokens: int = MAX_TOKENS
+) -> Iterator[list[DemonstrationRow]]:
     """Yield batches without end: each row once in random order, and again.
 
     Args:
         rows: at least one row.
+        max_tokens: tokens of a batch, with padding, at most.
     """
     drawn: list[DemonstrationRow] = []
     while True:
@@ -28,18 +31,20 @@ def batches(rows: Sequence[DemonstrationRow], generator: random.Random) -> Itera
             drawn += generator.sample(rows, len(rows))
         window = sorted(drawn[: MAX_ROWS * WINDOW], key=lambda row: len(row.tokens) // COARSE)
         drawn = drawn[MAX_ROWS * WINDOW :]
-        groups = list(split_by_size(window))
+        groups = list(split_by_size(window, max_tokens))
         generator.shuffle(groups)
         yield from groups
 
 
-def split_by_size(rows: Sequence[DemonstrationRow]) -> Iterator[list[DemonstrationRow]]:
+def split_by_size(
+    rows: Sequence[DemonstrationRow], max_tokens: int = MAX_TOKENS
+) -> Iterator[list[DemonstrationRow]]:
     """Yield consecutive rows that together, padded to the longest of them, are within the limits."""
     group: list[DemonstrationRow] = []
     width = 0
     for row in rows:
         wider = max(width, len(row.tokens))
-        if group and (len(group) == MAX_ROWS or wider * (len(group) + 1) > MAX_TOKENS):
+        if group and (len(group) == MAX_ROWS or wider * (len(group) + 1) > max_tokens):
             yield group
             group, wider = [], len(row.tokens)
         group.append(row)

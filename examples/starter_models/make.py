@@ -81,6 +81,7 @@ def make_starter(
     accuracy: float | None = None,
     seed: int = 0,
     steps: int | None = None,
+    batch_tokens: int = MAX_TOKENS,
     report: Callable[[str], None] | None = print,
 ) -> StarterModel:
     """Make a small model that answers about half of a task's questions, and write it to a folder.
@@ -98,6 +99,7 @@ def make_starter(
             by default 0.5, or less for a task that is also solved in other ways.
         seed: seed of the demonstrations, the weights and the batches.
         steps: training steps at most; by default what the task needs.
+        batch_tokens: tokens of a batch at most. More steps with smaller batches soon learn short rows.
         report: called with each line of progress; None for none.
 
     Raises:
@@ -127,7 +129,7 @@ def make_starter(
         f"right, and then a careless teacher lowers its accuracy to {accuracy:g}"
     )
     training = StarterTraining(
-        model, rows, held_out, tokenizer.pad_token_id, seed, lambda p: say(progress_line(p))
+        model, rows, held_out, tokenizer.pad_token_id, seed, batch_tokens, lambda p: say(progress_line(p))
     )
     reached = training.run(steps, accuracy)
     with atomic_folder(folder) as partial, _without_progress_bars():

@@ -65,6 +65,7 @@ class StarterTraining:
         held_out: rows that measure the accuracy.
         padding: token that fills up the rows of a batch.
         seed: seed of the batches and of the careless teacher.
+        batch_tokens: tokens of a batch at most.
         report: called after each measurement.
 
     Attributes:
@@ -79,6 +80,7 @@ class StarterTraining:
         held_out: Sequence[DemonstrationRow],
         padding: int,
         seed: int,
+        batch_tokens: int,
         report: Report,
     ) -> None:
         self._model = model
@@ -86,6 +88,7 @@ class StarterTraining:
         self._held_out = held_out
         self._padding = padding
         self._random = random.Random(seed)
+        self._batch_tokens = batch_tokens
         self._report = report
         self._start = time.monotonic()
         self.steps_done = 0
@@ -97,7 +100,7 @@ class StarterTraining:
         Returns the accuracy. It is below `aim` if the steps do not suffice.
         """
         skilled = max(SKILLED, (1 + aim) / 2)
-        source = batches(self._rows, self._random)
+        source = batches(self._rows, self._random, self._batch_tokens)
         schedule = [cosine(step, steps) * LEARNING_RATE for step in range(steps)]
         self.skill = self._phase(source, schedule, EVERY, False, lambda accuracy: accuracy >= skilled)
         if self.skill <= aim:

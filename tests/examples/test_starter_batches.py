@@ -27,6 +27,7 @@ def test_a_group_is_within_the_limits() -> None:
     assert [r for group in groups for r in group] == rows
     assert all(len(g) == 1 or max(len(r.tokens) for r in g) * len(g) <= MAX_TOKENS for g in groups)
     assert [len(group) for group in split_by_size([row(1)] * 300)] == [MAX_ROWS, MAX_ROWS, 300 - 2 * MAX_ROWS]
+    assert len(next(split_by_size([row(1)] * 300, 50))) == 50 // len(row(1).tokens)
 
 
 def test_batches_show_every_row_equally_often() -> None:
