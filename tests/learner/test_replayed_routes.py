@@ -18,6 +18,7 @@ from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import PolicySettings
 from raylight.experience.supervised_settings import SupervisedSettings
 from raylight.learner.engines import build_policy
+from raylight.learner.weights import save_model
 from raylight.types import RouteArray, Trajectory
 
 SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e-3)
@@ -94,6 +95,25 @@ def test_replayed_routes_give_the_log_probs_and_gradient_of_a_reference(config, 
     metrics = policy.engine.train(minibatch_of(row), mean_loss)
     assert metrics["logprobs"] == pytest.approx(logprobs, abs=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+
+
+def test_an_adapter_of_packed_experts_is_trained_on_replayed_routes(tmp_path):
+    """The merged model has the log-probs of the learner, on the routes of the engine."""
+    from raylight.learner.policy import Policy
+
+    path, merged = build_model("qwen3_moe", tmp_path / "model", norm_topk_prob=True), str(tmp_path / "merged")
+    row = other_routes(sample(path, [[90, 84, 82], [1, 2]])[0])
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"rank": 3, "target_modules": ["q_proj"], "target_parameters": experts}
+    settings = PolicySettings(lr=1e-2, max_logprob_mismatch=50.0)
+    policy = Policy(path, LearnerConfig(router_replay=True, lora=lora), settings, 5)
+    before, *_ = (policy.engine.train(minibatch_of(row), mean_loss)["logprobs"] for _ in range(4))
+    save_model(policy.engine, merged)
+    trained = policy.engine.train(minibatch_of(row), mean_loss)["logprobs"]
+    assert trained == pytest.approx(by_hand(merged, row)[0], abs=1e-4)
+    assert sum(trained) > sum(before) + 1
+    forgotten = replace(row, routed_experts=other_routes(row).routed_experts)
+    assert by_hand(merged, forgotten)[0] != pytest.approx(trained, abs=0.05)
 
 
 def minibatch_of(*rows: Trajectory):
