@@ -1,0 +1,1 @@
+"""Write Python functions that pass hidden tests in a sandbox."""
