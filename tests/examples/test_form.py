@@ -13,7 +13,6 @@ OPTIONS = ("--model", "--steps", "--output-dir", "--seed", "--cpu")
 OTHER_FORM = {
     "harness_agent": "the agent is a program that is installed, so there is no agent.py; no figure of a GPU",
     "math_agent": "options are a command line of pydantic settings, with a run for CI of its own",
-    "online_agent": "a service in TypeScript, which a running `raylight serve --learn` trains",
     "process_agent": "finds the best of several designs and prompts, and trains no weights",
     "real_model": "three programs share its helpers, and the agent is ten lines of train.py",
     "small_gpu": "measures what fits in 4 GB; its program is train_math_agent.py",
@@ -24,7 +23,7 @@ OTHER_FORM = {
 
 def missing_parts(folder: Path) -> list[str]:
     """Return the parts of the form that an example does not have."""
-    missing = [name for name in ("agent.py", "train.py", "README.md") if not (folder / name).exists()]
+    missing = [name for name in ("agent.*", "train.py", "README.md") if not any(folder.glob(name))]
     if not missing:
         program, page = (folder / "train.py").read_text(), (folder / "README.md").read_text()
         pictures = [folder / path for path in re.findall(r"!\[[^\]]+\]\(([^)]+\.png)\)", page)]

@@ -1,0 +1,1 @@
+"""Route support tickets, and learn from what customers answer later."""

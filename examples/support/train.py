@@ -1,0 +1,92 @@
+"""Serve a model to a support desk in JavaScript, and train it on rewards that come later.
+
+python examples/support/train.py                 a model that is made here, on a CPU
+python examples/support/train.py --model PATH    another model
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+
+from examples.starter_models.make import make_starter
+from raylight.trainer.online_trainer import OnlineTrainer, online_algorithm
+
+HERE = Path(__file__).resolve().parent
+SESSIONS_PER_STEP = 64
+
+
+def demonstrations(seed: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield tickets as the service sends them, with the right teams."""
+    desk, chance = json.loads((HERE / "tickets.json").read_text()), random.Random(seed)
+    for _ in range(4000):
+        team = chance.choice(list(desk["teams"]))
+        text = f"Order {chance.randint(1000, 9999)}: {chance.choice(desk['teams'][team])}"
+        yield [
+            {"role": "system", "content": desk["system"]},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": team},
+        ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder or name of a chat model; left out: a tiny one is made")
+    parser.add_argument("--steps", type=int, default=15, help=f"each of {SESSIONS_PER_STEP} rewarded tickets")
+    parser.add_argument("--delay", type=float, default=5.0, help="mean seconds until a customer answers")
+    parser.add_argument("--lease", type=float, default=2.0, help="seconds until a silent session expires")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/support"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+    args = parser.parse_args(arguments)
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        sys.exit("the support desk is a program of Node: install nodejs and npm")
+    if not (HERE / "node_modules").exists():
+        subprocess.run([npm, "install", "--no-audit", "--no-fund"], cwd=HERE, check=True)
+    model = args.model
+    if model is None:
+        torch.set_num_threads(1)  # more slow down matrices of a tiny model's size
+        model = make_starter(
+            demonstrations, args.output_dir / "initial", size="tiny", steps=100, seed=args.seed
+        ).path
+    settings = {"n_steps": args.steps, "lr": 1e-6 if args.model else 5e-4}
+    gpus = {"num_gpus": 0} if args.cpu else {}
+    key = secrets.token_hex(20)
+    trainer = OnlineTrainer(
+        api_key=key,
+        sessions={"max_open": 4 * SESSIONS_PER_STEP},
+        algorithm=online_algorithm(model, settings, SESSIONS_PER_STEP, args.lease),
+        engine={"port": args.port, **gpus},
+        learner=gpus,
+        output_dir=args.output_dir,
+        seed=args.seed,
+    )
+    address = {"RAYLIGHT_URL": f"http://127.0.0.1:{args.port}", "RAYLIGHT_API_KEY": key}
+    desk = subprocess.Popen([node, str(HERE / "agent.mjs"), "32", str(args.delay)], env=os.environ | address)
+    try:
+        trainer.serve()
+    finally:
+        desk.terminate()
+        desk.wait()
+
+
+if __name__ == "__main__":
+    main()
