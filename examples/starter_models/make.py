@@ -94,7 +94,7 @@ def make_starter(
         output: folder for the model; it is new, empty, or holds a starter model.
         messages: demonstrations in place of a task: a file with one in each line (JSONL), or an iterable.
         options: arguments of the task's function, such as `{"max_terms": 2}`.
-        size: `"small"`, `"medium"` or `"large"`; by default what the task needs.
+        size: `"tiny"`, `"small"`, `"medium"` or `"large"`; by default what the task needs.
         accuracy: probability, above 0 and at most 1, that all answers of a conversation are the teacher's;
             by default 0.5, or less for a task that is also solved in other ways.
         seed: seed of the demonstrations, the weights and the batches.

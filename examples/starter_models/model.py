@@ -27,8 +27,13 @@ class ModelSize:
         return self.heads // 2
 
 
-SIZES = {"small": ModelSize(96, 2, 4), "medium": ModelSize(128, 4, 4), "large": ModelSize(256, 4, 8)}
-"""Sizes by name: about 0.25, 0.7 and 3 million parameters with the tokens of bytes alone."""
+SIZES = {
+    "tiny": ModelSize(64, 2, 2),
+    "small": ModelSize(96, 2, 4),
+    "medium": ModelSize(128, 4, 4),
+    "large": ModelSize(256, 4, 8),
+}
+"""Sizes by name: about 0.1, 0.25, 0.7 and 3 million parameters with the tokens of bytes alone."""
 
 
 def build_model(tokenizer: Any, size: str) -> Any:

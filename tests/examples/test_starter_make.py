@@ -125,7 +125,7 @@ def nothing() -> Iterator[Any]:
         ({"task": "add:two"}, ConfigError, "write 'add'"),
         ({"task": "no_such_module:function"}, ConfigError, "cannot import no_such_module"),
         ({"task": echoes, "options": {"sentences": 1}}, ConfigError, "takes no 'sentences'"),
-        ({"task": "add", "size": "huge"}, ConfigError, "the sizes are: small, medium, large"),
+        ({"task": "add", "size": "huge"}, ConfigError, "the sizes are: tiny, small, medium, large"),
         ({"task": "add", "accuracy": 0}, ConfigError, "accuracy=0 is not above 0"),
         ({"task": "add", "steps": 0}, ConfigError, "steps=0 is not at least 1"),
         ({}, ConfigError, "give a task, or messages; the tasks are add, calculator"),

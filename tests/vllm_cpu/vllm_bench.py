@@ -69,12 +69,18 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def open_bench(
-    model_path: str, slots: int = 64, dtype: str = "float32", **more: Any
+    model_path: str,
+    slots: int = 64,
+    dtype: str = "float32",
+    max_adapters: int = 2,
+    max_model_len: int = MAX_MODEL_LEN,
+    **more: Any,
 ) -> AsyncIterator[Bench]:
     """Run an engine until the block ends.
 
     Args:
         more: arguments of vLLM.
+        max_adapters: 0 for a model whose adapters vLLM does not serve.
     """
     from vllm import AsyncEngineArgs
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -89,12 +95,12 @@ async def open_bench(
         model_path,
         {"lora_target_modules": ["q_proj", "v_proj", "down_proj"], **more},
         dtype=dtype,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_concurrent=slots,
         max_waiting=100,
         seed=0,
         gpus=0,
-        max_adapters=2,
+        max_adapters=max_adapters,
     )
     frontend = {name: options.pop(name) for name in list(options) if hasattr(FrontendArgs(), name)}
     engine_args = AsyncEngineArgs(model_path, served_model_name=[MODEL], **options)

@@ -1,0 +1,1 @@
+"""Improve an agent's prompt, and then its model, in one store."""
