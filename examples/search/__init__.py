@@ -1,0 +1,1 @@
+"""Search: questions that a tool answers."""

@@ -1,0 +1,1 @@
+"""SQL: questions about a database, as queries."""

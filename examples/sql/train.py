@@ -1,0 +1,70 @@
+"""Train a model to answer questions by queries of a database.
+
+python examples/sql/train.py                 a tiny model that is made here, on a CPU
+python examples/sql/train.py --model PATH    another model
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # the package `examples`, in a checkout
+
+from agent import ask_database
+from database import make_tasks
+from demonstrations import queries
+
+import raylight as rl
+from examples.starter_models.make import make_starter
+
+TASKS_PER_STEP, VALIDATION_TASKS = 8, 64
+TAUGHT_STEPS = 400
+
+
+def make_model(folder: Path, seed: int) -> str:
+    """Make the tiny model; return its folder."""
+    torch.set_num_threads(1)  # more threads slow down matrices of this size
+    return make_starter(queries, folder, steps=TAUGHT_STEPS, batch_tokens=2048, seed=seed).path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="folder of a chat model that calls tools; left out: a tiny one is made"
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/sql"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+    args = parser.parse_args(arguments)
+    algorithm = rl.GRPO(
+        model=args.model or make_model(args.output_dir / "initial", args.seed),
+        n_steps=args.steps,
+        tasks_per_step=TASKS_PER_STEP,
+        group_size=8,
+        lr=1e-6 if args.model else 5e-4,
+        val_every=max(args.steps // 2, 1),
+        val_samples=2,
+    )
+    no_gpu: dict[str, Any] = {"num_gpus": 0} if args.cpu else {}
+    trainer = rl.Trainer(
+        algorithm=algorithm,
+        engine=no_gpu,
+        learner=no_gpu,
+        n_runners=1,
+        output_dir=args.output_dir,
+        seed=args.seed,
+    )
+    tasks = make_tasks(TASKS_PER_STEP * args.steps, args.seed + 1)
+    trainer.fit(ask_database, tasks, val_dataset=make_tasks(VALIDATION_TASKS, 0))
+
+
+if __name__ == "__main__":
+    main()
