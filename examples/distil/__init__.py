@@ -1,0 +1,1 @@
+"""Teach a small model by a larger one, and then by rewards."""
