@@ -152,7 +152,8 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
 
     def _add_vision(self, model: Any) -> None:
         if self.images is not None:
-            self._vision = ModelVision(model, self.images, self._learner.train_vision)
+            is_trained = self._learner.train_vision and not self.engine_config.forward_only
+            self._vision = ModelVision(model, self.images, is_trained)
 
     def _build_fsdp_module(self, module: Any) -> Any:
         forward_only = self.engine_config.forward_only
@@ -379,8 +380,9 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         ]
         tokens = torch.stack(counts).to(self.collective_device)
         dist.all_reduce(tokens, group=group)
-        passes = torch.tensor(len(parts), device=self.collective_device)
-        dist.all_reduce(passes, op=dist.ReduceOp.MAX, group=group)
+        most = torch.tensor([len(parts), any(row.images for row in rows)], device=self.collective_device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        passes, images = most.tolist()
         make = functools.partial(
             MicroBatch,
             device=self.device,
@@ -388,6 +390,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
             rollouts=minibatch.rollouts,
             tokens=int(tokens[0]),
             dp_size=self.get_data_parallel_size(),
+            has_images=bool(images),
             router_logits=self._balances and torch.is_grad_enabled(),
             entropy=entropy,
             entropy_grad=entropy_grad,
@@ -396,7 +399,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
         )
         found = [(part, make([rows[i] for i in part])) for part in parts]
         idle = make([mask_all(rows[parts[-1][-1]])])
-        return [([], idle)] * (int(passes) - len(parts)) + found
+        return [([], idle)] * (passes - len(parts)) + found
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Context of verl's passes and losses."""

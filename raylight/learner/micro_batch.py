@@ -57,6 +57,8 @@ class MicroBatch:
     """Sampled tokens of the mini-batch on all ranks, the divisor of means over tokens."""
     dp_size: int
     """Ranks among which the mini-batch is divided."""
+    has_images: bool = False
+    """True if a row of the mini-batch has images, on any rank."""
     entropy: bool = False
     """Compute the entropies of the sampled tokens' distributions too."""
     entropy_grad: bool = False

@@ -81,7 +81,7 @@ class ModelVision:
         """True for tokens of images in this pass."""
         self._is_shared = trained and dist.get_world_size() > 1
         self._is_idle = False
-        """True if the pass that begins has no images, and other ranks may have some."""
+        """True if the pass that begins has no images, in a mini-batch with some."""
         if self._is_shared:
             language = getattr(self._base, LANGUAGE)
             language.register_forward_pre_hook(self._join_other_ranks, with_kwargs=True)
@@ -104,7 +104,7 @@ class ModelVision:
         """
         shown = [image.sha256 for row in batch.rows for image in row.images]
         self._shown = self._inside = None
-        self._is_idle = self._is_shared and not shown
+        self._is_idle = self._is_shared and batch.has_images and not shown
         if not shown:
             return {}
         self._shown, self._inside = shown, batch.image_tokens().to(ids.device)
@@ -141,7 +141,8 @@ class ModelVision:
         self, module: Any, args: Any, arguments: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Compute a blank image in a pass without images, whose features change nothing: the ranks gather the
-        parameters of the vision part, and reduce their gradients, together."""
+        parameters of the vision part, and reduce their gradients, together. Without images in the mini-batch,
+        those gradients are None on all ranks, and the optimizer leaves these parameters alone."""
         is_idle, self._is_idle = self._is_idle, False
         if is_idle:
             embeddings = arguments["inputs_embeds"]

@@ -31,6 +31,7 @@ from raylight.weights.source import WeightSource
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+PACKED = {"train_vision": True, "packed": True, "max_tokens_per_micro_batch": 64}
 
 
 @pytest.fixture(scope="module")
@@ -221,19 +222,22 @@ def test_an_adapter_adapts_the_language_part(folders: dict[str, str], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("family", "config"),
+    ("family", "config", "settings"),
     [
-        ("qwen2_5_vl", {"max_tokens_per_micro_batch": 64}),
-        ("gemma3", {}),
-        ("qwen3_vl", {"lora": LORA}),
-        *((family, {"train_vision": True, "max_tokens_per_micro_batch": 64}) for family in FAMILIES),
+        ("qwen2_5_vl", {"max_tokens_per_micro_batch": 64}, {}),
+        ("gemma3", {}, {}),
+        ("qwen3_vl", {"lora": LORA}, {}),
+        *((family, {"train_vision": True, "max_tokens_per_micro_batch": 64}, {}) for family in FAMILIES),
+        ("qwen2_5_vl", PACKED, {"mini_batches": 2}),
+        ("qwen3_vl", PACKED | {"gradient_checkpointing": True}, {"mini_batches": 2}),
     ],
 )
 def test_two_ranks_are_as_one(
-    family: str, config: dict[str, Any], folders: dict[str, str], tmp_path: Path
+    family: str, config: dict[str, Any], settings: dict[str, Any], folders: dict[str, str], tmp_path: Path
 ) -> None:
-    (one,) = run_ranks(vision_ranks.main, 1, str(tmp_path / "one"), folders[family], config)
-    two, _ = run_ranks(vision_ranks.main, 2, str(tmp_path / "two"), folders[family], config)
+    given = folders[family], config, settings
+    (one,) = run_ranks(vision_ranks.main, 1, str(tmp_path / "one"), *given)
+    two, _ = run_ranks(vision_ranks.main, 2, str(tmp_path / "two"), *given)
     for metrics, _ in (one, two):
         assert metrics["mismatch/logprob_abs_max"] < 1e-5
     assert two[0]["learner/grad_norm"] == pytest.approx(one[0]["learner/grad_norm"], rel=1e-4)

@@ -1,10 +1,11 @@
 """One learner rank that updates a vision-language model, in one process or in two."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from vision_rows import make_batch, plain_logprobs
+from vision_rows import TEXT_ROW, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings import PolicySettings
@@ -12,10 +13,10 @@ from raylight.images.model_inputs import ModelImages
 
 
 def main(
-    rank: int, ranks: int, file: str, folder: str, config: dict[str, Any]
+    rank: int, ranks: int, file: str, folder: str, config: dict[str, Any], settings: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the metrics of an update whose rows have the log-probs of plain transformers, and the sums of
-    the weights after it."""
+    the weights after it and an update with text alone."""
     from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(1)
@@ -27,9 +28,12 @@ def main(
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         exact = [logprobs.tolist() for logprobs in plain_logprobs(plain, images)]
-    settings = PolicySettings(lr=1e-3, kl_coef=0.01, max_logprob_mismatch=1e-3)
-    policy = Policy(folder, LearnerConfig(n=ranks, **config), settings, total_steps=2)
-    metrics = policy.update(make_batch(images, exact))
+    chosen = PolicySettings(lr=1e-3, kl_coef=0.01, weight_decay=0.1, max_logprob_mismatch=5.0, **settings)
+    policy = Policy(folder, LearnerConfig(n=ranks, **config), chosen, total_steps=2)
+    batch = make_batch(images, exact)
+    metrics = policy.update(batch)
+    rows = [replace(batch.rows[TEXT_ROW], rollout_id=str(number)) for number in range(5)]
+    policy.update(replace(batch, rows=rows, image_files={}))
     weights = policy.export() or {}
     dist.destroy_process_group()
     return metrics, {name: float(abs(array).sum()) for name, array in weights.items()}

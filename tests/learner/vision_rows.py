@@ -16,6 +16,7 @@ from raylight.types import PlacedImage, Trajectory
 SQUARE, WIDE = make_image("red"), make_image("blue", (64, 40))
 SHOWN: list[list[Image]] = [[SQUARE], [WIDE, SQUARE], [], [WIDE], [SQUARE]]
 """Images of each row."""
+TEXT_ROW = 2
 ANSWERS = [[20, 21, 22, 256], [20, 24, 256], [30, 31, 32, 33, 256], [40, 256], [20, 21, 23, 256]]
 
 
