@@ -104,8 +104,9 @@ def fit_trained(
     if learner.kind == "local":
         settings = _with_parts(settings, engine_on_device(engine, learner), learner)
         return finish_trained(fit_scoring_models(settings)), ()
-    facts.check_image_scaling(settings.serving.model_path)
     settings, notes = fit_placed(settings, requested, facts)
+    parts = settings.serving.engine, settings.training.learner
+    facts.check_image_scaling(settings.serving.model_path, *parts)
     check_memory(settings)
     settings = finish_trained(_with_threads(settings, facts))
     learner = settings.training.learner

@@ -6,15 +6,17 @@ and engines of a model that reads images need the same package for scaling.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.engines.registry import choose_engine, has_vllm
 from raylight.errors import ConfigError, summarize_ray_error
 
@@ -46,9 +48,10 @@ def engine_on_nodes(requested: EngineConfig, engine: EngineConfig) -> EngineConf
     return decide(requested, engine, has_vllm(), answers)
 
 
-def can_run(engine: EngineConfig, resources: dict[str, float]) -> bool:
-    """Return True if a node has a GPU and the custom resources of the engine."""
-    return all(resources.get(name, 0.0) > 0 for name in ("GPU", *engine.resources))
+def can_run(part: EngineConfig | LearnerConfig, resources: dict[str, float]) -> bool:
+    """Return True if a node has the devices and the custom resources of engines or learners."""
+    device = "GPU" if part.num_gpus else "CPU"
+    return all(resources.get(name, 0.0) > 0 for name in (device, *part.resources))
 
 
 def decide(
@@ -78,21 +81,27 @@ def decide(
     )
 
 
-def check_image_scaling(model_path: str) -> None:
-    """Check that transformers scales the images of a model in the same way on all nodes.
+def check_image_scaling(model_path: str, *parts: EngineConfig | LearnerConfig) -> None:
+    """Check that transformers scales the images of a model in the same way on the driver's node and on all
+    nodes that can run engines or learners.
 
     With torchvision its functions do, else Pillow's. Learners and engines would compute other pixels.
 
-    Raises:
-        ConfigError: torchvision is installed on some nodes only.
-    """
-    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    if len(nodes) < 2:
-        return
-    from raylight.images.model_inputs import reads_images
+    Args:
+        parts: settings of the engines and the learners.
 
-    if not reads_images(model_path):
+    Raises:
+        ConfigError: torchvision is installed on some of these nodes only.
+    """
+    if not _has_image_files(Path(model_path)):
         return
+    driver = ray.get_runtime_context().get_node_id()
+    nodes = {
+        node["NodeID"]: node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"]
+        and (node["NodeID"] == driver or any(can_run(part, node["Resources"]) for part in parts))
+    }
     answers = ask_nodes(nodes, has_torchvision)
     without = sorted(address for address, has in answers.items() if not has)
     if without and len(without) < len(answers):
@@ -100,6 +109,15 @@ def check_image_scaling(model_path: str) -> None:
             f"torchvision is not installed on {', '.join(without)}, and it is on other nodes, so that images "
             "would have other pixels there; install it on all nodes, or on none"
         )
+
+
+def _has_image_files(folder: Path) -> bool:
+    """Return True for a model with a vision part and a processor, which this node may be unable to load."""
+    from raylight.images.model_inputs import PROCESSOR_FILES
+
+    file = folder / "config.json"
+    has_vision = file.is_file() and "vision_config" in json.loads(file.read_text())
+    return has_vision and any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def has_torchvision() -> bool:

@@ -351,9 +351,9 @@ class ClusterFacts:
         """Return the settings of an engine that the nodes can run; see the function of this name."""
         return engine_on_nodes(requested, engine)
 
-    def check_image_scaling(self, model_path: str) -> None:
+    def check_image_scaling(self, model_path: str, *parts: EngineConfig | LearnerConfig) -> None:
         """Check that nodes scale images alike; see the function of this name."""
-        check_image_scaling(model_path)
+        check_image_scaling(model_path, *parts)
 
 
 class PlannedFacts(ClusterFacts):
@@ -366,7 +366,7 @@ class PlannedFacts(ClusterFacts):
     def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
         return engine
 
-    def check_image_scaling(self, model_path: str) -> None: ...
+    def check_image_scaling(self, model_path: str, *parts: EngineConfig | LearnerConfig) -> None: ...
 
 
 def torch_uses_gpus() -> bool:
@@ -425,7 +425,12 @@ def _language_config(folder: Path) -> dict[str, Any]:
     user's own, which may have no file."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
-    return config | (config.get("text_config") or {})
+    text = config.get("text_config") or {}
+    if not text and config.get("model_type") in PACKED_VISION_MODELS:
+        from transformers import AutoConfig  # published files of Qwen 2.5-VL have its settings at the top
+
+        text = AutoConfig.from_pretrained(folder).get_text_config().to_dict()
+    return config | text
 
 
 def longest_sequence(folder: Path) -> int | None:

@@ -96,24 +96,22 @@ def learner_memory(
     items = [Item("Python and libraries", LEARNER_PROCESS, "host")]
     if config.num_gpus:
         items.append(Item("CUDA context", GPU_CONTEXT, stays=True))
-    if shape.vision and not config.train_vision:
-        models = 1 + (settings.needs_reference and not config.lora)
-        size = models * shape.vision * DTYPES[config.dtype].itemsize
-        items.append(Item("frozen vision part", size, stays=True))  # whole on each rank
-        shapes = [shape] * models + [read_shape(teacher) for teacher in settings.local_teachers]
-        tokens = None if rollouts is None or longest is None else rollouts * longest
-        size = sum(_features(each, config, tokens) for each in shapes)
-        items.append(Item("features of images", size, grows=True))
-        shape = replace(shape, parameters=shape.parameters - shape.vision)
+    frozen = replace(shape, parameters=shape.parameters - shape.vision)
+    teachers = [read_shape(teacher) for teacher in settings.local_teachers]
+    models = (not config.train_vision) + (settings.needs_reference and not config.lora)
+    tokens = None if rollouts is None or longest is None else rollouts * longest
+    items += _frozen_vision([shape] * models + teachers, config, tokens)
+    if not config.train_vision:
+        shape = frozen
     if shape.pixel_bytes:
         items.append(Item("pixels", config.max_tokens_per_micro_batch * shape.pixel_bytes, grows=True))
     trained = adapter_parameters(path, config.lora) if config.lora else shape.parameters
     moments = _moments(settings, shape, trained)
     items += _states("policy", shape, config, trained, moments, computes=True)
     if settings.needs_reference and not config.lora:
-        items += _states("reference", shape, config, 0, 0)
-    for teacher in settings.local_teachers:
-        items += _local_teacher(read_shape(teacher), config)
+        items += _states("reference", frozen, config, 0, 0)
+    for teacher in teachers:
+        items += _local_teacher(teacher, config)
     if settings.critic is not None:
         of_critic = _moments(settings.critic, shape, trained)
         items += _states("critic", shape, config, trained, of_critic)
@@ -134,6 +132,19 @@ def learner_memory(
         items.append(Item("routes of a pass", routes, grows=True))
     items += _with_gaps(_pass(path, shape, config, trained, longest), bool(config.num_gpus))
     return RoleMemory("learner", config.n, config.num_gpus, tuple(items))
+
+
+def _frozen_vision(shapes: list[ModelShape], config: LearnerConfig, tokens: int | None) -> Iterator[Item]:
+    """Yield what a rank keeps of the frozen vision parts of models, which are whole on each rank.
+
+    Args:
+        tokens: of an update, if they are known.
+    """
+    size = sum(shape.vision for shape in shapes) * DTYPES[config.dtype].itemsize
+    if size:
+        yield Item("frozen vision part", size, stays=True)
+        features = sum(_features(shape, config, tokens) for shape in shapes)
+        yield Item("features of images", features, grows=True)
 
 
 def _features(shape: ModelShape, config: LearnerConfig, tokens: int | None) -> int:
@@ -193,7 +204,8 @@ def _states(
 def _local_teacher(shape: ModelShape, config: LearnerConfig) -> Iterator[Item]:
     """Yield what a rank keeps of a teacher while it computes divergences: its shards, its whole output layer,
     and its logits of a chunk."""
-    yield from _states("teacher", shape, config, 0, 0, computes=True)
+    language = replace(shape, parameters=shape.parameters - shape.vision)
+    yield from _states("teacher", language, config, 0, 0, computes=True)
     compute, device = DTYPES[config.dtype].itemsize, "cuda" if config.num_gpus else "cpu"
     if config.num_gpus or shards_of(config) > 1:
         outside = shape.root if shape.tied else shape.output

@@ -28,7 +28,7 @@ class KnownFacts(ClusterFacts):
     def engine_on_nodes(self, requested: EngineConfig, engine: EngineConfig) -> EngineConfig:
         return engine
 
-    def check_image_scaling(self, model_path: str) -> None: ...
+    def check_image_scaling(self, model_path: str, *parts: EngineConfig | LearnerConfig) -> None: ...
 
 
 def _common(settings: dict[str, Any]) -> dict[str, Any]:

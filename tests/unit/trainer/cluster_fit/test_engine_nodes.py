@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import raylight.images.model_inputs
-from raylight.config import EngineConfig
+from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import ConfigError
 from raylight.trainer.cluster_fit import engine_nodes
 from raylight.trainer.cluster_fit.engine_nodes import can_run, check_image_scaling, decide, engine_on_nodes
@@ -92,14 +93,24 @@ def test_only_nodes_with_the_engines_resources_count() -> None:
     assert not can_run(engine, {"engine_node": 8.0})
 
 
-@pytest.mark.parametrize(("with_it", "fails"), [(("b",), True), (("a", "b"), False), ((), False)])
+@pytest.mark.parametrize(
+    ("with_it", "fails"), [("b", True), ("ab", False), ("", False), ("abc", False), ("c", False)]
+)
 def test_torchvision_on_some_nodes_alone_is_refused(
-    with_it: tuple[str, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
+    with_it: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes = [{"NodeID": name, "NodeManagerAddress": name, "Alive": True} for name in "ab"]
+    """The driver's node is a, and c runs agents alone. The driver need not be able to load the processor."""
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    (tmp_path / "preprocessor_config.json").touch()
+    resources = {"a": {"CPU": 2.0}, "b": {"GPU": 1.0}, "c": {"CPU": 8.0}}
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": name, "Alive": True, "Resources": resources[name]}
+        for name in "abc"
+    ]
     monkeypatch.setattr(engine_nodes.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(raylight.images.model_inputs, "reads_images", lambda path: True)
-    monkeypatch.setattr(engine_nodes, "ask_nodes", lambda *_: {name: name in with_it for name in "ab"})
+    context = SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setattr(engine_nodes.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(engine_nodes, "ask_nodes", lambda asked, _: {name: name in with_it for name in asked})
     expected = pytest.raises(ConfigError, match="not installed on a, and it is on other nodes")
     with expected if fails else contextlib.nullcontext():
-        check_image_scaling("model")
+        check_image_scaling(str(tmp_path), AUTO, LearnerConfig(num_gpus=1))

@@ -256,6 +256,12 @@ def test_rows_of_a_model_are_packed_if_its_layers_keep_them_apart(
 
 def test_rows_with_images_are_packed_if_they_can_be(tmp_path: Path) -> None:
     assert workload(Path(build_vlm("internvl", tmp_path / "internvl")), None, None).packs
+    qwen = Path(build_vlm("qwen2_5_vl", tmp_path / "qwen"))
+    nested = workload(qwen, None, None)
+    assert nested.packs
+    config = json.loads((qwen / "config.json").read_text())
+    (qwen / "config.json").write_text(json.dumps(config.pop("text_config") | config))  # as published
+    assert workload(qwen, None, None) == nested
     folder = Path(build_vlm("gemma3", tmp_path / "gemma3"))
     assert not workload(folder, None, None).packs
     (folder / "preprocessor_config.json").write_text("{")  # the model is read as one of text alone

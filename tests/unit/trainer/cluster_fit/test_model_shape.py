@@ -58,6 +58,12 @@ def test_a_vision_part_is_counted(family: str, tmp_path: Path) -> None:
     width = shape.hidden * 4
     assert frozen["features of images"] == FEATURE_BYTES + 16384 * width
     assert "features of images" not in whole
+    judged = PolicySettings(kl_coef=0.1).with_local_teachers([path])
+    sizes = {item.name: item.size for item in learner_memory(path, shape, trained, judged).items}
+    assert sizes["frozen vision part"] == 2 * shape.vision * 4  # of the initial model and the teacher
+    assert sizes["policy weights"] == whole["policy weights"]
+    for name in ("reference weights", "teacher weights"):
+        assert sizes[name] == (shape.parameters - shape.vision) * 2
     reference = learner_memory(path, shape, learner, PolicySettings(kl_coef=0.1), longest=64, rollouts=8)
     sizes = {item.name: item.size for item in reference.items}
     assert sizes["features of images"] == 2 * (8 * 64 + 16384) * width  # of two models
