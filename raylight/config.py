@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from raylight._utils.bounds import (
+    MAX_BODY,
     MAX_CONCURRENT,
     MAX_COUNT,
     MAX_FACTOR,
@@ -99,7 +100,7 @@ class EngineConfig(Config):
     ones, up to `start_timeout_s`, and then ends."""
     sleep_while_learning: bool = False
     """Free the device's memory while the learners compute; for engines and learners that share a GPU."""
-    max_body_bytes: int = Field(default=64 * 2**20, ge=1024, le=2**31)
+    max_body_bytes: int = Field(default=MAX_BODY, ge=1024, le=2**31)
     """Maximum size of a request body, in bytes."""
     fetch_images: bool = False
     """Fetch the images of http and https URLs in requests, from public addresses only. False: agents send
@@ -346,8 +347,8 @@ class LearnerConfig(Config):
     engine, whose routes are recorded with the tokens."""
     train_vision: bool = False
     """Train the vision part of a model too: its tower, and the projector of its features. It is frozen by
-    default; then the features of an image are computed once an update. Without an
-    adapter."""
+    default; then the features of an image are computed once an update. Full models only; an
+    adapter adapts the language part."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1, le=MAX_COUNT)
     """Maximum number of tokens of one forward and backward pass. A larger batch is split; nothing is
     dropped."""

@@ -32,6 +32,8 @@ MAX_FACTOR = 1e9
 """Upper bound of coefficients, learning rates and thresholds."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy accepts."""
+MAX_BODY = 64 * 2**20
+"""Largest body of a request by default, in bytes: 20 screenshots of 2 MB in base64 are 54 million."""
 MAX_IMAGE_PIXELS = 178_956_970
 """Pixels of the largest image that Pillow opens: twice its own MAX_IMAGE_PIXELS."""
 ENDLESS = 1_000_000

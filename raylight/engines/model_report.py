@@ -47,12 +47,13 @@ class ModelReport:
         template = (
             "it shows tools to the model" if self.tools_in_template else "it shows no tools to the model"
         )
+        refused = "refused" if self.has_vision else f"refused ({self.image_obstacle})"  # see `remedies`
         return {
             "context length": f"{self.context_length} tokens" if self.context_length else "not stated",
             "chat template": template if self.has_template else "none",
             "tool calls": f"{self.tool_parser or 'not parsed'} ({self.reason})",
             "reasoning": self.reasoning or ("left in the answer" if self.writes_reasoning else "none"),
-            "images": "taken" if self.image_obstacle is None else f"refused ({self.image_obstacle})",
+            "images": "taken" if self.image_obstacle is None else refused,
         }
 
     def remedies(self) -> dict[str, str]:

@@ -18,11 +18,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 from starlette.types import Scope as AsgiScope
 
+from raylight._utils.bounds import MAX_BODY
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.http.errors import RequestError
 
-MAX_BODY = 64 * 2**20
-"""Largest body of a request by default, in bytes: 20 screenshots of 2 MB in base64 are 54 million."""
 MAX_VALUES = 200_000
 """Most values in a body, those in lists and objects included; decoding more would delay all requests."""
 MAX_DEPTH = 200

@@ -101,17 +101,23 @@ class ModelImages:
         """Load the processor in a model's folder; None for a model without a vision part.
 
         Raises:
-            ImageError: the processor cannot be loaded.
+            ImageError: transformers has no processor for it, or cannot load it.
         """
         config = AutoConfig.from_pretrained(model_path)
-        if getattr(config, "vision_config", None) is None or type(config) not in PROCESSOR_MAPPING:
+        if getattr(config, "vision_config", None) is None:
             return None
+        if type(config) not in PROCESSOR_MAPPING:
+            raise ImageError(
+                f"transformers has no processor for {config.model_type}; choose an architecture of "
+                "docs/models.md"
+            )
         try:
             return cls(load_processor(model_path, PROCESSOR_MAPPING[type(config)]))
         except (OSError, ImportError, ValueError, KeyError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            sentence = " ".join(str(error).split()).partition(". ")[0].removesuffix(".")
             raise ImageError(
-                f"its processor cannot be loaded ({reason}); {_loading_advice(error)}"
+                f"its processor cannot be loaded ({type(error).__name__}: {sentence}); "
+                f"{_loading_advice(error)}"
             ) from error
 
     def template_content(self, content: Any) -> Any:

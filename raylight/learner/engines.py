@@ -264,8 +264,8 @@ def _check_layers(model_path: str, reads_images: bool) -> None:
     whole = AutoConfig.from_pretrained(model_path)
     if reads_images and whole.model_type not in PACKED_VISION_MODELS:
         raise ConfigError(
-            f"rows of {model_path} ({whole.model_type}) have not been shown to be computed alike with images "
-            "if they are packed: tokens of an image may attend to each other; set learner.packed=False"
+            f"rows of {model_path} ({whole.model_type}) with images cannot be packed: tokens of an image may "
+            "attend to each other, or layers keep a state; set learner.packed=False"
         )
     config = whole.get_text_config()
     if keeps_state(config.to_dict()):

@@ -131,10 +131,13 @@ def trained_class(config: Any, reads_images: bool = False) -> Any:
     served: Any = whole if reads_images else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if served is not None and name in {each.__name__ for each in (served, whole) if each is not None}:
         return served
-    reason = "it does not generate text in transformers"
     if served is None and whole is not None:
-        reason = f"it needs images, and {image_obstacle(config.name_or_path)}"
-    elif served is not None:
+        raise ConfigError(
+            f"the architecture {name or config.model_type} is trained with images alone, and "
+            f"{config.name_or_path} takes none: {image_obstacle(config.name_or_path)}"
+        )
+    reason = "it does not generate text in transformers"
+    if served is not None:
         reason = f"transformers generates text with {served.__name__}"
     raise ConfigError(
         f"the architecture {name or config.model_type} cannot be trained: {reason}; choose a model of an "

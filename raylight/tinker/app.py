@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from raylight._utils.bounds import MAX_BODY
 from raylight.http.errors import RequestError
 from raylight.http.request import OTHER_HOST, is_own_host, read_body, read_request
 from raylight.tinker import requests as bodies
@@ -178,8 +179,6 @@ def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[s
 
 
 PREFIX = "/api/v1"
-MAX_BODY = 64 * 2**20
-"""Largest body, in bytes. The SDK sends examples in parts of 5 MB."""
 LONG_POLL_S = 30.0
 """Longest time in which a request waits for a result. The SDK gives up after 45 s."""
 MAX_CHUNK = 128

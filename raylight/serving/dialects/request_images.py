@@ -32,7 +32,7 @@ class ImageReader:
 
     Args:
         limits: of each image.
-        most: images that a request may have.
+        max_images: images that a request may have.
         fetcher: fetches http URLs; None refuses them.
         is_remote: True if the model runs elsewhere: images that cannot be read here are left to it. Those in
             data URLs are named by their digests too, so that no record has their bytes.
@@ -41,11 +41,11 @@ class ImageReader:
     def __init__(
         self,
         limits: ImageLimits = LIMITS,
-        most: int = 1500,
+        max_images: int = 1500,
         fetcher: ImageFetcher | None = None,
         is_remote: bool = False,
     ) -> None:
-        self._limits, self._most = limits, most
+        self._limits, self._max_images = limits, max_images
         self._fetcher = fetcher
         self._is_remote = is_remote
 
@@ -58,9 +58,15 @@ class ImageReader:
         places = list(image_urls(body.get("messages")))
         if not places:
             return body, {}
-        if len(places) > self._most:
+        if self._max_images == 0:
             raise RequestError(
-                f"messages: at most {self._most} images are allowed (engine.max_images), not {len(places)}"
+                "messages: this model takes no images in this run (engine.max_images=0, which a run with a "
+                "teacher in engines sets); send text, or give the teacher kind='learner'"
+            )
+        if len(places) > self._max_images:
+            raise RequestError(
+                f"messages: {len(places)} images, and at most {self._max_images} are allowed; send fewer, or "
+                "raise engine.max_images"
             )
         found = await self._read_all({url for _, url in places})
         urls: dict[str, str] = {}

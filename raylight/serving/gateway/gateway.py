@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from raylight._utils.bounds import MAX_BODY
 from raylight.agent.attempt_keys import KeyUse, key_use
 from raylight.config import EngineConfig
 from raylight.engines.capture_context import SCOPE, AttemptScope
 from raylight.engines.protocol import Engine
 from raylight.http.errors import RequestError, UnknownModelError
-from raylight.http.request import MAX_BODY, OTHER_HOST, JsonRequest, is_own_host, read_request
+from raylight.http.request import OTHER_HOST, JsonRequest, is_own_host, read_request
 from raylight.images.image import ImageLimits
 from raylight.images.urls import ImageFetcher
 from raylight.serving.capture.attempt_limits import CallBudgets, FinishedAttempts

@@ -11,13 +11,14 @@ import torch
 from image_helpers import make_image
 from tiny_qwen import build_tiny_qwen
 from tiny_vlms import FAMILIES, WITH_TORCHVISION, build_vlm
+from transformers import AutoConfig
 
 import raylight.images.model_inputs
 from raylight.config import LoraConfig
 from raylight.errors import ImageError
 from raylight.images import model_inputs
 from raylight.images.image import Image
-from raylight.images.model_inputs import TEXT_KEYS, ModelImages, load_processor, reads_images
+from raylight.images.model_inputs import TEXT_KEYS, ModelImages, image_obstacle, load_processor, reads_images
 from raylight.learner.adapter import adapted_layers
 from raylight.learner.model_check import check_model
 from raylight.trainer.cluster_fit.model_shape import adapter_parameters
@@ -185,6 +186,10 @@ class TestLoad:
         (tmp_path / "preprocessor_config.json").unlink()
         assert ModelImages.load(folder) is None
         assert "takes no images: its processor cannot be loaded" in caplog.text
+
+    def test_a_model_whose_processor_transformers_lacks(self, tmp_path: Path) -> None:
+        AutoConfig.for_model("glm_ocr").save_pretrained(tmp_path)
+        assert str(image_obstacle(str(tmp_path))).startswith("transformers has no processor for glm_ocr; ")
 
     @pytest.mark.skipif(find_spec("torchvision") is not None, reason="nothing is missing")
     def test_processor_that_needs_torchvision(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

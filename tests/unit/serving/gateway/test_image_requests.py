@@ -264,10 +264,20 @@ async def test_other_urls_are_refused(box: Box, url: str) -> None:
     assert served.app.asked == []
 
 
-async def test_a_run_that_takes_fewer_images_names_the_setting(box: Box) -> None:
-    served = await Served(box, TEXT_TOOLS, max_images=0).start()
-    with pytest.raises(openai.BadRequestError, match=r"at most 0 images are allowed \(engine\.max_images\)"):
-        await served.ask("chat", CASES["chat"])
+@pytest.mark.parametrize(
+    ("most", "message"),
+    [
+        (
+            0,
+            r"takes no images in this run \(engine\.max_images=0.*; send text, or give .* kind='learner'",
+        ),
+        (1, r"2 images, and at most 1 are allowed; send fewer, or raise engine\.max_images"),
+    ],
+)
+async def test_a_run_that_takes_fewer_images_names_the_setting(box: Box, most: int, message: str) -> None:
+    served = await Served(box, TEXT_TOOLS, max_images=most).start()
+    with pytest.raises(openai.BadRequestError, match=message):
+        await served.ask("chat", [{"role": "user", "content": [chat_part(RED.data_url)] * 2}])
     assert served.app.asked == []
 
 
