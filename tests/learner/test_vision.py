@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from raylight.errors import ConfigError
 from raylight.experience.batch import TrainBatch
 from raylight.experience.settings import CriticSettings, PolicySettings
 from raylight.experience.shards import shard_batch
-from raylight.images.model_inputs import ModelImages
+from raylight.images.model_inputs import PROCESSOR_FILES, ModelImages
 from raylight.learner.model_check import check_model, read_shapes
 from raylight.learner.policy import Policy
 from raylight.learner.rows import build_rows
@@ -243,6 +244,20 @@ def test_two_ranks_are_as_one(
     assert two[0]["learner/grad_norm"] == pytest.approx(one[0]["learner/grad_norm"], rel=1e-4)
     if "lora" not in config:  # whose matrices are random; the gradients of biases of keys are rounding
         assert two[1] == pytest.approx(one[1], rel=1e-4, abs=1e-4)
+
+
+def test_the_initial_model_beside_a_trained_vision_part_is_frozen(folders: dict[str, str]) -> None:
+    policy = build_policy(folders["gemma3"], {"kl_coef": 0.01}, train_vision=True)
+    visions: list[Any] = [engine._vision for engine in (policy.engine, policy._reference)]
+    assert [vision._trained for vision in visions] == [True, False]
+
+
+def test_a_model_that_needs_its_processor_names_one_remedy(folders: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(folders["internvl"], tmp_path, dirs_exist_ok=True)
+    for name in PROCESSOR_FILES:
+        (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=r"takes none: its processor .* \(\w+: [^.;]+\); copy [^;]+$"):
+        check_model(str(tmp_path))
 
 
 def test_a_module_that_an_engine_shares_computes_alike(folders: dict[str, str]) -> None:
