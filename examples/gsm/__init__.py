@@ -1,0 +1,1 @@
+"""GSM: sums in words, with a chain of thought."""
