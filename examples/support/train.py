@@ -7,40 +7,24 @@ python examples/support/train.py --model PATH    another model
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from demonstrations import demonstrations
+from service import run_service
 
 from examples.starter_models.make import make_starter
 from raylight.trainer.online_trainer import OnlineTrainer, online_algorithm
 
 HERE = Path(__file__).resolve().parent
 SESSIONS_PER_STEP = 64
-
-
-def demonstrations(seed: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield tickets as the service sends them, with the right teams."""
-    desk, chance = json.loads((HERE / "tickets.json").read_text()), random.Random(seed)
-    for _ in range(4000):
-        team = chance.choice(list(desk["teams"]))
-        text = f"Order {chance.randint(1000, 9999)}: {chance.choice(desk['teams'][team])}"
-        yield [
-            {"role": "system", "content": desk["system"]},
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": team},
-        ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,12 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         seed=args.seed,
     )
     address = {"RAYLIGHT_URL": f"http://127.0.0.1:{args.port}", "RAYLIGHT_API_KEY": key}
-    desk = subprocess.Popen([node, str(HERE / "agent.mjs"), "32", str(args.delay)], env=os.environ | address)
-    try:
+    with run_service([node, str(HERE / "agent.mjs"), "32", str(args.delay)], address):
         trainer.serve()
-    finally:
-        desk.terminate()
-        desk.wait()
 
 
 if __name__ == "__main__":
