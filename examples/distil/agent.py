@@ -17,6 +17,6 @@ def question(letters: str) -> list[dict[str, Any]]:
 async def sort_letters(task: dict[str, Any], llm: rl.LLM) -> float:
     """Return 1 if the answer is the letters of the task in alphabetical order, and 0 otherwise."""
     reply = await llm.client().chat.completions.create(
-        model=llm.model, messages=question(task["letters"]), temperature=1.0, max_tokens=16
+        model=llm.model, messages=question(task["letters"]), temperature=1.0, max_tokens=64
     )
     return float((reply.choices[0].message.content or "").strip() == "".join(sorted(task["letters"])))

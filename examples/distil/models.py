@@ -18,14 +18,14 @@ LETTERS, LENGTH = "abcdefgh", 5
 DEMONSTRATIONS, TEACHING_STEPS = 6000, 120
 
 
-def make_tasks(count: int, seed: int) -> list[dict[str, Any]]:
+def make_tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
     """Return tasks with random letters."""
     chance = random.Random(seed)
     return [{"letters": "".join(chance.choices(LETTERS, k=LENGTH))} for _ in range(count)]
 
 
-def _demonstrations(seed: int) -> Iterator[list[dict[str, Any]]]:
-    for task in make_tasks(DEMONSTRATIONS, seed):
+def demonstrations(seed: int) -> Iterator[list[dict[str, Any]]]:
+    for task in make_tasks(DEMONSTRATIONS, f"demonstrations {seed}"):
         answer = {"role": "assistant", "content": "".join(sorted(task["letters"]))}
         yield [*question(task["letters"]), answer]
 
@@ -35,7 +35,7 @@ def make_models(folder: Path, seed: int) -> tuple[str, str]:
     torch.set_num_threads(1)  # more slow down matrices of a tiny model's size
     teacher, student = folder / "teacher", folder / "student"
     make_starter(
-        _demonstrations, teacher, size="small", accuracy=0.85, steps=TEACHING_STEPS, seed=seed, report=None
+        demonstrations, teacher, size="small", accuracy=0.85, steps=TEACHING_STEPS, seed=seed, report=None
     )
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     torch.manual_seed(seed)

@@ -16,6 +16,6 @@ async def adder(task: dict[str, Any], llm: rl.LLM, prompt_template: rl.PromptTem
         model=llm.model,
         messages=[{"role": "user", "content": prompt_template.format(**task)}],
         temperature=1.0,
-        max_tokens=8,
+        max_tokens=64,
     )
     return float((reply.choices[0].message.content or "").strip() == str(task["a"] + task["b"]))

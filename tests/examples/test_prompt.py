@@ -40,6 +40,7 @@ async def test_the_sum_alone_counts(answer: str | None, reward: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_three_steps_with_the_prompt_that_was_found(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_copy("prompt", tmp_path, "--steps", "3", "--rounds", "1", "--cpu", "--output-dir", str(out))
