@@ -9,6 +9,7 @@ from database import SCHEMA, make_database, run_query
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import BaseTool, tool
 from langchain_openai import ChatOpenAI
+from langgraph.errors import GraphRecursionError
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from pydantic import ValidationError
@@ -38,7 +39,7 @@ async def ask_database(task: dict[str, Any], llm: rl.LLM) -> float:
     messages = [SystemMessage(SYSTEM), HumanMessage(task["question"])]
     try:
         await graph.ainvoke({"messages": messages}, {"recursion_limit": 2 * MAX_QUERIES + 2})
-    except ValidationError:  # arguments of a tool call that are no object
+    except (ValidationError, GraphRecursionError):  # arguments that are no object, or never those of the tool
         return 0.0
     return float(results[-1:] == [run_query(database, task["query"])])
 

@@ -12,6 +12,8 @@ FUNCTIONS = {"highest": "MAX", "lowest": "MIN", "total": "SUM", "average": "AVG"
 """Functions of SQL by the words of questions."""
 MAX_ROWS = 20
 """Rows of a result at most."""
+MAX_BYTES = 10_000
+"""Longest value, row or query."""
 MAX_INSTRUCTIONS = 100_000
 """Instructions of SQLite's virtual machine after which a query is interrupted."""
 ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -25,6 +27,7 @@ def make_database(seed: int) -> sqlite3.Connection:
     database.execute(SCHEMA)
     rows = [(chance.choice(KINDS), chance.randint(10, 99), chance.randint(1, 9)) for _ in range(ROWS)]
     database.executemany("INSERT INTO goods VALUES (?, ?, ?)", rows)
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES)
     database.set_authorizer(
         lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
     )

@@ -42,6 +42,8 @@ def query(sql: str) -> dict[str, Any]:
         ([{"content": "90"}], 0),
         ([call("[1]")], 0),
         ([call("{}"), query(OTHER_WORDS)], 1),
+        ([call("{}")] * 4, 0),
+        ([query("SELECT hex(zeroblob(20000000))"), query(OTHER_WORDS)], 1),
     ],
 )
 async def test_the_last_result_counts(answers: list[dict[str, Any]], reward: float) -> None:
