@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from agent import write_function
+from agent import HAS_BUBBLEWRAP, write_function
 from functions import demonstrations, make_tasks
 
 import raylight as rl
@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
+    if args.model and not HAS_BUBBLEWRAP:
+        parser.error("the code of a model needs bubblewrap; install it, or set SANDBOX in agent.py")
     model = args.model
     if model is None:
         torch.set_num_threads(1)  # more slow down matrices of a tiny model's size

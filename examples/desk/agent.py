@@ -7,8 +7,8 @@ from tickets import DESKS, PROBLEMS, Action, right_action, ticket_text
 
 import raylight as rl
 
-TRIAGE = f"Name the desk: {', '.join(DESKS)}."
-SOLVER = "You are at the desk {desk}. Act."
+TRIAGE = f"Which desk: {', '.join(DESKS)}? Answer with its name only."
+SOLVER = "You are at the desk {desk}. Act; forward a ticket of another desk."
 
 
 @rl.rollout
@@ -16,7 +16,7 @@ async def answer_ticket(ticket: dict[str, str], llm: rl.LLM) -> float:
     """Return 1 if the ticket was settled: the right desk took the right action."""
     text = ticket_text(ticket)
     triage = Agent(model_of(llm, "triage"), instructions=TRIAGE)
-    desk = (await triage.run(text)).output
+    desk = (await triage.run(text)).output.strip(" .\n").lower()
     rl.emit_reward(float(desk == PROBLEMS[ticket["problem"]][0]), agent="triage")
     if desk not in DESKS:
         return 0.0

@@ -65,6 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
+    if args.judge and args.reward != "judge":
+        parser.error("--judge needs --reward judge")
     gpus: dict[str, Any] = {"num_gpus": 0} if args.cpu else {}
     model = args.model or make_model(args.output_dir / "initial")
     with contextlib.ExitStack() as stack:

@@ -40,14 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
         "--model", help="a language model; left out: a tiny one is made in the output directory"
     )
     parser.add_argument("--game", default=SMALL_GAME, help="id of a game of TextArena for one player")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer in another game")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="longest answer of --model, in tokens")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/wordle"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
     model = args.model or make_model(args.output_dir / "initial")
-    player = make_player()
+    player = make_player(max_tokens=args.max_tokens if args.model else 8)
     if args.game != SMALL_GAME:
         player = make_player(args.game, {}, guesses=12, max_tokens=args.max_tokens)
     algorithm = rl.GRPO(

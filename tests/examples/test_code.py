@@ -57,6 +57,18 @@ def test_the_demonstrated_functions_have_the_expected_results() -> None:
 
 
 @pytest.mark.slow
+def test_code_of_a_real_model_needs_bubblewrap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = example_module("code", "train")
+    monkeypatch.setattr(train, "HAS_BUBBLEWRAP", False)
+    with pytest.raises(SystemExit):
+        train.main(["--model", "any"])
+    assert "the code of a model needs bubblewrap" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_three_steps_train_on_hidden_tests(tmp_path: Path) -> None:
     run_copy("code", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
     steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

@@ -22,6 +22,7 @@ TICKET = {"problem": "was paid twice", "item": "coat"}
         ("billing", "track", {"triage": 1, "solver": 0}, 0),
         ("shipping", "forward", {"triage": 0, "solver": 1}, 0),
         ("shipping", "refund", {"triage": 0, "solver": 0}, 0),
+        (" Billing.\n", "refund", {"triage": 1, "solver": 1}, 1),
         ("bills", "", {"triage": 0}, 0),
     ],
 )
@@ -63,6 +64,7 @@ async def test_demonstrations_are_what_the_agents_send() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_three_steps_train_both_agents(tmp_path: Path) -> None:
     run_copy("desk", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
     steps = updates(tmp_path / "out")

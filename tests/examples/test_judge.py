@@ -40,6 +40,14 @@ def test_pairs_prefer_courtesy_with_some_mistakes() -> None:
 
 
 @pytest.mark.slow
+def test_a_judge_without_its_reward_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example_module("judge", "train").main(["--judge", "http://127.0.0.1:1/v1", "any"])
+    assert "--judge needs --reward judge" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reward", ["model", "judge"])
 def test_three_steps_train_with_each_reward(tmp_path: Path, reward: str) -> None:
     out = tmp_path / "out"

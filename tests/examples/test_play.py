@@ -38,6 +38,7 @@ async def test_who_takes_the_last_stone_wins(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_three_steps_train_against_the_initial_model(tmp_path: Path) -> None:
     run_copy("play", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
     steps = updates(tmp_path / "out")

@@ -24,6 +24,7 @@ async def test_a_model_that_uses_the_feedback_wins(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_three_steps_train(tmp_path: Path) -> None:
     run_copy("wordle", tmp_path, "--steps", "3", "--cpu", "--output-dir", str(tmp_path / "out"))
     assert len(updates(tmp_path / "out")) == 3
