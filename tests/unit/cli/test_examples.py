@@ -36,6 +36,12 @@ def test_a_copy_has_the_files(tmp_path: Path) -> None:
     assert copied == {"README.md", "after_sft.py", "pretrained.py", "train.py"}
 
 
+def test_a_copy_that_runs_on_a_cpu_names_its_command(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["examples", "code", str(tmp_path / "mine")])
+    program = tmp_path / "mine" / "train.py"
+    assert f"start it with: python {program} --steps 3 --cpu" in " ".join(result.output.split())
+
+
 def test_a_copy_runs_outside_of_the_checkout(tmp_path: Path) -> None:
     run_copy("harness_agent", tmp_path, "--help")
     assert (tmp_path / "mine" / "examples" / "starter_models" / "make.py").exists()
