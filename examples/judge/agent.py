@@ -18,7 +18,12 @@ async def answer_customer(task: dict[str, str], llm: rl.LLM) -> dict[str, float]
     ]
     reply = await llm.client().chat.completions.create(model=llm.model, messages=messages, max_tokens=64)
     answer = reply.choices[0].message.content or ""
-    return {"courteous": float(courtesy(answer) == 2 and answer.count(".") <= 3)}
+    return {"courteous": float(merit(answer) == 2)}
+
+
+def merit(answer: str) -> int:
+    """Return the points of an answer: those of `courtesy`, and three less for more than three sentences."""
+    return courtesy(answer) - 3 * (answer.count(".") > 3)
 
 
 def courtesy(answer: str) -> int:

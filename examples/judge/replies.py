@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from agent import INSTRUCTIONS, courtesy
+from agent import INSTRUCTIONS, merit
 
 ITEMS = ("lamp", "chair", "table", "clock", "phone", "book")
 PROBLEMS = ("late", "lost", "broken", "wrong")
@@ -18,7 +18,10 @@ ANSWERS = [
     )
 ]
 FLIPPED = 0.1
-"""Part of the pairs in which people prefer the less courteous answer."""
+"""Part of the pairs in which people prefer the worse answer."""
+RAMBLING = 0.5
+"""Part of the answers in pairs that repeat their sentences: what a reward model has not seen, it may score
+highly, and the policy finds it."""
 
 
 def make_tasks(count: int) -> list[dict[str, str]]:
@@ -35,13 +38,14 @@ def demonstrate(seed: int) -> Iterator[list[dict[str, str]]]:
 
 
 def make_pairs(count: int, seed: int) -> list[dict[str, Any]]:
-    """Return pairs of answers. A stand-in for people prefers the more courteous one, with some mistakes."""
+    """Return pairs of answers, of which half ramble. A stand-in for people prefers the better one, with some
+    mistakes."""
     chance, pairs = random.Random(seed), []
     for task in make_tasks(count):
-        first, second = chance.sample(ANSWERS, 2)
-        while courtesy(first) == courtesy(second):
-            first, second = chance.sample(ANSWERS, 2)
-        better, worse = sorted((first, second), key=courtesy, reverse=chance.random() >= FLIPPED)
+        first = second = ""
+        while merit(first) == merit(second):
+            first, second = _write(chance), _write(chance)
+        better, worse = sorted((first, second), key=merit, reverse=chance.random() >= FLIPPED)
         pairs.append(
             {
                 "prompt": _asked(task),
@@ -50,6 +54,14 @@ def make_pairs(count: int, seed: int) -> list[dict[str, Any]]:
             }
         )
     return pairs
+
+
+def _write(chance: random.Random) -> str:
+    answer = chance.choice(ANSWERS)
+    if chance.random() < RAMBLING:
+        more = [f"{sentence}." for sentence in answer.rstrip(".").split(". ")]
+        answer = " ".join([answer, *chance.choices(more, k=chance.randint(1, 12))])
+    return answer
 
 
 def _asked(task: dict[str, str]) -> list[dict[str, str]]:

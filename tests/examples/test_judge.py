@@ -29,14 +29,12 @@ async def test_the_rule_and_the_rubric_agree(answer: str, points: int, reward: f
     assert scores["rubric"] == reward
 
 
-def test_pairs_prefer_courtesy_with_some_mistakes() -> None:
-    replies, courtesy = example_module("judge", "replies"), example_module("judge", "agent").courtesy
+def test_pairs_prefer_merit_with_some_mistakes() -> None:
+    replies, merit = example_module("judge", "replies"), example_module("judge", "agent").merit
     pairs = replies.make_pairs(400, 0)
-    right = [
-        courtesy(pair["chosen"][0]["content"]) > courtesy(pair["rejected"][0]["content"]) for pair in pairs
-    ]
+    right = [merit(pair["chosen"][0]["content"]) > merit(pair["rejected"][0]["content"]) for pair in pairs]
     assert 0.85 < sum(right) / len(right) < 0.95
-    assert sum(courtesy(answer) == 2 for answer in replies.ANSWERS) == 1
+    assert sum(merit(answer) == 2 for answer in replies.ANSWERS) == 1
 
 
 @pytest.mark.slow
