@@ -145,8 +145,13 @@ async def test_a_bad_answer_is_refused(answer: bytes, words: str) -> None:
 
 
 async def test_a_slow_server_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait_for_the_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        writer.close()  # for an open connection, a server of Python 3.12 does not end
+
     monkeypatch.setattr(urls, "TIMEOUT_S", 0.05)
-    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(wait_for_the_end, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ImageError, match=r"within 0\.05 s"):
             await fetcher().fetch(f"http://images.example:{port}/")
