@@ -206,7 +206,7 @@ def report(args: argparse.Namespace, processes: Processes) -> None:
         f"max_staleness={args.staleness}, stale={args.stale!r}\n"
         f"{len(rows) * (STEP_S + SYNC_S) / 60:.1f} min of simulated time in {seconds:.0f} s, in which the "
         f"learner was idle for {idle:.0f} s\n"
-        f"{len(calls) / seconds:.0f} requests/s, {len(rollout_ends) / seconds:.1f} rollouts/s, "
+        f"{len(calls) / np.ptp(calls[:, 0]):.0f} requests/s, {len(rollout_ends) / seconds:.1f} rollouts/s, "
         f"{in_progress:.0f} rollouts in progress on average; a call: p50 {p50:.2f} s, "
         f"p99 {p99:.2f} s\n"
         f"{len(rollout_ends)} rollouts, failed: {sum(row['train/failed'] for row in rows):.0f}"

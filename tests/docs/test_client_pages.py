@@ -60,14 +60,14 @@ def agent_of(block: Snippet) -> Any:
     return block.run()["agent"]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def connected(shared_cluster: Cluster) -> Iterator[None]:
     with shared_cluster.connected(import_path=Path(__file__).parent, LITELLM_LOCAL_MODEL_COST_MAP="True"):
         yield
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(connected: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of the index page's run, in which every agent without tools has two tasks."""
     folder = tmp_path_factory.mktemp("trained")
     tasks = [task | {"page": page} for task, page in zip(TASKS, TRAINED * 2, strict=False)]
@@ -78,7 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRollout]:
+def scripted(connected: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, FinishedRollout]:
     """Rollout of each agent with tools, and of its variant with the Responses API, by page."""
     agents = {}
     for page in WITH_TOOLS:
@@ -172,8 +172,3 @@ def test_a_page_names_compatible_versions(page: str) -> None:
             < Version(str(Version(version).major + 1))
         ), name
     assert named or page == "plain_http"
-
-
-@pytest.mark.parametrize("page", sorted(path.stem for path in CLIENTS.glob("*.md") if path.stem != "README"))
-def test_a_page_is_in_the_index(page: str) -> None:
-    assert f"]({page}.md)" in (CLIENTS / "README.md").read_text()

@@ -272,6 +272,7 @@ def test_early_stopping_ends_training_and_keeps_the_best(
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_scored_and_compared(tmp_path: Path) -> None:
     rows = Path(__file__).parents[1] / "unit" / "benchmarks" / "samples" / "gsm8k.jsonl"
     run = str(tmp_path / "run")

@@ -32,7 +32,8 @@ from raylight.weights.source import WeightSource
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
-PACKED = {"train_vision": True, "packed": True, "max_tokens_per_micro_batch": 64}
+VISION = {"train_vision": True, "max_tokens_per_micro_batch": 64}
+PACKED = VISION | {"packed": True}
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +226,18 @@ def test_an_adapter_adapts_the_language_part(folders: dict[str, str], tmp_path: 
 @pytest.mark.parametrize(
     ("family", "config", "settings"),
     [
-        ("qwen2_5_vl", {"max_tokens_per_micro_batch": 64}, {}),
         ("gemma3", {}, {}),
-        ("qwen3_vl", {"lora": LORA}, {}),
-        *((family, {"train_vision": True, "max_tokens_per_micro_batch": 64}, {}) for family in FAMILIES),
-        ("qwen2_5_vl", PACKED, {"mini_batches": 2}),
-        ("qwen3_vl", PACKED | {"gradient_checkpointing": True}, {"mini_batches": 2}),
+        ("qwen3_vl", VISION, {}),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow(parts=4))
+            for given in [
+                ("qwen2_5_vl", {"max_tokens_per_micro_batch": 64}, {}),
+                ("qwen3_vl", {"lora": LORA}, {}),
+                *((family, VISION, {}) for family in FAMILIES if family != "qwen3_vl"),
+                ("qwen2_5_vl", PACKED, {"mini_batches": 2}),
+                ("qwen3_vl", PACKED | {"gradient_checkpointing": True}, {"mini_batches": 2}),
+            ]
+        ),
     ],
 )
 def test_two_ranks_are_as_one(

@@ -40,7 +40,7 @@ def test_a_model_without_the_usual_attention_is_measured(model_type: str, tmp_pa
     assert measure_prefill(path, 1, 16, torch.float32) > 0
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_vision_part_is_counted(family: str, tmp_path: Path) -> None:
     path = build_vlm(family, tmp_path)
     shape = read_shape(path)

@@ -228,7 +228,7 @@ def test_a_first_call_that_takes_longer_than_the_lease_is_trained(tmp_path: Path
     outside = Outside(8, {"rewarded": 1, "slow": 1})
     world = world_of(tmp_path / "a", outside)
     world.staleness = 8
-    patient = ONLINE["rollout"] | {"unresponsive_seconds": 0.5}  # other sessions begin their calls within it
+    patient = ONLINE["rollout"] | {"unresponsive_seconds": 2.0}  # other sessions begin their calls within it
     rows = asyncio.run(live(world, group_size=1, **ONLINE | {"max_staleness": 8, "rollout": patient}))
     check(world, rows, outside)
     assert rows[-1]["sessions/dropped_abandoned"] == 0
