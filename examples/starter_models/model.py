@@ -52,7 +52,7 @@ def build_model(tokenizer: Any, size: str) -> Any:
     chosen = SIZES[size]
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
+        vocab_size=len(tokenizer),  # without padding, which could be sampled
         hidden_size=chosen.hidden,
         intermediate_size=chosen.hidden * 5 // 2 // 32 * 32,
         num_hidden_layers=chosen.layers,
