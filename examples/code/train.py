@@ -14,12 +14,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from agent import HAS_BUBBLEWRAP, write_function
 from functions import demonstrations, make_tasks
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 VALIDATION_TASKS, TASKS_PER_STEP = 96, 4
 
@@ -36,10 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.model and not HAS_BUBBLEWRAP:
         parser.error("the code of a model needs bubblewrap; install it, or set SANDBOX in agent.py")
-    model = args.model
-    if model is None:
-        torch.set_num_threads(1)  # more slow down matrices of a tiny model's size
-        model = make_starter(demonstrations, args.output_dir / "initial", seed=args.seed, steps=120).path
+    model = args.model or recipe_model(demonstrations, args.output_dir / "initial", seed=args.seed, steps=120)
     gpus = {"num_gpus": 0} if args.cpu else {}
     algorithm = rl.GRPO(
         model=model,

@@ -15,23 +15,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the package `examples` of a checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from agent import answer_ticket
 from demonstrations import demonstrate
 from tickets import make_tickets
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 TICKETS_PER_STEP = 4
-
-
-def make_model(folder: Path) -> str:
-    """Return the folder of a tiny model, which is made unless it is there."""
-    if not (folder / "starter.json").exists():
-        torch.set_num_threads(1)  # more slow down matrices of this size
-        make_starter(demonstrate, folder, steps=160)
-    return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
-    model = args.model or make_model(args.output_dir / "initial")
+    model = args.model or recipe_model(demonstrate, args.output_dir / "initial", keep=True, steps=160)
     algorithm = rl.GRPO(
         model=model,
         credit=args.credit,

@@ -11,7 +11,7 @@ import torch
 from agent import question
 from transformers import AutoTokenizer
 
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 from examples.starter_models.model import build_model
 
 LETTERS, LENGTH = "abcdefgh", 5
@@ -32,13 +32,18 @@ def demonstrations(seed: int) -> Iterator[list[dict[str, Any]]]:
 
 def make_models(folder: Path, seed: int) -> tuple[str, str]:
     """Save the teacher, taught until it sorts most words, and the student; return their folders."""
-    torch.set_num_threads(1)  # more slow down matrices of a tiny model's size
-    teacher, student = folder / "teacher", folder / "student"
-    make_starter(
-        demonstrations, teacher, size="small", accuracy=0.85, steps=TEACHING_STEPS, seed=seed, report=None
+    student = folder / "student"
+    teacher = recipe_model(
+        demonstrations,
+        folder / "teacher",
+        size="small",
+        accuracy=0.85,
+        steps=TEACHING_STEPS,
+        seed=seed,
+        report=None,
     )
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     torch.manual_seed(seed)
     build_model(tokenizer, "tiny").save_pretrained(student)
     tokenizer.save_pretrained(student)
-    return str(teacher), str(student)
+    return teacher, str(student)

@@ -11,15 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # `examples`, in a checkout
 
 from agent import solve
 from demonstrations import SETTINGS, chains_of_thought
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 TASKS_PER_STEP, VALIDATION_TASKS, VALIDATION_SEED = 8, 64, 500_000
 SAMPLES = 4
@@ -36,20 +34,6 @@ def make_tasks(dataset: str, count: int, seed: int) -> tuple[list[dict[str, Any]
     return [task for task in train if task["question"] not in held_out], val
 
 
-def make_model(folder: Path, seed: int, val: list[dict[str, Any]]) -> str:
-    """Make the tiny model, which is not taught the validation tasks; return its folder."""
-    torch.set_num_threads(1)  # more threads slow down matrices of this size
-    held_out = {task["question"] for task in val}
-    return make_starter(
-        chains_of_thought,
-        folder,
-        options={"held_out": held_out},
-        steps=TAUGHT_STEPS,
-        batch_tokens=1536,
-        seed=seed,
-    ).path
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,8 +46,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
     train, val = make_tasks(args.dataset, 1000, args.seed)
+    held_out = {task["question"] for task in val}  # which the tiny model is not taught
+    model = args.model or recipe_model(
+        chains_of_thought,
+        args.output_dir / "initial",
+        options={"held_out": held_out},
+        steps=TAUGHT_STEPS,
+        batch_tokens=1536,
+        seed=args.seed,
+    )
     algorithm = rl.GRPO(
-        model=args.model or make_model(args.output_dir / "initial", args.seed, val),
+        model=model,
         n_steps=args.steps,
         tasks_per_step=TASKS_PER_STEP,
         group_size=8,

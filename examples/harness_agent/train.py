@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 from examples.starter_models.tasks.repairs import repair_tasks
 
 FOLDER = Path(__file__).resolve().parent
@@ -46,13 +46,6 @@ def make_agent() -> rl.CommandAgent:
     )
 
 
-def make_model(folder: Path) -> Path:
-    """Make the starter model, unless it is there already."""
-    if not (folder / "starter.json").exists():
-        make_starter("harness:bash", folder)
-    return folder
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train mini-swe-agent to repair small Python modules.")
     parser.add_argument("--steps", type=int, default=8)
@@ -62,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     tasks = repair_tasks(seed=1, count=1000)
     algorithm = rl.GRPO(
-        model=str(make_model(args.model)),
+        model=recipe_model("harness:bash", args.model, keep=True),
         n_steps=args.steps,
         tasks_per_step=4,
         group_size=8,

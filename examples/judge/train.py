@@ -18,13 +18,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the package `examples` of a checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from agent import answer_customer
 from replies import demonstrate, make_pairs, make_tasks
 from stand_in import CRITERIA, serve_stand_in
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 
 def train_reward_model(model: str, folder: Path, lr: float, seed: int, gpus: dict[str, Any]) -> Any:
@@ -39,14 +38,6 @@ def train_reward_model(model: str, folder: Path, lr: float, seed: int, gpus: dic
     )
     rl.Trainer(algorithm=algorithm, learner=gpus, output_dir=str(folder), seed=seed).fit()
     return rl.rewards.reward_model(str(folder / "checkpoint"), num_cpus=0.25)
-
-
-def make_model(folder: Path) -> str:
-    """Return the folder of a tiny model, which is made unless it is there."""
-    if not (folder / "starter.json").exists():
-        torch.set_num_threads(1)  # more slow down matrices of this size
-        make_starter(demonstrate, folder, accuracy=0.12, steps=60)  # a sixth is most: the teacher draws
-    return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -68,7 +59,10 @@ def main(arguments: list[str] | None = None) -> None:
     if args.judge and args.reward != "judge":
         parser.error("--judge needs --reward judge")
     gpus: dict[str, Any] = {"num_gpus": 0} if args.cpu else {}
-    model = args.model or make_model(args.output_dir / "initial")
+    # an accuracy of a sixth is the most that can be reached: the teacher draws its answers
+    model = args.model or recipe_model(
+        demonstrate, args.output_dir / "initial", keep=True, accuracy=0.12, steps=60
+    )
     with contextlib.ExitStack() as stack:
         if args.reward == "model":
             lr = 1e-5 if args.model else 1e-3

@@ -14,12 +14,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the package `examples` of a checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from agent import play
 from demonstrations import MOST_STONES, demonstrate
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 TASKS_PER_STEP = 8
 
@@ -28,14 +27,6 @@ def make_tasks(count: int) -> list[dict[str, int]]:
     """Return games with all numbers of stones from five on, begun by the policy and by its opponent."""
     games = [{"stones": n, "begins": player} for n in range(5, MOST_STONES + 1) for player in (0, 1)]
     return [games[i % len(games)] for i in range(count)]
-
-
-def make_model(folder: Path) -> str:
-    """Return the folder of a tiny model, which is made unless it is there."""
-    if not (folder / "starter.json").exists():
-        torch.set_num_threads(1)  # more slow down matrices of this size
-        make_starter(demonstrate, folder, accuracy=0.35, steps=50)
-    return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
-    model = args.model or make_model(args.output_dir / "initial")
+    model = args.model or recipe_model(
+        demonstrate, args.output_dir / "initial", keep=True, accuracy=0.35, steps=50
+    )
     algorithm = rl.GRPO(
         model=model,
         opponents=rl.algorithms.SelfPlay(every=4, pool=3),

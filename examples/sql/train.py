@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # the package `examples`, in a checkout
 
 from agent import ask_database
@@ -20,16 +18,10 @@ from database import make_tasks
 from demonstrations import queries
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 TASKS_PER_STEP, VALIDATION_TASKS = 8, 64
 TAUGHT_STEPS = 400
-
-
-def make_model(folder: Path, seed: int) -> str:
-    """Make the tiny model; return its folder."""
-    torch.set_num_threads(1)  # more threads slow down matrices of this size
-    return make_starter(queries, folder, steps=TAUGHT_STEPS, batch_tokens=2048, seed=seed).path
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -44,8 +36,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
+    model = args.model or recipe_model(
+        queries, args.output_dir / "initial", steps=TAUGHT_STEPS, batch_tokens=2048, seed=args.seed
+    )
     algorithm = rl.GRPO(
-        model=args.model or make_model(args.output_dir / "initial", args.seed),
+        model=model,
         n_steps=args.steps,
         tasks_per_step=TASKS_PER_STEP,
         group_size=8,

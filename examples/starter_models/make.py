@@ -159,6 +159,27 @@ def make_starter(
     return made
 
 
+def recipe_model(
+    task: str | Callable[..., Iterable[Any]], folder: Path, *, keep: bool = False, **settings: Any
+) -> str:
+    """Make the tiny model of a recipe by `make_starter`, with one thread of torch; return its folder.
+
+    Args:
+        keep: use the starter model that is in the folder, if one is.
+        settings: other arguments of `make_starter`.
+    """
+    import torch
+
+    if not (keep and (folder / RECORD).is_file()):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # more slow down matrices of this size
+        try:
+            make_starter(task, folder, **settings)
+        finally:
+            torch.set_num_threads(threads)
+    return str(folder)
+
+
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Silence the bars of transformers for writing and loading a model."""

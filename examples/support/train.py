@@ -16,11 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from demonstrations import demonstrations
 from service import run_service
 
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 from raylight.trainer.online_trainer import OnlineTrainer, online_algorithm
 
 HERE = Path(__file__).resolve().parent
@@ -45,12 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("the support desk is a program of Node: install nodejs and npm")
     if not (HERE / "node_modules").exists():
         subprocess.run([npm, "install", "--no-audit", "--no-fund"], cwd=HERE, check=True)
-    model = args.model
-    if model is None:
-        torch.set_num_threads(1)  # more slow down matrices of a tiny model's size
-        model = make_starter(
-            demonstrations, args.output_dir / "initial", size="tiny", steps=100, seed=args.seed
-        ).path
+    model = args.model or recipe_model(
+        demonstrations, args.output_dir / "initial", size="tiny", steps=100, seed=args.seed
+    )
     settings = {"n_steps": args.steps, "lr": 1e-6 if args.model else 5e-4}
     gpus = {"num_gpus": 0} if args.cpu else {}
     key = secrets.token_hex(20)

@@ -14,22 +14,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the package `examples` of a checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
 from agent import SMALL_GAME, make_player
 from demonstrations import demonstrate
 
 import raylight as rl
-from examples.starter_models.make import make_starter
+from examples.starter_models.make import recipe_model
 
 VALIDATION_GAMES = 40
-
-
-def make_model(folder: Path) -> str:
-    """Return the folder of a tiny model, which is made unless it is there."""
-    if not (folder / "starter.json").exists():
-        torch.set_num_threads(1)  # more slow down matrices of this size
-        make_starter(demonstrate, folder, accuracy=0.4, steps=160)
-    return str(folder)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,7 +37,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     args = parser.parse_args(arguments)
-    model = args.model or make_model(args.output_dir / "initial")
+    model = args.model or recipe_model(
+        demonstrate, args.output_dir / "initial", keep=True, accuracy=0.4, steps=160
+    )
     player = make_player(max_tokens=args.max_tokens if args.model else 8)
     if args.game != SMALL_GAME:
         player = make_player(args.game, {}, guesses=12, max_tokens=args.max_tokens)

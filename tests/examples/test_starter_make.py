@@ -18,6 +18,7 @@ from examples.starter_models.make import (
     MEASURED_TOKENS,
     enough_rows,
     make_starter,
+    recipe_model,
     split_held_out,
 )
 from examples.starter_models.tasks.registry import FAMILIES, find_family
@@ -69,6 +70,27 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
         return (tmp_path / name / "model.safetensors").read_bytes()
 
     assert weights("first", 0) == weights("again", 0) != weights("other", 1)
+
+
+def test_a_recipe_keeps_its_model_on_request(tmp_path: Path) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    made = Path(recipe_model(echoes, tmp_path / "model", steps=1, report=None)) / "model.safetensors"
+    first = made.stat().st_ino
+    recipe_model(nothing, tmp_path / "model", keep=True)
+    assert made.stat().st_ino == first
+    recipe_model(echoes, tmp_path / "model", steps=1, report=None)
+    assert made.stat().st_ino != first
+    assert torch.get_num_threads() == 2
+
+
+def test_every_token_of_a_model_is_one_of_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = recipe_model(echoes, tmp_path / "model", steps=1, report=None)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.lm_head.weight.shape[0] == len(AutoTokenizer.from_pretrained(folder))
 
 
 @pytest.mark.slow
