@@ -102,6 +102,7 @@ def train(args: argparse.Namespace) -> None:
         max_steps_without_signal=args.steps,
         max_staleness=args.staleness,
         stale=args.stale,
+        rollout={"timeout_seconds": 3600},
     )
     trainer = rl.Trainer(
         algorithm=algorithm,
