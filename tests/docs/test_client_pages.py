@@ -172,3 +172,8 @@ def test_a_page_names_compatible_versions(page: str) -> None:
             < Version(str(Version(version).major + 1))
         ), name
     assert named or page == "plain_http"
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in CLIENTS.glob("*.md") if path.stem != "README"))
+def test_a_page_is_in_the_index(page: str) -> None:
+    assert f"]({page}.md)" in (CLIENTS / "README.md").read_text()

@@ -72,10 +72,19 @@ def test_one_seed_makes_one_model(tmp_path: Path) -> None:
     assert weights("first", 0) == weights("again", 0) != weights("other", 1)
 
 
-def test_a_recipe_keeps_its_model_on_request(tmp_path: Path) -> None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
     import torch
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_recipe_keeps_its_model_on_request(two_threads: None, tmp_path: Path) -> None:
+    import torch
+
     made = Path(recipe_model(echoes, tmp_path / "model", steps=1, report=None)) / "model.safetensors"
     first = made.stat().st_ino
     recipe_model(nothing, tmp_path / "model", keep=True)
