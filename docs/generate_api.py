@@ -39,9 +39,9 @@ BASE_CLASSES = (
     "raylight.base_config.Config",
     "raylight.types.rollouts.StrictModel",
     "raylight.types.spans.ExtensibleModel",
-    "raylight.experience.advantages.Advantage",
-    "raylight.experience.losses.PolicyLossVariant",
-    "raylight.experience.variants.Variant",
+    "raylight.experience.settings.advantages.Advantage",
+    "raylight.experience.settings.losses.PolicyLossVariant",
+    "raylight.experience.settings.variants.Variant",
 )
 """General base classes, whose members are not repeated in their subclasses."""
 MODULE_OF = (

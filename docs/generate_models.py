@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from raylight.config import LearnerConfig
 from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.model_check import build_on_meta, round_trip, trained_class
 from raylight.learner.varlen_attention import supports_varlen
 from raylight.quickstart import STARTER_MODEL

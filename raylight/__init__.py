@@ -45,8 +45,8 @@ _EXPORTS = {
     "algorithms.verl": ("VERL",),
     "config": ("EngineConfig", "LearnerConfig", "RunnerConfig", "StoreConfig"),
     "errors": ("RaylightError",),
-    "experience.registry": ("advantage_estimator", "policy_loss"),
-    "experience.transcript": ("transcript",),
+    "experience.settings.registry": ("advantage_estimator", "policy_loss"),
+    "experience.trajectories.transcript": ("transcript",),
     "harnesses.command": ("CommandAgent",),
     "log": ("setup_logging", "setup_module_logging"),
     "runner.local_runner": ("LitAgentRunner",),
@@ -99,7 +99,7 @@ _PACKAGE_EXPORTS = {
         ),
         "algorithms.teacher": ("TeacherConfig",),
         "experience.opponents": ("SelfPlay",),
-        "experience.settings": ("ModelConfig",),
+        "experience.settings.policy_settings": ("ModelConfig",),
     },
     "environments": {
         "environments.class_agent": ("environment",),
@@ -170,8 +170,8 @@ A package also offers the names of `raylight` that it defines. Version 0.2 had a
 they are still found, with a warning, until 1.0.
 """
 _SUBMODULES = {name: name for name in (*_PACKAGE_EXPORTS, "quickstart")} | {
-    "advantages": "experience.advantages",
-    "losses": "experience.losses",
+    "advantages": "experience.settings.advantages",
+    "losses": "experience.settings.losses",
 }
 """Public modules and packages, by name."""
 

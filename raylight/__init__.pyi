@@ -10,8 +10,8 @@ from raylight import tasks as tasks
 from raylight import traces as traces
 from raylight import types as types
 from raylight import quickstart as quickstart
-from raylight.experience import advantages as advantages
-from raylight.experience import losses as losses
+from raylight.experience.settings import advantages as advantages
+from raylight.experience.settings import losses as losses
 from raylight.agent.decorators import llm_rollout as llm_rollout
 from raylight.agent.decorators import prompt_rollout as prompt_rollout
 from raylight.agent.decorators import rollout as rollout
@@ -51,9 +51,9 @@ from raylight.config import LearnerConfig as LearnerConfig
 from raylight.config import RunnerConfig as RunnerConfig
 from raylight.config import StoreConfig as StoreConfig
 from raylight.errors import RaylightError as RaylightError
-from raylight.experience.registry import advantage_estimator as advantage_estimator
-from raylight.experience.registry import policy_loss as policy_loss
-from raylight.experience.transcript import transcript as transcript
+from raylight.experience.settings.registry import advantage_estimator as advantage_estimator
+from raylight.experience.settings.registry import policy_loss as policy_loss
+from raylight.experience.trajectories.transcript import transcript as transcript
 from raylight.harnesses.command import CommandAgent as CommandAgent
 from raylight.log import setup_logging as setup_logging
 from raylight.log import setup_module_logging as setup_module_logging

@@ -157,7 +157,13 @@ def test_no_two_classes_have_one_name() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("raylight", "raylight.types", "raylight.agent", "raylight.cli", "raylight.experience.trajectory"),
+        *(
+            "raylight",
+            "raylight.types",
+            "raylight.agent",
+            "raylight.cli",
+            "raylight.experience.trajectories.trajectory",
+        ),
         "raylight.ui.app",
     ],
 )

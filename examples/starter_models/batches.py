@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from raylight.experience.demonstrations import DemonstrationRow
+from raylight.experience.batches.demonstrations import DemonstrationRow
 
 MAX_ROWS, MAX_TOKENS = 128, 6144
 """Largest number of rows and of tokens, with padding, in a batch; a batch has at least one row."""

@@ -20,7 +20,7 @@ from examples.starter_models.tokenizer import MODEL_LENGTH, build_tokenizer
 from examples.starter_models.training import StarterTraining, TeachingProgress
 from raylight._utils.files import atomic_folder, write_atomic
 from raylight.errors import ConfigError, DatasetError
-from raylight.experience.demonstrations import (
+from raylight.experience.batches.demonstrations import (
     Demonstration,
     DemonstrationRow,
     demonstration_rows,

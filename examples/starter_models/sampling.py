@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raylight.experience.demonstrations import DemonstrationRow
+from raylight.experience.batches.demonstrations import DemonstrationRow
 
 MAX_ANSWERS = 256
 """Answers that are sampled at most."""

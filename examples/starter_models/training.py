@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.starter_models.batches import CarelessTeacher, batches, careless_rate, split_by_size
-from raylight.experience.demonstrations import DemonstrationRow
+from raylight.experience.batches.demonstrations import DemonstrationRow
 
 LEARNING_RATE, WARMUP = 3e-3, 50
 CARELESS_RATE, CARELESS_WARMUP = 2e-4, 10

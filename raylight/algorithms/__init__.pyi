@@ -36,4 +36,4 @@ from raylight.algorithms.supervised import SFT as SFT
 from raylight.algorithms.teacher import TeacherConfig as TeacherConfig
 from raylight.algorithms.verl import VERL as VERL
 from raylight.experience.opponents import SelfPlay as SelfPlay
-from raylight.experience.settings import ModelConfig as ModelConfig
+from raylight.experience.settings.policy_settings import ModelConfig as ModelConfig

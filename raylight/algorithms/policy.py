@@ -19,16 +19,15 @@ from raylight.agent.resources import check_sampling
 from raylight.algorithms.base import BaseAlgorithm
 from raylight.algorithms.teacher import TeacherConfig
 from raylight.config import MODEL_NAME, CheckpointConfig, EngineConfig, LearnerConfig
-from raylight.experience.advantages import GRPOAdvantage, UserAdvantage
-from raylight.experience.batch import BatchRules
-from raylight.experience.off_policy import OffPolicySampling
+from raylight.experience.batches.batch import BatchRules
 from raylight.experience.opponents import OPPONENT, SelfPlay
-from raylight.experience.rewards import RewardRules
-from raylight.experience.settings import ModelConfig, PolicySettings
-from raylight.experience.staleness import StaleMask
-from raylight.experience.teacher_choice import TeacherChoice
-from raylight.experience.trajectory import TrajectorySelection
-from raylight.experience.unused_settings import unused_settings
+from raylight.experience.settings.advantages import GRPOAdvantage, UserAdvantage
+from raylight.experience.settings.policy_settings import ModelConfig, PolicySettings, unused_settings
+from raylight.experience.teachers import TeacherChoice
+from raylight.experience.trajectories.off_policy import OffPolicySampling
+from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.staleness import StaleMask
+from raylight.experience.trajectories.trajectory import TrajectorySelection
 from raylight.traces.rewards import MAX_REWARD
 from raylight.types import GREEDY_BELOW, RolloutConfig
 

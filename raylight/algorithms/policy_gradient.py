@@ -18,11 +18,17 @@ from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.policy import GRPO, PolicyAlgorithm
 from raylight.algorithms.teacher import TeacherConfig, UnimportedFunction
 from raylight.components import NotImportedError, dotted_name, import_dotted_name
-from raylight.experience import advantages, losses
-from raylight.experience.losses import AnyLoss
-from raylight.experience.rewards import LengthPenalty, RewardRules
-from raylight.experience.settings import CriticSettings, KlType, LossAggregation, PolicySettings
-from raylight.experience.teacher_choice import TeacherChoice
+from raylight.experience.settings.losses import AnyLoss
+from raylight.experience.settings.policy_settings import (
+    CriticSettings,
+    KlType,
+    LossAggregation,
+    PolicySettings,
+    advantages,
+    losses,
+)
+from raylight.experience.teachers import TeacherChoice
+from raylight.experience.trajectories.rewards import LengthPenalty, RewardRules
 
 
 class DrGRPO(GRPO):

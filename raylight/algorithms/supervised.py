@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_SAMPLES
 from raylight.algorithms.base import BaseAlgorithm
-from raylight.experience.supervised_settings import (
+from raylight.experience.settings.supervised_settings import (
     PreferenceSettings,
     RankingSettings,
     SupervisedSettings,

@@ -10,7 +10,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from raylight._utils.bounds import MAX_COUNT
 from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.config import ScoringConfig
-from raylight.experience.teacher_prompts import TeacherPrompt, check_prompt_function
+from raylight.experience.teachers import TeacherPrompt, check_prompt_function
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from raylight._utils.files import atomic_files
 from raylight.algorithms.base import Algorithm
 from raylight.errors import ConfigError, DatasetError, RewardError
-from raylight.experience.advantages import GRPOAdvantage
-from raylight.experience.losses import VanillaLoss
+from raylight.experience.settings.advantages import GRPOAdvantage
+from raylight.experience.settings.losses import VanillaLoss
 from raylight.learner.local_device import select_device
 
 if TYPE_CHECKING:

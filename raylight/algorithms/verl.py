@@ -14,7 +14,7 @@ from raylight.algorithms.policy import PolicyAlgorithm, RunSettings
 from raylight.algorithms.verl_config.resolution import Resolution, resolve
 from raylight.algorithms.verl_config.run_settings import combine_settings
 from raylight.errors import ConfigError
-from raylight.experience.unused_settings import unused_settings
+from raylight.experience.settings.policy_settings import unused_settings
 
 
 class VERL(PolicyAlgorithm):

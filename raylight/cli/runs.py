@@ -168,7 +168,7 @@ def export_traces_command(
     rl.SFT and rl.DPO, TRL and OpenAI's fine-tuning read the files; rl.SFT and rl.DPO also read RUN itself.
     """
     from raylight._utils.files import atomic_file
-    from raylight.experience.rollout_selection import RolloutSelection
+    from raylight.experience.trajectories.rollout_selection import RolloutSelection
     from raylight.trainer.output.trace_export import PAIRED, export_traces
 
     if format == PAIRED and best_of_group:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from raylight.experience.off_policy import is_replayable
+from raylight.experience.trajectories.off_policy import is_replayable
 from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, RouteArray, TokenSets
 from raylight.types.images import PlacedImage
 

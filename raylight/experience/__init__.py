@@ -1,6 +1,6 @@
 """Experience: finished rollouts to training batches. Nothing in this package imports torch, verl or Ray.
 
-The driver and the learner ranks share it: trajectories and batches, the settings of a policy update, the
-registry of advantage estimators and policy losses, the order of the training tasks, and the bookkeeping of
-training states.
+The driver and the learner ranks share it. `settings` has the settings of an update, with the advantage
+estimators and policy losses; `trajectories` turns the calls of rollouts into rows; `batches` makes batches of
+them and shards these for the ranks.
 """

@@ -16,7 +16,7 @@ import ray
 
 from raylight.config import LearnerConfig, cpu_threads
 from raylight.errors import WeightSyncError
-from raylight.experience.supervised_settings import SupervisedSettings
+from raylight.experience.settings.supervised_settings import SupervisedSettings
 from raylight.learner import shared_storage
 from raylight.learner.faults import classify_in_rank
 from raylight.learner.progress import CLOCK, StackDump, dump_stacks

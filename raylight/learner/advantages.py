@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.advantages import GiGPOAdvantage, OPDAdvantage
-from raylight.experience.registry import select_arguments
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import BatchOutline, PlacedTurn
+from raylight.experience.batches.shards import BatchOutline, PlacedTurn
+from raylight.experience.settings.advantages import GiGPOAdvantage, OPDAdvantage
+from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.experience.settings.registry import select_arguments
 from raylight.experience.token_alignment import NOT_JUDGED
 from raylight.learner import verl_api as verl
 from raylight.learner.rows import TrainRow

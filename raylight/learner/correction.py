@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from raylight.errors import MismatchError
-from raylight.experience.correction_settings import (
+from raylight.experience.settings.correction_settings import (
     TAIL,
     CorrectionSettings,
     describe_excess,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import SCALED_AGGREGATION, CriticSettings
+from raylight.experience.settings.policy_settings import SCALED_AGGREGATION, CriticSettings
 from raylight.learner import verl_api as verl
 from raylight.learner.engines import build_critic
 from raylight.learner.faults import GradientGuard

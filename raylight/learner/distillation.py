@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.advantages import OPDAdvantage
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.advantages import OPDAdvantage
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.divergence import LocalDivergence, TeacherHidden, TopDivergence
 from raylight.learner.engines import build_reference
 from raylight.learner.fsdp import RaylightEngine

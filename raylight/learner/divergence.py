@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from raylight.experience.advantages import DivergenceKind
+from raylight.experience.settings.advantages import DivergenceKind
 from raylight.learner.token_logprobs import LOWEST_LOGPROB, OutputLayer
 
 ROUNDING_MASS = 1e-6

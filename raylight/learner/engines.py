@@ -18,8 +18,8 @@ from transformers import (
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.packing import PACKED_VISION_MODELS, keeps_state
-from raylight.experience.settings import CriticSettings, OptimizerSettings
-from raylight.experience.supervised_settings import PairSettings, SupervisedSettings
+from raylight.experience.settings.policy_settings import CriticSettings, OptimizerSettings
+from raylight.experience.settings.supervised_settings import PairSettings, SupervisedSettings
 from raylight.images.model_inputs import ModelImages, reads_images
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import adapted_layers

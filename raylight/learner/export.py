@@ -12,7 +12,7 @@ from raylight._utils.disk import disk_errors
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import CheckpointError, ConfigError
 from raylight.experience.checkpoints import TrainingStates, locate_state
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import state, weights
 from raylight.learner.engines import build_policy, build_reward_model
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
 from raylight.errors import ConfigError
-from raylight.experience.token_budgets import plan_micro_batches
+from raylight.experience.batches.token_budgets import plan_micro_batches
 from raylight.images.model_inputs import ModelImages, auto_class
 from raylight.learner import verl_api as verl
 from raylight.learner.adapter import check_adapter, peft_config

@@ -18,10 +18,10 @@ from raylight._utils.aio import cancel_all, wait_while_progressing
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import LearnerError, LearnerLostError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import shard_batch, shard_by_model
+from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.shards import shard_batch, shard_by_model
-from raylight.experience.token_records import RowRecord
 from raylight.learner.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.faults import classify_in_driver, reports_lost_peer
 from raylight.learner.protocol import Learner, LearnerSettings

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from raylight.config import LearnerConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError, DeviceMemoryError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.settings import PolicySettings
-from raylight.experience.token_records import RowRecord
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.protocol import Learner, LearnerSettings
 
 if TYPE_CHECKING:

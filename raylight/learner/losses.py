@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.registry import select_arguments
-from raylight.experience.settings import SCALED_AGGREGATION, CriticSettings, PolicySettings
+from raylight.experience.settings.policy_settings import SCALED_AGGREGATION, CriticSettings, PolicySettings
+from raylight.experience.settings.registry import select_arguments
 from raylight.learner import verl_api as verl
 from raylight.learner.correction import bounded_weights
 from raylight.learner.engines import optimizer_config

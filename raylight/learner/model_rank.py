@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from raylight._utils.disk import disk_errors
 from raylight.engines.protocol import LoraAdapter
+from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.checkpoints import BackgroundWriter, TrainingStates
-from raylight.experience.token_records import RowRecord
 from raylight.learner import state, state_files, weights
 from raylight.learner.policy_set import PolicySet
 from raylight.learner.trained_model import TrainedModel

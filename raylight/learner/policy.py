@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import BatchShard, shard_batch
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import BatchShard, shard_batch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import correction
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.critic import Critic

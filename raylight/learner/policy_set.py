@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import ModelShard, shard_by_model
-from raylight.experience.token_records import RowRecord
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import ModelShard, shard_by_model
+from raylight.experience.batches.token_records import RowRecord
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import weights
 from raylight.learner.engines import build_policy, optimizer_config
 from raylight.learner.policy import Policy

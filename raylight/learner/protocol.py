@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol
 from ray.util.placement_group import PlacementGroup
 
 from raylight.errors import LearnerError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import SupervisedSettings
-from raylight.experience.token_records import RowRecord
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.token_records import RowRecord
+from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.experience.settings.supervised_settings import SupervisedSettings
 from raylight.weights.protocol import LoraAdapter
 from raylight.weights.sender import PublicationSettings
 

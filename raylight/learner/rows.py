@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from raylight.errors import ConfigError
-from raylight.experience.shards import MinibatchShard, PackedRows
-from raylight.experience.token_records import RowRecord
+from raylight.experience.batches.shards import MinibatchShard, PackedRows
+from raylight.experience.batches.token_records import RowRecord
 from raylight.types import LogprobArray, PenalisedRange, PlacedImage, TokenSets
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from raylight._utils.aio import pause
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, TransferBrokenError, WeightSyncError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.protocol import Learner
 from raylight.weights.client import call_coordinator, call_until_answered

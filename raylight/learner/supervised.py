@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from raylight.config import LearnerConfig
-from raylight.experience.shards import BatchOutline, BatchShard
-from raylight.experience.supervised_settings import (
+from raylight.experience.batches.shards import BatchOutline, BatchShard
+from raylight.experience.settings.supervised_settings import (
     PairSettings,
     PreferenceSettings,
     RankingSettings,

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import RankingSettings, SupervisedSettings
-from raylight.experience.token_records import RowRecord
+from raylight.experience.batches.token_records import RowRecord
+from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.experience.settings.supervised_settings import RankingSettings, SupervisedSettings
 from raylight.learner import weights
 from raylight.learner.engines import build_policy, build_reference, build_reward_model
 from raylight.learner.faults import GradientGuard

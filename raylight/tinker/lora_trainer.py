@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from raylight.config import LoraConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, ConfigError, DeviceMemoryError, NonFiniteGradientError
-from raylight.experience.token_budgets import plan_micro_batches
+from raylight.experience.batches.token_budgets import plan_micro_batches
 from raylight.learner.adapter import check_adapter, peft_config
 from raylight.learner.response_logprobs import LogprobHead, TargetTokens
 from raylight.tinker.datums import Batch, Datum

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from raylight.errors import UnknownIdError
-from raylight.experience.call_lineage import CallLineage, trace_lineage
-from raylight.experience.row_rules import RowRules
-from raylight.experience.token_records import TokenRecords
+from raylight.experience.batches.token_records import TokenRecords
+from raylight.experience.trajectories.call_lineage import CallLineage, trace_lineage
+from raylight.experience.trajectories.row_rules import RowRules
 from raylight.images.image import media_type_of, to_data_url
 from raylight.images.messages import inline_images, recorded_images
 from raylight.semconv import (

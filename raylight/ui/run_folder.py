@@ -28,9 +28,9 @@ from raylight._utils.bounds import ENDLESS
 from raylight._utils.files import read_bounded
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError, StoreError
-from raylight.experience.row_rules import RowRules
-from raylight.experience.staleness import StaleMask
-from raylight.experience.token_records import TokenRecords
+from raylight.experience.batches.token_records import TokenRecords
+from raylight.experience.trajectories.row_rules import RowRules
+from raylight.experience.trajectories.staleness import StaleMask
 from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.trainer.output.loggers import Metrics

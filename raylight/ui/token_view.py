@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raylight.errors import QueryError
-from raylight.experience.row_rules import DEFAULT_RULES, RowRules, trained_rows
-from raylight.experience.staleness import StaleMask
-from raylight.experience.token_records import RecordedRow
+from raylight.experience.batches.token_records import RecordedRow
+from raylight.experience.trajectories.row_rules import DEFAULT_RULES, RowRules, trained_rows
+from raylight.experience.trajectories.staleness import StaleMask
 from raylight.types import FinishedRollout, Generation, IntArray
 
 logger = logging.getLogger(__name__)

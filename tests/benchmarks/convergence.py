@@ -32,8 +32,8 @@ from raylight.agent.emit import emit_reward
 from raylight.config import LearnerConfig
 from raylight.engines.candidates import find_candidates
 from raylight.engines.transformers.sampling import SamplingParams, adjust_logits, distribution
-from raylight.experience.batch import build_batch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import build_batch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 from raylight.tasks.task_set import TaskSampler

@@ -29,7 +29,7 @@ CONTESTANTS = ("chunked", f"top {TOP_K}", "plain")
 
 def learner_update(args: argparse.Namespace, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from raylight.config import LearnerConfig
-    from raylight.experience.settings import PolicySettings
+    from raylight.experience.settings.policy_settings import PolicySettings
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(

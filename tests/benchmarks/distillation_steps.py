@@ -21,8 +21,8 @@ from harness import join_ranks, make_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.policy import Policy
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question

@@ -68,14 +68,14 @@ async def record(store: Any, tokens: int, turns: int, count: int) -> list[str]:
 
 def has_shards() -> bool:
     """False for earlier versions, which build in the event loop and send the whole batch to every rank."""
-    return importlib.util.find_spec("raylight.experience.shards") is not None
+    return importlib.util.find_spec("raylight.experience.batches.shards") is not None
 
 
 def payloads(batch: Any, settings: Any) -> list[bytes]:
     """Return what each rank receives."""
     if not has_shards():
         return [pickle.dumps(batch, protocol=5)] * RANKS
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.shards import shard_batch
 
     return [pickle.dumps(shard, protocol=5) for shard in shard_batch(batch, settings, RANKS)]
 
@@ -102,7 +102,7 @@ async def measure(tokens: int, turns: int, count: int) -> dict[str, float]:
     """Return the figures of a row of the table."""
     import raylight as rl
     from raylight.config import LearnerConfig
-    from raylight.experience.batch import build_batch
+    from raylight.experience.batches.batch import build_batch
     from raylight.store.client import StoreClient
     from raylight.store.service import StoreConfig, StoreService
 

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from harness import Pairs, join_ranks, make_parser, memory_kib, save_random
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 

@@ -73,8 +73,8 @@ async def make_batch(tokens: int, folder: Path) -> tuple[dict[str, float], Any]:
     """Record, read, build and split; return the figures, and the batch."""
     import raylight as rl
     from raylight.config import LearnerConfig
-    from raylight.experience.batch import build_batch
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.batch import build_batch
+    from raylight.experience.batches.shards import shard_batch
     from raylight.store.client import StoreClient
     from raylight.store.service import StoreConfig, StoreService
 
@@ -119,7 +119,7 @@ def attention_s(tokens: int) -> float:
 def update(batch: Any, tokens: int, model: str) -> dict[str, float]:
     """Train the rows, each in its own pass; return the figures of the second update."""
     from raylight.config import LearnerConfig
-    from raylight.experience.settings import PolicySettings
+    from raylight.experience.settings.policy_settings import PolicySettings
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6)

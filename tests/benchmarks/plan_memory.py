@@ -24,7 +24,7 @@ from typing import Any
 from harness import join_ranks, make_parser, memory_kib, save_random
 
 from raylight.config import EngineConfig, LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 
 VOCABULARY = 16_000
 TOLERANCE = 0.15

@@ -32,8 +32,8 @@ from safetensors.torch import load_file, save_file
 from raylight.config import LearnerConfig
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.types import Trajectory
 from raylight.weights.source import WeightSource
 

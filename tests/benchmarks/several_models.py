@@ -23,7 +23,7 @@ from harness import join_ranks, make_parser, mean_and_deviation
 
 import raylight as rl
 from raylight.config import LearnerConfig, LoraConfig
-from raylight.experience.batch import build_batch
+from raylight.experience.batches.batch import build_batch
 from raylight.learner.protocol import ModelSettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions

@@ -40,7 +40,7 @@ from harness import join_ranks, make_parser, mean_and_deviation
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.experience.batch import build_batch
+from raylight.experience.batches.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.tasks.task_set import TaskSampler

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.config import LearnerConfig
-from raylight.experience.batch import build_batch
+from raylight.experience.batches.batch import build_batch
 from raylight.types import FinishedRollout, Generation, Rollout, Span
 
 GROUP, GROUPS = 8, 4

@@ -62,7 +62,7 @@ class Ranked:
         import torch
 
         from raylight.config import LearnerConfig
-        from raylight.experience.settings import PolicySettings
+        from raylight.experience.settings.policy_settings import PolicySettings
         from raylight.learner.engines import build_policy
 
         self.engine = build_policy(model, LearnerConfig(n=ranks), PolicySettings(), 10)

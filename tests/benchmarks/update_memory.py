@@ -39,7 +39,7 @@ def make_rows(tokens: int, vocabulary: int) -> Pairs:
 
 def learner_update(model: str, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from raylight.config import LearnerConfig
-    from raylight.experience.settings import PolicySettings
+    from raylight.experience.settings.policy_settings import PolicySettings
     from raylight.learner.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=True)

@@ -20,7 +20,7 @@ from chaos_agent import asker, asker_program
 from chaos_log import BATCHES, HELD_UPDATE, HOLD_VARIABLE, SAMPLES, TASKS, append_line, send_event
 
 import raylight as rl
-from raylight.experience.batch import BatchReport, BatchRules, TrainBatch, build_batch
+from raylight.experience.batches.batch import BatchReport, BatchRules, TrainBatch, build_batch
 from raylight.learner.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions

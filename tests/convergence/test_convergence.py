@@ -21,7 +21,7 @@ from scripted_models import serve_script
 from transformers import AutoModelForCausalLM
 
 import raylight as rl
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder

@@ -12,7 +12,7 @@ from page_tables import Table, code, tables
 from raylight import algorithms
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.supervised import SupervisedAlgorithm
-from raylight.experience.settings import CriticSettings, PolicySettings
+from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 
 PAGES = sorted((DOCS / "algorithms").glob("*.md"))
 INDEX = DOCS / "algorithms" / "README.md"
@@ -116,8 +116,8 @@ def figures(title: str) -> dict[str, list[float]]:
 
 def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[float]:
     """Return the advantages of two groups of four one-row rollouts. A row must have a single value."""
-    from raylight.experience.batch import TrainBatch
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.batch import TrainBatch
+    from raylight.experience.batches.shards import shard_batch
     from raylight.learner.advantages import KlController, RolloutSequences, estimate
     from raylight.types import Trajectory
 
@@ -197,7 +197,7 @@ def test_how_far_one_token_is_pushed() -> None:
 def test_how_losses_are_averaged() -> None:
     from typing import get_args
 
-    from raylight.experience.settings import LossAggregation
+    from raylight.experience.settings.policy_settings import LossAggregation
 
     (table,) = (table for table in tables(INDEX) if table.header[0] == "`loss_agg_mode`")
     assert {code(row[0]) for row in table.rows} == {*get_args(LossAggregation)}

@@ -13,10 +13,10 @@ from page_tables import code, tables
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.experience.advantages import ADVANTAGES
-from raylight.experience.batch import TrainBatch
-from raylight.experience.losses import LOSSES
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.advantages import ADVANTAGES
+from raylight.experience.settings.losses import LOSSES
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 

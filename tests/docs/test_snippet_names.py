@@ -15,7 +15,7 @@ from flat_settings import FLAT_KEYS
 from pydantic import BaseModel
 
 import raylight as rl
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 
 ROOT = DOCS.parent
 PAGES = sorted(

@@ -8,7 +8,7 @@ from docs_snippets import DOCS, snippet, write_files
 from examples.starter_models.tasks.registry import FAMILIES
 from examples.starter_models.tasks.repairs import harness
 from examples.starter_models.tokenizer import build_tokenizer
-from raylight.experience.demonstrations import Demonstration, demonstration_rows
+from raylight.experience.batches.demonstrations import Demonstration, demonstration_rows
 
 PAGE = DOCS / "starter_models.md"
 

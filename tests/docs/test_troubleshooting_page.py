@@ -7,7 +7,7 @@ from docs_snippets import DOCS
 
 from raylight import config, errors
 from raylight.algorithms.policy import PolicyAlgorithm
-from raylight.experience.settings import CriticSettings
+from raylight.experience.settings.policy_settings import CriticSettings
 from raylight.types import RolloutConfig
 
 PAGE = DOCS / "troubleshooting.md"

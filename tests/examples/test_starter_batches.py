@@ -13,7 +13,7 @@ from examples.starter_models.batches import (
     careless_rate,
     split_by_size,
 )
-from raylight.experience.demonstrations import DemonstrationRow
+from raylight.experience.batches.demonstrations import DemonstrationRow
 
 
 def row(*answer: int, prompt: int = 3) -> DemonstrationRow:

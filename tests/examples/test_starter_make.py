@@ -23,7 +23,7 @@ from examples.starter_models.make import (
 )
 from examples.starter_models.tasks.registry import FAMILIES, find_family
 from raylight.errors import ConfigError, DatasetError
-from raylight.experience.demonstrations import DemonstrationRow
+from raylight.experience.batches.demonstrations import DemonstrationRow
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from examples.starter_models.tasks.repairs import FORMATS, harness, repair_tasks
 from examples.starter_models.tokenizer import build_tokenizer
 from raylight.environments.gymnasium import action_names, instructions, observation_text, parse_action
 from raylight.errors import ConfigError, DatasetError
-from raylight.experience.demonstrations import Demonstration, demonstration_rows
+from raylight.experience.batches.demonstrations import Demonstration, demonstration_rows
 
 
 @pytest.mark.parametrize("task", repair_tasks(0, 8), ids=lambda task: task["command"])

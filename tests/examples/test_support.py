@@ -15,7 +15,7 @@ from ray_cluster import free_port
 
 import raylight as rl
 from raylight.cli.examples import example_folders
-from raylight.experience.demonstrations import Demonstration
+from raylight.experience.batches.demonstrations import Demonstration
 
 
 def test_the_demonstrations_name_the_team_of_each_ticket() -> None:

@@ -18,7 +18,7 @@ from PIL import Image as pillow
 from tiny_vlms import build_vlm
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.images.messages import image_urls, recorded_url
 from raylight.semconv import INPUT_MESSAGES
 from raylight.types import FinishedRollout

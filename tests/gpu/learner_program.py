@@ -21,8 +21,8 @@ from gpu_shapes import SHAPES, Shape
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.types import Trajectory
 
 GROUP = 2

@@ -14,7 +14,7 @@ import torch
 from learner_program import make_batch, run_rank
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 
 PROBE = list(range(20, 36))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.trainer.cluster_fit.model_shape import read_shape
 from raylight.trainer.cluster_fit.role_needs import GPU_CONTEXT, learner_memory
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from raylight.experience.settings import TABLES
+from raylight.experience.settings.policy_settings import TABLES
 
 FLAT_KEYS = {key for table in TABLES for key in (table.selector, *table._readers())}
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 import raylight as rl
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.semconv import INPUT_MESSAGES, PROMPT_SOURCE

@@ -19,8 +19,8 @@ import raylight as rl
 from raylight import semconv
 from raylight.config import EngineConfig
 from raylight.errors import TeacherPromptError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.quickstart.agent import adder

@@ -15,8 +15,8 @@ import pytest
 
 from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, PlacementError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.actor import LearnerActor
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.quickstart import STARTER_MODEL

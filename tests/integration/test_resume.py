@@ -20,8 +20,8 @@ from image_helpers import make_image
 from ray_cluster import eventually
 from tiny_vlms import build_vlm
 
+from raylight.experience.batches.token_records import TokenRecords
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.token_records import TokenRecords
 from raylight.quickstart.additions import additions
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import raylight as rl
-from raylight.experience.batch import build_batch
+from raylight.experience.batches.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.quickstart.agent import adder

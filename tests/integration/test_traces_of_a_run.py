@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import raylight as rl
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 

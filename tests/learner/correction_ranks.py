@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from raylight.errors import MismatchError
-from raylight.experience.correction_settings import CorrectionSettings
+from raylight.experience.settings.correction_settings import CorrectionSettings
 
 APART = [
     [0.0, math.log(2), 9.0],  # log ratio of each token; the third token is an observation

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import ANSWERS, PROMPTS, make_batch
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import TopLogprobs
 

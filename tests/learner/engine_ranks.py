@@ -5,7 +5,7 @@ import torch.distributed as dist
 from ranks import PROBE, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import CriticSettings, PolicySettings
+from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 LORA = {"lora": {"rank": 4, "alpha": 8}}

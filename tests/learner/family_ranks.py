@@ -6,7 +6,7 @@ from ranks import make_batch, plain_logprobs
 
 from raylight import algorithms
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 CASES = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import PROBE, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 
 
 def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from ranks import ANSWERS, PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.protocol import ModelSettings
 from raylight.quickstart import STARTER_MODEL
 

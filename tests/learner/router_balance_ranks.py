@@ -10,8 +10,8 @@ from ranks import ANSWERS, PROMPTS, make_batch
 from torch.nn.utils.rnn import pad_sequence
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import shard_batch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.settings.policy_settings import PolicySettings
 
 COEF = 0.3
 

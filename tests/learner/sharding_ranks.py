@@ -15,7 +15,7 @@ from ranks import PROBE, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import token_logprobs
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import WeightSource

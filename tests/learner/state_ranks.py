@@ -8,7 +8,7 @@ from ranks import ANSWERS, PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 WATCHED = (

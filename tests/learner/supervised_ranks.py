@@ -6,10 +6,10 @@ import torch.distributed as dist
 from ranks import ANSWERS, PROBE, PROMPTS
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch
-from raylight.experience.shards import shard_batch
-from raylight.experience.supervised_batches import Example, LearnedRow, build_supervised_batch
-from raylight.experience.supervised_settings import (
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.batches.supervised_batches import Example, LearnedRow, build_supervised_batch
+from raylight.experience.settings.supervised_settings import (
     PreferenceSettings,
     RankingSettings,
     SupervisedSettings,

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raylight.errors import ConfigError
-from raylight.experience.advantages import ADVANTAGES
-from raylight.experience.batch import TrainBatch
-from raylight.experience.losses import LOSSES
-from raylight.experience.registry import advantage_estimator
-from raylight.experience.rewards import TurnReward
-from raylight.experience.settings import CriticSettings, PolicySettings
-from raylight.experience.shards import shard_batch
-from raylight.experience.turns import CreditedTurn
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.settings.advantages import ADVANTAGES
+from raylight.experience.settings.losses import LOSSES
+from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
+from raylight.experience.settings.registry import advantage_estimator
+from raylight.experience.trajectories.rewards import TurnReward
+from raylight.experience.trajectories.turns import CreditedTurn
 from raylight.learner.advantages import (
     Estimate,
     KlController,

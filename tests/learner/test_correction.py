@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import MismatchError
-from raylight.experience.correction_settings import (
+from raylight.experience.settings.correction_settings import (
     REJECTION_CRITERIA,
     CorrectionSettings,
     default_limit,
 )
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 RATIOS = [

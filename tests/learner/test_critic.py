@@ -5,7 +5,7 @@ import torch
 from ranks import ANSWERS, PROMPTS, make_batch
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import CriticSettings, PolicySettings
+from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -20,7 +20,7 @@ def make_critic(config=None, **settings):
 
 
 def make_rows():
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.shards import shard_batch
     from raylight.learner.rows import build_rows
 
     batch = make_batch([[0.0] * len(answer) for answer in ANSWERS])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import engines
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import gather

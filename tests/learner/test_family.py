@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from raylight import algorithms
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.registry import advantage_estimator, policy_loss
-from raylight.experience.settings import PolicySettings
-from raylight.experience.turns import CreditedTurn
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.experience.settings.registry import advantage_estimator, policy_loss
+from raylight.experience.trajectories.turns import CreditedTurn
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import gather
 

@@ -18,9 +18,9 @@ from raylight.config import LearnerConfig, LoraConfig
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.trainable import TrainableEngine
 from raylight.errors import ConfigError, LearnerError, MismatchError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.local import LocalLearner
 from raylight.quickstart import STARTER_MODEL
 

@@ -10,8 +10,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import raylight as rl
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import DeviceMemoryError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.token_logprobs import BLOCK_LOGITS
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.local_memory import (

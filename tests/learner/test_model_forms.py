@@ -19,7 +19,7 @@ from transformers import (
 from raylight.config import LearnerConfig
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.policy import Policy
 from raylight.learner.weights import save_model
 from raylight.weights.source import WeightSource

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from raylight.algorithms.policy_gradient import GSPO
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.learner.model_check import read_shapes
 from raylight.types import Trajectory
 from raylight.weights.source import WeightSource

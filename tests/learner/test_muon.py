@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 LR, DECAY, MOMENTUM, STEPS = 1e-3, 0.1, 0.9, 3

@@ -10,9 +10,9 @@ from rank_processes import run_ranks
 from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
-from raylight.experience.batch import TrainBatch, build_batch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import shard_batch
+from raylight.experience.batches.batch import TrainBatch, build_batch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.types import Trajectory
 
@@ -130,7 +130,7 @@ def test_rows_of_conversations_know_their_observations() -> None:
     ]
     from dataclasses import replace
 
-    from raylight.experience.batch import BatchRules
+    from raylight.experience.batches.batch import BatchRules
 
     batch, _ = build_batch([replace(item, generations=calls)], BatchRules(row_limit=6, long_rows="truncate"))
     # forced tokens are no observations, nor is the first prompt of a row

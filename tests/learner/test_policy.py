@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.errors import CheckpointError, MismatchError, NonFiniteGradientError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -59,7 +59,7 @@ def test_the_installed_verl_has_all_names_of_the_api():
 
 
 def test_advantages_are_per_rollout_and_a_rollout_of_many_rows_counts_once(exact):
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.shards import shard_batch
     from raylight.learner.advantages import KlController, add_advantages
     from raylight.learner.rows import build_rows
 

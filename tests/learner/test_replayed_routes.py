@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.engines.expert_routes import ExpertRoutes
 from raylight.errors import ConfigError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.supervised_settings import SupervisedSettings
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.experience.settings.supervised_settings import SupervisedSettings
 from raylight.learner.engines import build_policy
 from raylight.learner.weights import save_model
 from raylight.types import RouteArray, Trajectory
@@ -117,7 +117,7 @@ def test_an_adapter_of_packed_experts_is_trained_on_replayed_routes(tmp_path):
 
 
 def minibatch_of(*rows: Trajectory):
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.shards import shard_batch
     from raylight.learner.rows import build_minibatches, build_rows
 
     count = len(rows)

@@ -16,8 +16,8 @@ from raylight.engines.capture_context import CURRENT, AttemptScope, CaptureConte
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.errors import MismatchError, OffPolicySamplingError
-from raylight.experience.batch import BatchRules, build_batch
-from raylight.experience.settings import PolicySettings
+from raylight.experience.batches.batch import BatchRules, build_batch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.quickstart import STARTER_MODEL
 from raylight.serving.capture.captured_request import _generation
 from raylight.types import CallKey, FinishedRollout, Generation, TokenSets

@@ -24,7 +24,7 @@ import raylight as rl
 from raylight.config import LearnerConfig
 from raylight.engines.reward_model.engine import Classifier
 from raylight.errors import ConfigError, DatasetError
-from raylight.experience.supervised_batches import LearnedRow, SupervisedData, build_supervised_batch
+from raylight.experience.batches.supervised_batches import LearnedRow, SupervisedData, build_supervised_batch
 from raylight.learner.engines import build_reward_model
 from raylight.learner.supervised import SupervisedModel
 from raylight.learner.weights import save_model

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from raylight.algorithms.verl_config.converters import KL_TYPES
 from raylight.algorithms.verl_config.keys import KEYS, NOT_IN_VERL
 from raylight.algorithms.verl_config.merged_config import verl_defaults
-from raylight.experience.advantages import ADVANTAGES
-from raylight.experience.settings import LossAggregation
+from raylight.experience.settings.advantages import ADVANTAGES
+from raylight.experience.settings.policy_settings import LossAggregation
 from raylight.learner import verl_api
 
 ABSENT = object()

@@ -19,9 +19,9 @@ from vision_rows import ANSWERS, SQUARE, make_batch, plain_logprobs
 import raylight.learner.vision
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import CriticSettings, PolicySettings
-from raylight.experience.shards import shard_batch
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.images.model_inputs import PROCESSOR_FILES, ModelImages
 from raylight.learner.model_check import check_model, read_shapes
 from raylight.learner.policy import Policy

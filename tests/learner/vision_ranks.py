@@ -8,7 +8,7 @@ import torch.distributed as dist
 from vision_rows import TEXT_ROW, make_batch, plain_logprobs
 
 from raylight.config import LearnerConfig
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.images.model_inputs import ModelImages
 
 

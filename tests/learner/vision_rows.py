@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from image_helpers import make_image
 
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.images.image import Image
 from raylight.images.model_inputs import ModelImages
 from raylight.types import PlacedImage, Trajectory

@@ -11,9 +11,9 @@ from test_advantages import batch_of, estimate_rows, policy_settings, rows_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raylight.errors import ConfigError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import shard_batch
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import verl_api
 from raylight.learner.advantages import KlController, add_advantages
 from raylight.learner.losses import actor_config
@@ -103,7 +103,7 @@ def test_token_baselines_are_verls(name, weighted):
 
 
 def estimate_with(fields, batch: TrainBatch, rows, config):
-    from raylight.experience.shards import shard_batch
+    from raylight.experience.batches.shards import shard_batch
     from raylight.learner.advantages import KlController, RolloutSequences, estimate
 
     (shard,) = shard_batch(batch, config, 1)

@@ -57,7 +57,7 @@ def difference(samples: list[dict[str, Any]], score: Any) -> dict[str, float]:
 
 def train(policy: Any, samples: list[dict[str, Any]]) -> None:
     """Take a step with rewards that differ in each group."""
-    from raylight.experience.batch import TrainBatch
+    from raylight.experience.batches.batch import TrainBatch
     from raylight.types import Trajectory
 
     rows = []
@@ -103,7 +103,7 @@ def main(path: str, dtype: str, adapter: str | None = None) -> None:
 
     from raylight.config import LearnerConfig, LoraConfig
     from raylight.engines.vllm.update_repairs import load_tied_output
-    from raylight.experience.settings import PolicySettings
+    from raylight.experience.settings.policy_settings import PolicySettings
     from raylight.learner.policy import Policy
     from raylight.learner.weights import save_model
     from raylight.weights.source import WeightSource

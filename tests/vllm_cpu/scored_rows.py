@@ -12,7 +12,7 @@ from random_rows import plain_logprobs, plain_tops, random_rows
 from transformers import AutoTokenizer
 
 import raylight as rl
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.scoring_models import fitted_engine
 from raylight.trainer.components.teacher import Teacher

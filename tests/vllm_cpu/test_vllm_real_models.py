@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from real_models import real_model_folder
 
-from raylight.experience.correction_settings import EXACT_LIMIT, HALF_LIMIT
+from raylight.experience.settings.correction_settings import EXACT_LIMIT, HALF_LIMIT
 
 HERE = Path(__file__).parent
 LIMITS = {"float32": EXACT_LIMIT, "bfloat16": HALF_LIMIT}

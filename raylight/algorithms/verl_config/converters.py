@@ -11,7 +11,7 @@ from typing import Any
 from raylight._utils.bounds import MAX_SEED
 from raylight.algorithms.verl_config.key_rules import UNSET, ConfigReader, Converter, UnsupportedValueError
 from raylight.engines.families import FAMILIES
-from raylight.experience.advantages import ADVANTAGES, Advantage
+from raylight.experience.settings.advantages import ADVANTAGES, Advantage
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}

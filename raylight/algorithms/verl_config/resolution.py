@@ -13,7 +13,7 @@ from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten, verl_defaults
 from raylight.base_config import excerpt
 from raylight.errors import ConfigError
-from raylight.experience.settings import TABLES
+from raylight.experience.settings.policy_settings import TABLES
 
 OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}
 """Keys whose value is a mapping with keys of its own."""

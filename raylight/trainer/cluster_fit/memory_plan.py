@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
 from raylight.engines.vllm.args import most_workers
-from raylight.experience.settings import PolicySettings
+from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape
 from raylight.trainer.cluster_fit.model_shape import ModelShape, read_shape
 from raylight.trainer.cluster_fit.role_memory import EngineMemory, Item, RoleMemory

@@ -13,7 +13,7 @@ from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import asked_gpus, most_workers
 from raylight.errors import ConfigError
-from raylight.experience.correction_settings import default_limit
+from raylight.experience.settings.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.spec.settings import ServingSettings
 from raylight.weights.peft_files import ADAPTER_FILES, missing_files

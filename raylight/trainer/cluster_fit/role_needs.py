@@ -13,7 +13,7 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
-from raylight.experience.settings import OptimizerSettings, PolicySettings
+from raylight.experience.settings.policy_settings import OptimizerSettings, PolicySettings
 from raylight.learner.micro_batch import host_tokens
 from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
 from raylight.learner.vision import FEATURE_BYTES

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raylight.errors import LearnerError, LearnerLostError, PlacementError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.protocol import Learner

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raylight._utils.aio import cancel_all
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.learner.local import LocalLearner
 from raylight.learner.simulated import SimulatedLearner
 from raylight.trainer.components.learner_ranks import LearnerRanks

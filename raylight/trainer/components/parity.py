@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raylight.errors import EngineStartError, MismatchError
-from raylight.experience.correction_settings import TAIL_FACTOR
+from raylight.experience.settings.correction_settings import TAIL_FACTOR
 
 PROBE_TOKENS = 128
 """Tokens of the probe, if the model takes as many: so many that their mean hardly depends on which they

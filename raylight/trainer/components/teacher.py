@@ -14,11 +14,12 @@ import numpy as np
 
 from raylight._utils.aio import task_group
 from raylight.errors import RowTooLongError, TeacherPromptError
-from raylight.experience.batch import TrainBatch
-from raylight.experience.teacher_choice import TeacherChoice, choose_teachers
-from raylight.experience.teacher_prompts import (
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.teachers import (
     ChangedPrompt,
+    TeacherChoice,
     changed_prompts,
+    choose_teachers,
     replace_prompt,
 )
 from raylight.experience.token_alignment import AlignedTokens, load_aligner, span_logprobs

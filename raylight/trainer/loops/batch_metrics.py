@@ -8,10 +8,10 @@ from typing import get_args
 
 from raylight.engines.capture_context import OVERRIDDEN
 from raylight.errors import EmptyTraceError, RewardError, RolloutsFailedError
-from raylight.experience.batch import BatchReport
-from raylight.experience.call_relations import COUNTED
+from raylight.experience.batches.batch import BatchReport
 from raylight.experience.opponents import model_of_call
-from raylight.experience.rewards import effective_reward
+from raylight.experience.trajectories.call_relations import COUNTED
+from raylight.experience.trajectories.rewards import effective_reward
 from raylight.trainer.output.report import Metrics
 from raylight.types import GREEDY, SOURCE, Budget, FinishedRollout
 from raylight.types.rollouts import FailureKind

@@ -22,8 +22,8 @@ from typing import Any, NoReturn, TypeVar
 
 from raylight._utils.aio import cancel_all
 from raylight.errors import LearnerLostError
-from raylight.experience.batch import BatchReport, TrainBatch, build_batch
-from raylight.experience.ledger import Ledger
+from raylight.experience.batches.batch import BatchReport, TrainBatch, build_batch
+from raylight.experience.batches.ledger import Ledger
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.components.learner_ranks import NodeDrains
 from raylight.trainer.components.opponents import ServedOpponents

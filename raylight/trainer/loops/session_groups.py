@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raylight._utils.aio import cancel_all
-from raylight.experience.staleness import newest_version, oldest_version
+from raylight.experience.trajectories.staleness import newest_version, oldest_version
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive
 from raylight.trainer.loops.training_groups import FinishedGroup, TrainingGroups
 from raylight.trainer.output.report import Metrics

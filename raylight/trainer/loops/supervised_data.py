@@ -12,17 +12,17 @@ from raylight.algorithms.supervised import SFT, RewardModel, SupervisedAlgorithm
 from raylight.config import LearnerConfig
 from raylight.engines.reward_model.scorer import conversation_tokens
 from raylight.errors import ConfigError, DatasetError
-from raylight.experience.demonstrations import Demonstration, demonstration_rows, render_demonstration
-from raylight.experience.rollout_selection import RolloutSelection
-from raylight.experience.row_rules import RowRules, learned_rows
-from raylight.experience.supervised_batches import (
+from raylight.experience.batches.demonstrations import Demonstration, demonstration_rows, render_demonstration
+from raylight.experience.batches.supervised_batches import (
     BatchSchedule,
     Example,
     LearnedRow,
     LengthLimit,
     SupervisedData,
 )
-from raylight.experience.supervised_settings import PairSettings
+from raylight.experience.settings.supervised_settings import PairSettings
+from raylight.experience.trajectories.rollout_selection import RolloutSelection
+from raylight.experience.trajectories.row_rules import RowRules, learned_rows
 from raylight.rewards.group import GroupRollout
 from raylight.rewards.scoring_model import RewardModelInput
 from raylight.trainer.output.run_records import read_config

@@ -12,7 +12,11 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
-from raylight.experience.supervised_batches import SupervisedData, build_supervised_batch, split_examples
+from raylight.experience.batches.supervised_batches import (
+    SupervisedData,
+    build_supervised_batch,
+    split_examples,
+)
 from raylight.trainer.components.run_components import SupervisedComponents
 from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.loops.step_loop import StepLoop

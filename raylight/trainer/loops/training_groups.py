@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from raylight._utils.aio import BroadcastCondition, cancel_all, task_group
-from raylight.experience.batch import BatchRules
+from raylight.experience.batches.batch import BatchRules
 from raylight.tasks.task_set import Draw, TaskSet
 from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, wait_for_rollouts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from raylight.experience.call_relations import Drift, RelationReport
+from raylight.experience.trajectories.call_relations import Drift, RelationReport
 
 
 class DriftLog:

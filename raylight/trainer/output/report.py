@@ -18,8 +18,8 @@ import yaml
 from raylight._utils.files import write_atomic
 from raylight.advisories import Advisor
 from raylight.errors import ConfigError, summarize_ray_error
-from raylight.experience.batch import BatchReport
-from raylight.experience.token_records import TOKENS_FOLDER, RowRecord, TokenRecords
+from raylight.experience.batches.batch import BatchReport
+from raylight.experience.batches.token_records import TOKENS_FOLDER, RowRecord, TokenRecords
 from raylight.trainer.output.drift_log import DriftLog
 from raylight.trainer.output.loggers import Display, Metrics, SampledRollout
 from raylight.trainer.output.loggers.group import LoggerGroup

@@ -12,8 +12,8 @@ import yaml
 from raylight._utils.files import read_bounded
 from raylight._utils.printable import printable
 from raylight.errors import UnknownIdError
-from raylight.experience.row_rules import RowRules
-from raylight.experience.transcript import transcript, transcript_json
+from raylight.experience.trajectories.row_rules import RowRules
+from raylight.experience.trajectories.transcript import transcript, transcript_json
 from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.trainer.output.stored_rollouts import store_file

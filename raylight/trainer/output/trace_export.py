@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import IO
 
 from raylight.errors import DatasetError
-from raylight.experience.exported_traces import (
+from raylight.experience.trajectories.exported_traces import (
     Record,
     dpo_record,
     message_records,
     sft_records,
     token_records,
 )
-from raylight.experience.rollout_selection import RolloutSelection
-from raylight.experience.row_rules import RowRules, learned_rows
+from raylight.experience.trajectories.rollout_selection import RolloutSelection
+from raylight.experience.trajectories.row_rules import RowRules, learned_rows
 from raylight.images.image import media_type_of, to_data_url
 from raylight.images.messages import inline_images, recorded_images
 from raylight.store.service import image_folder

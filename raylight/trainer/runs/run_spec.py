@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 from raylight._utils.machine import check_writable
 from raylight.algorithms.policy import RunSettings
 from raylight.errors import ConfigError
-from raylight.experience.supervised_batches import SupervisedData
+from raylight.experience.batches.supervised_batches import SupervisedData
 from raylight.tasks.task_set import TaskSet
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.components.run_components import RolloutComponents, RunComponents

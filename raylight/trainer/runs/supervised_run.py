@@ -10,7 +10,7 @@ from raylight._utils.broken_packages import check_packages
 from raylight.algorithms.policy import RunSettings
 from raylight.algorithms.supervised import SupervisedAlgorithm
 from raylight.errors import ConfigError
-from raylight.experience.supervised_batches import SupervisedData
+from raylight.experience.batches.supervised_batches import SupervisedData
 from raylight.trainer.cluster_fit.cluster_settings import fit_supervised
 from raylight.trainer.cluster_fit.hardware import ClusterFacts
 from raylight.trainer.cluster_fit.policy_checks import resolve_state_url

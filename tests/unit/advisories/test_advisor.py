@@ -12,7 +12,7 @@ import pytest
 from raylight.advisories.advisor import REPEAT_STEPS, Advisor, Advisory
 from raylight.advisories.conditions import DRIFT_REMEDIES
 from raylight.advisories.rules import DRIFT_PAGE, RULES
-from raylight.experience.call_relations import TOKEN_DRIFTS
+from raylight.experience.trajectories.call_relations import TOKEN_DRIFTS
 from raylight.types import DRIFTS
 
 REPOSITORY = Path(__file__).parents[3]

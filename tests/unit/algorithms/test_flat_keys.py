@@ -9,7 +9,7 @@ import pytest
 import raylight as rl
 from raylight import algorithms
 from raylight.errors import ConfigError
-from raylight.experience.settings import TABLES, PolicySettings
+from raylight.experience.settings.policy_settings import TABLES, PolicySettings
 from raylight.trainer.spec.resume import changed_settings
 from raylight.trainer.spec.run_file import build_algorithm
 

@@ -15,7 +15,7 @@ from unit_helpers import ReachedRay, make_finished
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.batch import build_batch
+from raylight.experience.batches.batch import build_batch
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.trainer import Trainer
 

@@ -16,7 +16,7 @@ from raylight import algorithms
 from raylight.components import IN_CODE
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.batch import build_batch
+from raylight.experience.batches.batch import build_batch
 from raylight.types import GREEDY, Failure, FinishedRollout
 
 FAMILY = sorted(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import raylight as rl
 from raylight.errors import ConfigError
 from raylight.experience.opponents import OpponentPool, SelfPlay, expected_score
-from raylight.experience.row_rules import RowRules
+from raylight.experience.trajectories.row_rules import RowRules
 
 
 def filled(settings: SelfPlay, steps: int, seed: int = 0) -> OpponentPool:

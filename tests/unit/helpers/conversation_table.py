@@ -17,7 +17,7 @@ from transformers_helpers import MakeEngine, restyle, script
 from unit_helpers import within
 
 from raylight.agent.attempt_keys import attempt_key, attempt_path
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.serving.capture.recorder import Recorder
 from raylight.serving.gateway.gateway import build_gateway
 from raylight.types import Generation

@@ -12,7 +12,7 @@ import yaml
 from store_helpers import Box, Clock, open_box, reward_of, span_of
 from unit_helpers import make_generation
 
-from raylight.experience.token_records import RowRecord, TokenRecords
+from raylight.experience.batches.token_records import RowRecord, TokenRecords
 from raylight.images.image import Image
 from raylight.images.messages import recorded_url
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, OUTPUT_MESSAGES, REQUEST_PARAMETERS

@@ -12,7 +12,7 @@ from unit_helpers import within
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError, LearnerError, TransferBrokenError, WeightSyncError
-from raylight.experience.batch import TrainBatch
+from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.simulated import SimulatedLearner
 from raylight.weights.sender import PublicationSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.store.call_rows import CallDeltas, generations_from_rows
 from raylight.types import CallKey, Generation
 

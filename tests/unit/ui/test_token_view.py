@@ -7,9 +7,9 @@ import pytest
 from unit_helpers import make_generation, make_key
 
 from raylight.errors import QueryError
-from raylight.experience.row_rules import RowRules
-from raylight.experience.staleness import StaleMask
-from raylight.experience.token_records import RecordedRow
+from raylight.experience.batches.token_records import RecordedRow
+from raylight.experience.trajectories.row_rules import RowRules
+from raylight.experience.trajectories.staleness import StaleMask
 from raylight.types import FinishedRollout, Rollout, RolloutConfig
 from raylight.ui import token_view
 from raylight.ui.token_view import OBSERVATION, PROMPT, SAMPLED, token_rows

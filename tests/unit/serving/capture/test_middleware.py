@@ -33,7 +33,7 @@ from template_helpers import make_tokenizer, says, template, user
 from raylight import semconv
 from raylight.engines.capture_context import CURRENT, AttemptScope
 from raylight.errors import StoreLostError
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.http.bounds import MAX_CHOICES
 from raylight.http.errors import RequestError
 from raylight.serving.capture import captured_request, middleware, retry_queue

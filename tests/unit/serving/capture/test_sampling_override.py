@@ -8,7 +8,7 @@ import pytest
 from capture_helpers import ASKED, ENGINE, Call, FakeApp, Sink
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.experience.off_policy import off_policy_parameters
+from raylight.experience.trajectories.off_policy import off_policy_parameters
 from raylight.serving.capture.middleware import CaptureMiddleware, override
 from raylight.serving.capture.recorder import Recorder
 

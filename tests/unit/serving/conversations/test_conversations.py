@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from template_helpers import ADD, call_of, result, says, user
 
 from raylight.engines.capture_context import AttemptScope
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.serving.conversations import turn_tree
 from raylight.serving.conversations.message_forms import UnsupportedMessage, message_forms
 from raylight.serving.conversations.turn_tree import OVERHEAD

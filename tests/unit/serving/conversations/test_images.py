@@ -15,7 +15,7 @@ from template_helpers import ADD, call_of, says, user
 from tiny_vlms import FAMILIES, build_vlm
 from transformers import AutoTokenizer
 
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.images.image import Image
 from raylight.images.messages import image_url_of, image_urls, recorded_digest, recorded_url
 from raylight.images.model_inputs import ModelImages

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_helpers import call_of, says, user
 
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.serving.conversations.rewrites import calls_in_text, remainder
 from raylight.types import HistoryNote
 

@@ -10,8 +10,8 @@ from template_helpers import ADD, call_of, result, says, user
 from transformers_helpers import MakeEngine
 
 from raylight.config import EngineConfig
-from raylight.experience.call_relations import report_relations
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.trajectories.call_relations import report_relations
+from raylight.experience.trajectories.trajectory import build_trajectories
 
 STOP = "</code>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a":1.0,  "b":2}}\n</tool_call>'

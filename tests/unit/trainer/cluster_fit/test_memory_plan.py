@@ -7,7 +7,7 @@ import torch
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig, RunnerConfig
 from raylight.errors import ConfigError
-from raylight.experience.settings import CriticSettings, PolicySettings
+from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.trainer.cluster_fit.cluster_shape import GIB, ClusterShape, NodeShape
 from raylight.trainer.cluster_fit.memory_plan import PlannedRun, _changes, make_plan
 from raylight.trainer.cluster_fit.model_shape import (

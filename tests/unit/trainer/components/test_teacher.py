@@ -32,10 +32,10 @@ from raylight.errors import (
     TeacherPromptError,
     WeightSyncError,
 )
-from raylight.experience.batch import TrainBatch
-from raylight.experience.settings import PolicySettings
-from raylight.experience.shards import shard_batch
-from raylight.experience.trajectory import build_trajectories
+from raylight.experience.batches.batch import TrainBatch
+from raylight.experience.batches.shards import shard_batch
+from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.experience.trajectories.trajectory import build_trajectories
 from raylight.quickstart import STARTER_MODEL, TOOL_MODEL
 from raylight.serving.deploy.replica import ScoredRow
 from raylight.trainer.cluster_fit import scoring_models

@@ -10,9 +10,9 @@ from raylight.errors import (
     RewardError,
     RolloutsFailedError,
 )
-from raylight.experience.batch import BatchRules, build_batch
-from raylight.experience.rewards import RewardRules
-from raylight.experience.staleness import StaleMask
+from raylight.experience.batches.batch import BatchRules, build_batch
+from raylight.experience.trajectories.rewards import RewardRules
+from raylight.experience.trajectories.staleness import StaleMask
 from raylight.trainer.loops.batch_metrics import describe, raise_if_hopeless
 from raylight.types import GREEDY, Failure
 

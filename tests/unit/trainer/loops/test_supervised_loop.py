@@ -14,7 +14,7 @@ from recording_display import RecordingDisplay
 import raylight as rl
 from raylight.config import CheckpointConfig, LearnerConfig
 from raylight.errors import LearnerLostError
-from raylight.experience.supervised_batches import Example, LearnedRow, SupervisedData
+from raylight.experience.batches.supervised_batches import Example, LearnedRow, SupervisedData
 from raylight.trainer.loops.supervised_loop import SupervisedLoop
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import fresh_start, resume_after

@@ -6,7 +6,7 @@ from collections import Counter
 
 from unit_helpers import make_key
 
-from raylight.experience.call_relations import Drift, RelationReport
+from raylight.experience.trajectories.call_relations import Drift, RelationReport
 from raylight.trainer.output.drift_log import DriftLog
 
 

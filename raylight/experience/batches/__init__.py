@@ -1,0 +1,1 @@
+"""Batches: rows of an update, their shards for the ranks, and the records of their tokens."""

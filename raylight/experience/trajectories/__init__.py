@@ -1,0 +1,1 @@
+"""Rollouts as trajectories: which calls and tokens are trained, with which rewards."""
