@@ -30,8 +30,8 @@ from raylight.config import LearnerConfig
 from raylight.engines.vllm.update_repairs import load_tied_output
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.model_check import build_on_meta, round_trip, trained_class
-from raylight.learner.varlen_attention import supports_varlen
+from raylight.learner.model.model_check import build_on_meta, round_trip, trained_class
+from raylight.learner.model.varlen_attention import supports_varlen
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import WeightSource
 
@@ -236,7 +236,7 @@ def train_step(config: Any) -> str:
     """
     from ranks import make_batch, plain_logprobs
 
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from raylight.algorithms.base import Algorithm
 from raylight.errors import ConfigError, DatasetError, RewardError
 from raylight.experience.settings.advantages import GRPOAdvantage
 from raylight.experience.settings.losses import VanillaLoss
-from raylight.learner.local_device import select_device
+from raylight.learner.model.local_device import select_device
 
 if TYPE_CHECKING:
     from raylight.algorithms.minigrpo import MiniGRPO
@@ -103,7 +103,7 @@ class TrlGRPO(Algorithm):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from trl import GRPOTrainer
 
-        from raylight.learner.adapter import peft_config
+        from raylight.learner.model.adapter import peft_config
 
         device = select_device(self._settings.device)
         half = self._settings.dtype == "bfloat16" or (

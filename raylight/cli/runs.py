@@ -118,7 +118,7 @@ def export(
     ] = None,
 ) -> None:
     """Write the model of a training state in Hugging Face format, and its adapter in peft's."""
-    from raylight.learner.export import export_state
+    from raylight.learner.state.export import export_state
 
     export_state(state, output, model)
     print(f"wrote {output}")

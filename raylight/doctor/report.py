@@ -94,7 +94,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
 
 def find_refusal(path: str) -> Problem | None:
     """Return the reason for which a model cannot be trained, None if it can."""
-    from raylight.learner.model_check import check_model
+    from raylight.learner.model.model_check import check_model
 
     try:
         check_model(path)

@@ -15,8 +15,8 @@ from raylight.config import LoraConfig
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import AdapterLostError, ConfigError, DeviceMemoryError, NonFiniteGradientError
 from raylight.experience.batches.token_budgets import plan_micro_batches
-from raylight.learner.adapter import check_adapter, peft_config
-from raylight.learner.response_logprobs import LogprobHead, TargetTokens
+from raylight.learner.model.adapter import check_adapter, peft_config
+from raylight.learner.tokens.response_logprobs import LogprobHead, TargetTokens
 from raylight.tinker.datums import Batch, Datum
 from raylight.tinker.losses import LOSSES, ROWS, TARGETS
 from raylight.tinker.models import RESTARTED

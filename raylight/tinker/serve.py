@@ -135,7 +135,7 @@ def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSett
     if engine.kind == "vllm":
         from raylight.config import LoraConfig
         from raylight.engines.vllm.args import rank_limit
-        from raylight.learner.adapter import adapted_layers
+        from raylight.learner.model.adapter import adapted_layers
 
         rank = rank_limit(config.max_rank, "choose a lower --max-rank, or --engine transformers")
         layers = adapted_layers(serving.model_path, LoraConfig())

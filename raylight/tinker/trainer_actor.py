@@ -41,7 +41,7 @@ class TrainerActor:
     def __init__(self, model_path: str, dtype: str, max_tokens: int, threads: int) -> None:
         import torch
 
-        from raylight.learner.local_device import select_device
+        from raylight.learner.model.local_device import select_device
         from raylight.tinker.lora_trainer import LoraTrainer
 
         torch.set_num_threads(threads)

@@ -202,7 +202,7 @@ def train(
         sampling: truncation and penalties of all answers.
         truncation: their treatment: "replay", "mask" or "ignore".
     """
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(seed)
     learner = LearnerConfig()

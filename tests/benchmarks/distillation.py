@@ -30,7 +30,7 @@ CONTESTANTS = ("chunked", f"top {TOP_K}", "plain")
 def learner_update(args: argparse.Namespace, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from raylight.config import LearnerConfig
     from raylight.experience.settings.policy_settings import PolicySettings
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(
         adv_estimator="opd",
@@ -47,7 +47,7 @@ def learner_update(args: argparse.Namespace, rows: Pairs, tokens: int) -> Callab
 def plain_update(args: argparse.Namespace, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from transformers import AutoModelForCausalLM
 
-    from raylight.learner.divergence import divergence
+    from raylight.learner.losses.divergence import divergence
 
     student = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
     teacher = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32)

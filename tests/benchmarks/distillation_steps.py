@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from raylight.config import LearnerConfig
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.policy import Policy
+from raylight.learner.updates.policy import Policy
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.types import Trajectory

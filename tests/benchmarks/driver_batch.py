@@ -82,7 +82,7 @@ def payloads(batch: Any, settings: Any) -> list[bytes]:
 
 def make_rows(data: bytes) -> int:
     """Do what a rank does with its part; return its number of rows."""
-    from raylight.learner.rows import build_rows
+    from raylight.learner.tokens.rows import build_rows
 
     part = pickle.loads(data)
     if hasattr(part, "outline"):

@@ -117,7 +117,7 @@ def bare_step(model_path: str, rows: Pairs) -> Callable[[], None]:
 
 
 def learner_step(model_path: str, rows: Pairs, args: argparse.Namespace) -> Callable[[], None]:
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=args.entropy)
     config = LearnerConfig(n=args.ranks, packed=args.packed)

@@ -120,7 +120,7 @@ def update(batch: Any, tokens: int, model: str) -> dict[str, float]:
     """Train the rows, each in its own pass; return the figures of the second update."""
     from raylight.config import LearnerConfig
     from raylight.experience.settings.policy_settings import PolicySettings
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6)
     config = LearnerConfig(max_row_tokens=2 * tokens, max_tokens_per_micro_batch=2 * tokens)

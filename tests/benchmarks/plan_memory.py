@@ -66,10 +66,10 @@ def run_learner(rank: int, task: dict[str, Any]) -> None:
     import torch.distributed as dist
     from learner_tokens import as_batch
 
-    from raylight.learner import state
-    from raylight.learner.actor import keep_freed_memory
-    from raylight.learner.policy import Policy
-    from raylight.learner.state_files import HostCopies
+    from raylight.learner.ranks.actor import keep_freed_memory
+    from raylight.learner.state import state
+    from raylight.learner.state.state_files import HostCopies
+    from raylight.learner.updates.policy import Policy
 
     keep_freed_memory()
     config = LearnerConfig(**task["learner"])

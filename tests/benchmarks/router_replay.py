@@ -83,7 +83,7 @@ async def respond(
 
 def mismatch(path: str, rows: list[Trajectory], dtype: Any, replay: bool) -> tuple[float, float]:
     """Return the mean difference of log-probs and the divergence, before an update."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     learner = LearnerConfig(dtype=dtype, router_replay=replay)
     policy = Policy(path, learner, PolicySettings(lr=1e-6, max_logprob_mismatch=100.0), 2)
@@ -94,7 +94,7 @@ def mismatch(path: str, rows: list[Trajectory], dtype: Any, replay: bool) -> tup
 
 async def learning_curve(path: str, replay: bool, steps: int, seed: int) -> tuple[list[float], float]:
     """Return the mean reward of the rollouts of each step, and the mean difference of log-probs."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(seed)
     learner = LearnerConfig(router_replay=replay, lora=LORA)  # type: ignore[arg-type]

@@ -75,8 +75,8 @@ def train(separate: bool, steps: int, lr: float, seed: int) -> Result:
     Args:
         separate: an adapter for each role; False: one for both.
     """
-    from raylight.learner.policy import Policy
-    from raylight.learner.policy_set import PolicySet
+    from raylight.learner.updates.policy import Policy
+    from raylight.learner.updates.policy_set import PolicySet
 
     torch.manual_seed(seed)
     algorithm = rl.GRPO(

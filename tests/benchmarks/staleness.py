@@ -82,7 +82,7 @@ class Case:
 
 def train(case: Case) -> list[float]:
     """Return the rewards before training and after every fifth step."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(case.seed)
     kind, settings = CORRECTIONS[case.correction]

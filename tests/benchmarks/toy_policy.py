@@ -44,7 +44,7 @@ def learning_curve(
     algorithm: type[PolicyAlgorithm], settings: dict[str, Any], play: Play, steps: int, lr: float, seed: int
 ) -> list[float]:
     """Train a new policy; return the mean reward of the rollouts of each step."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     config = Qwen2Config(
         vocab_size=320,

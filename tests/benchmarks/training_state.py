@@ -63,7 +63,7 @@ class Ranked:
 
         from raylight.config import LearnerConfig
         from raylight.experience.settings.policy_settings import PolicySettings
-        from raylight.learner.engines import build_policy
+        from raylight.learner.model.engines import build_policy
 
         self.engine = build_policy(model, LearnerConfig(n=ranks), PolicySettings(), 10)
         self.engines, self.version = {"policy": self.engine}, 1
@@ -81,14 +81,14 @@ class Ranked:
 
 
 def save_sharded(policy: Any, folder: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     copies = state_files.HostCopies()
     return lambda: copies.copy(state.collect(policy)), lambda content: state_files.write(content, folder)
 
 
 def load_sharded(policy: Any, folder: str) -> None:
-    from raylight.learner import state
+    from raylight.learner.state import state
 
     state.load(policy, folder)
 

@@ -40,7 +40,7 @@ def make_rows(tokens: int, vocabulary: int) -> Pairs:
 def learner_update(model: str, rows: Pairs, tokens: int) -> Callable[[], Any]:
     from raylight.config import LearnerConfig
     from raylight.experience.settings.policy_settings import PolicySettings
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=1e6, calculate_entropy=True)
     policy = Policy(model, LearnerConfig(max_tokens_per_micro_batch=tokens), settings, total_steps=100)

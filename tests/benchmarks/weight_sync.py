@@ -121,7 +121,7 @@ def run_cell(cell: dict[str, Any]) -> None:
     import functools
 
     import raylight as rl
-    from raylight.learner.actor import LearnerActor
+    from raylight.learner.ranks.actor import LearnerActor
     from raylight.trainer.components import learner_ranks
     from raylight.trainer.runs.policy_run import PolicyRun
 

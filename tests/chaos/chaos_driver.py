@@ -21,7 +21,7 @@ from chaos_log import BATCHES, HELD_UPDATE, HOLD_VARIABLE, SAMPLES, TASKS, appen
 
 import raylight as rl
 from raylight.experience.batches.batch import BatchReport, BatchRules, TrainBatch, build_batch
-from raylight.learner.group import LearnerGroup
+from raylight.learner.ranks.group import LearnerGroup
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions
 from raylight.trainer.components.publication import Publications

@@ -118,7 +118,7 @@ def advantages(name: str, lengths: list[int], rewards: list[float]) -> list[floa
     """Return the advantages of two groups of four one-row rollouts. A row must have a single value."""
     from raylight.experience.batches.batch import TrainBatch
     from raylight.experience.batches.shards import shard_batch
-    from raylight.learner.advantages import KlController, RolloutSequences, estimate
+    from raylight.learner.losses.advantages import KlController, RolloutSequences, estimate
     from raylight.types import Trajectory
 
     rollouts = [
@@ -159,7 +159,7 @@ def test_the_same_eight_rollouts() -> None:
 def pushes(name: str, advantage: float, ratios: list[float]) -> list[float]:
     """Return the negated loss gradient by a token's log-prob at each ratio, for a row of one token."""
     from raylight.learner import verl_api
-    from raylight.learner.losses import actor_config
+    from raylight.learner.losses.policy_loss import actor_config
 
     settings = policy_settings(name)
     config = actor_config(settings)

@@ -50,7 +50,7 @@ def logprobs(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> to
 
 @torch.no_grad()
 def test_the_policy_favours_answers_that_win_duels(names: dict[str, Any], one_rank: None) -> None:
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     tokenizer, model = (
         AutoTokenizer.from_pretrained(STARTER_MODEL),

@@ -15,7 +15,7 @@ from page_tables import tables
 
 import raylight as rl
 from raylight.cli import app
-from raylight.learner.group import bundles
+from raylight.learner.ranks.group import bundles
 
 ROOT = DOCS.parent
 PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "algorithms").glob("*.md")])

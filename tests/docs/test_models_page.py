@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from docs_snippets import DOCS
 
-from raylight.learner.model_check import trained_class
-from raylight.learner.varlen_attention import VARLEN, row_bounds
+from raylight.learner.model.model_check import trained_class
+from raylight.learner.model.varlen_attention import VARLEN, row_bounds
 
 
 def load_generator() -> ModuleType:

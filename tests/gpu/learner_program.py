@@ -85,7 +85,7 @@ def measure(
     model: str, config: dict[str, Any], rows: list[list[int]], known: list[list[float]], _folder: str
 ) -> dict[str, Any]:
     """Update a new policy twice; return the metrics of the first update and the cost of the second."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()

@@ -23,8 +23,8 @@ def measure(
     model: str, config: dict[str, Any], rows: list[list[int]], known: list[list[float]], folder: str
 ) -> dict[str, Any]:
     """Continue a policy, and a new one from its state, by one update; return both probes and the seconds."""
-    from raylight.learner import state, state_files
-    from raylight.learner.policy import Policy
+    from raylight.learner.state import state, state_files
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(lr=1e-5, max_logprob_mismatch=100.0)
     torch.manual_seed(0)

@@ -17,8 +17,8 @@ from raylight.config import LearnerConfig
 from raylight.errors import LearnerError, LearnerLostError, LearnerMemoryError, PlacementError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.actor import LearnerActor
-from raylight.learner.group import LearnerGroup, bundles
+from raylight.learner.ranks.actor import LearnerActor
+from raylight.learner.ranks.group import LearnerGroup, bundles
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.ray_session.connection import reserve
 from raylight.types import Trajectory
@@ -142,7 +142,7 @@ async def test_a_hanging_rank_meets_the_deadline_and_all_stacks_are_in_the_log(
         assert 15 <= time.monotonic() - started < 30
         for part in (
             "2 of 2 learners made no progress in update within 15 s",
-            "learner/policy.py",
+            "learner/updates/policy.py",
             "torch/distributed",
             "threading.py",
         ):

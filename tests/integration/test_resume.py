@@ -21,7 +21,7 @@ from ray_cluster import eventually
 from tiny_vlms import build_vlm
 
 from raylight.experience.batches.token_records import TokenRecords
-from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.quickstart.additions import additions
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService

@@ -20,8 +20,8 @@ from test_learner_faults import gang, make_batch, pids
 from raylight._utils.aio import cancel_all
 from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import LearnerLostError
-from raylight.learner.actor import LearnerActor
-from raylight.learner.group import LearnerGroup
+from raylight.learner.ranks.actor import LearnerActor
+from raylight.learner.ranks.group import LearnerGroup
 from raylight.trainer.components.publication import Publications
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module

@@ -41,7 +41,7 @@ CASES = {
 
 
 def make_rows():
-    from raylight.learner.rows import TrainRow
+    from raylight.learner.tokens.rows import TrainRow
 
     rows = []
     for index, (apart, mask, versions) in enumerate(zip(APART, MASKS, VERSIONS, strict=True)):
@@ -54,7 +54,7 @@ def make_rows():
 
 def run_case(rows, settings):
     """Return the metrics, or the start of the error."""
-    from raylight.learner.correction import correct
+    from raylight.learner.losses.correction import correct
 
     try:
         return correct(rows, CorrectionSettings(**settings))
@@ -63,7 +63,7 @@ def run_case(rows, settings):
 
 
 def measured(rows):
-    from raylight.learner.correction import measure
+    from raylight.learner.losses.correction import measure
 
     return measure(rows, 3, CorrectionSettings(max_logprob_mismatch=2.0))
 
@@ -72,7 +72,7 @@ def main(rank: int, ranks: int, file: str) -> dict[str, Any]:
     """Return the metrics, weights and masks of all cases."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.correction import has_tokens
+    from raylight.learner.losses.correction import has_tokens
 
     found = {"measured": measured(make_rows()[rank::ranks])}
     for name, settings in CASES.items():

@@ -41,7 +41,7 @@ def update(
     settings: PolicySettings, tops: Any = None, numbers: list[int] | None = None, **learner: Any
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return the metrics of an update, and the gradient of its step."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     policy = Policy(STARTER_MODEL, LearnerConfig(**learner), settings, total_steps=2)
     gradients: dict[str, torch.Tensor] = {}

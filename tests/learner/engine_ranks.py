@@ -23,7 +23,7 @@ SETTINGS = {"lr": 1e-3, "max_logprob_mismatch": 1e-3, "kl_coef": 0.01}
 
 def update(config: dict, batch, **settings) -> dict[str, float]:
     """Update a new policy; return the metrics and the log-probs after it."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(0)
     known = PolicySettings(**SETTINGS | settings)

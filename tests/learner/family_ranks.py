@@ -22,7 +22,7 @@ def main(rank: int, ranks: int, file: str) -> dict[str, list[dict[str, float]]]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     plain = AutoModelForCausalLM.from_pretrained(STARTER_MODEL)
     with torch.no_grad():

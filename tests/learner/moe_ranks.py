@@ -15,8 +15,8 @@ def train_and_save(model: str, folder: Path, ranks: int, **config) -> dict:
     """Take one update and save the model; return the log-probs after it, and the layers that changed."""
     from transformers import AutoModelForCausalLM
 
-    from raylight.learner.policy import Policy
-    from raylight.learner.weights import save_model
+    from raylight.learner.model.weights import save_model
+    from raylight.learner.updates.policy import Policy
     from raylight.weights.source import WeightSource
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -55,7 +55,7 @@ def learner_config(ranks: int = 1) -> LearnerConfig:
 
 
 def make_set(ranks: int = 1) -> Any:
-    from raylight.learner.policy_set import PolicySet
+    from raylight.learner.updates.policy_set import PolicySet
 
     torch.manual_seed(0)
     return PolicySet(STARTER_MODEL, learner_config(ranks), MODELS, total_steps=8)
@@ -71,7 +71,7 @@ def main(rank: int, ranks: int, meet: str, folder: str, content: str) -> Any:
     the log-probs of the probe in that state."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.model_rank import ModelRank
+    from raylight.learner.ranks.model_rank import ModelRank
 
     first = make_set(ranks)
     working = ModelRank(first)

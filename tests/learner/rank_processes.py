@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 PRELOADED = [
-    "raylight.learner.policy",
-    "raylight.learner.supervised",
+    "raylight.learner.updates.policy",
+    "raylight.learner.updates.supervised",
     "transformers.models.qwen3.modeling_qwen3",
     "peft",
 ]

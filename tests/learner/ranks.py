@@ -58,7 +58,7 @@ def main(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(lr=1e-3, kl_coef=1e-2, max_logprob_mismatch=1e-3)
     learner = LearnerConfig(n=ranks, **config or {"max_tokens_per_micro_batch": 64})

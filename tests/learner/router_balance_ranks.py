@@ -18,9 +18,9 @@ COEF = 0.3
 
 def balance(model: str, ranks: int = 1, **config: Any) -> dict[str, float]:
     """Return the loss of all rows and the norm of its gradient, after one step on this loss alone."""
-    from raylight.learner.metrics import all_reduce_metrics
-    from raylight.learner.policy import Policy
-    from raylight.learner.rows import build_minibatches, build_rows
+    from raylight.learner.losses.metrics import all_reduce_metrics
+    from raylight.learner.tokens.rows import build_minibatches, build_rows
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(lr=1e-3)
     learner = LearnerConfig(n=ranks, router_aux_loss_coef=COEF, **config)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylight.config import LearnerConfig
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner import token_logprobs
+from raylight.learner.tokens import token_logprobs
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import WeightSource
 
@@ -42,7 +42,7 @@ def save_untied_model(folder: Path) -> None:
 
 
 def run(model: str, config: dict) -> dict[str, float]:
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(0)
     known = LearnerConfig(n=dist.get_world_size(), **config)

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from ranks import ANSWERS, PROBE, make_batch
 
 from raylight.config import LearnerConfig, LoraConfig
-from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 
 WATCHED = (
@@ -23,7 +23,7 @@ WATCHED = (
 
 
 def make_policy(kind: str, ranks: int):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(0)
     lora = LoraConfig(rank=4) if kind == "lora" else None
@@ -73,7 +73,7 @@ def main(rank: int, ranks: int, meet: str, folder: str, kind: str, load: int, up
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     policy, states = make_policy(kind, ranks), TrainingStates(folder)
     if load:

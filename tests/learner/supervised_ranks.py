@@ -60,7 +60,7 @@ def batch(kind: str) -> TrainBatch:
 
 
 def make_model(kind: str, learner=None, **settings):
-    from raylight.learner.supervised import SupervisedModel
+    from raylight.learner.updates.supervised import SupervisedModel
 
     known = SETTINGS[kind].model_copy(update=settings)
     torch.manual_seed(0)  # the head of a reward model

@@ -15,7 +15,7 @@ from raylight.experience.settings.policy_settings import CriticSettings, PolicyS
 from raylight.experience.settings.registry import advantage_estimator
 from raylight.experience.trajectories.rewards import TurnReward
 from raylight.experience.trajectories.turns import CreditedTurn
-from raylight.learner.advantages import (
+from raylight.learner.losses.advantages import (
     Estimate,
     KlController,
     RolloutSequences,
@@ -23,7 +23,7 @@ from raylight.learner.advantages import (
     estimate,
     estimate_opd,
 )
-from raylight.learner.rows import TrainRow, build_rows
+from raylight.learner.tokens.rows import TrainRow, build_rows
 from raylight.types import Trajectory
 
 LENGTHS = [3, 1, 4, 2]

@@ -179,7 +179,7 @@ def test_mismatch_metrics():
 
 
 def test_a_mismatch_warns_then_raises():
-    from raylight.learner.correction import measure
+    from raylight.learner.losses.correction import measure
 
     def known(**settings):
         return measure(make_rows(), 3, CorrectionSettings(**settings))
@@ -200,7 +200,7 @@ def test_a_mismatch_warns_then_raises():
 
 
 def test_a_batch_of_older_versions_is_measured():
-    from raylight.learner.correction import measure
+    from raylight.learner.losses.correction import measure
 
     metrics = measure(make_rows(), 9, CorrectionSettings(max_logprob_mismatch=1e-3))
     assert metrics["mismatch/stale_fraction"] == 1.0
@@ -223,13 +223,13 @@ def heavy_tailed_rows(tokens=200_000, scale=0.03):
 
 
 def heavy_metrics():
-    from raylight.learner.correction import measure
+    from raylight.learner.losses.correction import measure
 
     return measure(heavy_tailed_rows()[0], 3, CorrectionSettings(max_logprob_mismatch=2.0))
 
 
 def test_one_token_in_ten_thousand_ends_no_run_in_half_precision():
-    from raylight.learner.correction import measure
+    from raylight.learner.losses.correction import measure
 
     rows, differences = heavy_tailed_rows()
     metrics = measure(rows, 3, CorrectionSettings(max_logprob_mismatch=default_limit(False, False)))
@@ -262,7 +262,7 @@ def test_two_ranks_equal_one(tmp_path: Path):
 
 
 def make_policy(**settings):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     known = PolicySettings(**{"lr": 1e-3, "grad_clip": 1e6, "max_logprob_mismatch": 3.0, **settings})
     return Policy(STARTER_MODEL, LearnerConfig(), known, total_steps=4)
@@ -363,7 +363,7 @@ def test_an_interpolated_policy_in_sequences_and_mini_batches(plain):
 
 @pytest.mark.parametrize("learner", [{"max_tokens_per_micro_batch": 20}, {"packed": False}])
 def test_an_interpolated_policy_does_not_depend_on_micro_batches(plain, learner):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     batch = shifted(plain)
     settings = PolicySettings(lr=1e-3, grad_clip=1e6, max_staleness=3, proximal="loglinear", kl_coef=0.1)
@@ -378,7 +378,7 @@ def test_an_interpolated_policy_does_not_depend_on_micro_batches(plain, learner)
 @pytest.mark.parametrize("case", ["dropout", "warm-up"])
 def test_an_interpolated_policy_where_a_pass_comes_before(plain, case):
     """With dropout or during the critic's warm-up, the log-probs are of a pass of their own."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     lora = {"rank": 4, "alpha": 8, "dropout": 0.5, "target_modules": ["q_proj"]}
     critic = {"adv_estimator": "gae", "critic": {"warmup_steps": 1, "lr": 1e-3}}

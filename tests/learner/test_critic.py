@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_critic(config=None, **settings):
-    from raylight.learner.critic import Critic
+    from raylight.learner.updates.critic import Critic
 
     torch.manual_seed(0)
     known = CriticSettings(**{"lr": 3e-3, "cliprange_value": 10.0, **settings})
@@ -21,7 +21,7 @@ def make_critic(config=None, **settings):
 
 def make_rows():
     from raylight.experience.batches.shards import shard_batch
-    from raylight.learner.rows import build_rows
+    from raylight.learner.tokens.rows import build_rows
 
     batch = make_batch([[0.0] * len(answer) for answer in ANSWERS])
     (shard,) = shard_batch(batch, PolicySettings(), 1)
@@ -29,13 +29,13 @@ def make_rows():
 
 
 def make_minibatches(rows, parts=1):
-    from raylight.learner.rows import Minibatch
+    from raylight.learner.tokens.rows import Minibatch
 
     return [Minibatch(rows[part::parts], len(rows[part::parts])) for part in range(parts)]
 
 
 def variance_explained(rows):
-    from raylight.learner.advantages import explained_variance
+    from raylight.learner.losses.advantages import explained_variance
 
     return explained_variance(
         torch.cat([row.values[row.mask == 1] for row in rows]),
@@ -111,7 +111,7 @@ AGGREGATIONS = [
 @pytest.mark.parametrize(("mode", "aggregate"), AGGREGATIONS, ids=[name for name, _ in AGGREGATIONS])
 @pytest.mark.parametrize("budget", [18, 16384], ids=["tight", "one-pass"])
 def test_a_rollout_counts_once_in_any_micro_batches(mode, aggregate, budget):
-    from raylight.learner.rows import Minibatch
+    from raylight.learner.tokens.rows import Minibatch
 
     critic = make_critic({"max_tokens_per_micro_batch": budget}, loss_agg_mode=mode)
     rows = make_rows()

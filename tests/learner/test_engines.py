@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner import engines
+from raylight.learner.model import engines
 from raylight.quickstart import STARTER_MODEL
 from raylight.weights.source import gather
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_policy(config=None, **settings):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     torch.manual_seed(0)
     return Policy(
@@ -90,7 +90,7 @@ def test_the_policy_without_adapter_is_the_initial_model_and_stays_trainable(ada
 def test_a_saved_policy_is_a_merged_model_and_an_adapter(adapted, tmp_path: Path):
     from peft import PeftModel
 
-    from raylight.learner.weights import save_model
+    from raylight.learner.model.weights import save_model
 
     folder = tmp_path / "saved"
     save_model(adapted.engine, str(folder))
@@ -111,7 +111,7 @@ def test_an_earlier_version_of_the_adapter_is_saved_after_updates(batch, tmp_pat
     from peft import PeftModel
 
     from raylight.engines.protocol import LoraAdapter
-    from raylight.learner.weights import save_model
+    from raylight.learner.model.weights import save_model
 
     policy = make_policy(LORA)
     policy.update(batch)
@@ -141,7 +141,7 @@ def test_dropout_is_active_in_training_only(batch, plain):
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_a_models_own_dropout_is_not_part_of_the_policy(mini_batches, tmp_path, plain):
     """Weights stand still, so both passes must give the engine's log-probs: nothing is clipped."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     folder = tmp_path / "dropping"
     shutil.copytree(STARTER_MODEL, folder)
@@ -160,7 +160,7 @@ def test_a_models_own_dropout_is_not_part_of_the_policy(mini_batches, tmp_path, 
 def test_every_dropout_of_a_model_is_found():
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from raylight.learner.fsdp import disable_dropout
+    from raylight.learner.model.fsdp import disable_dropout
 
     sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.3, embd_pdrop=0.3, resid_pdrop=0.3)).train()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from raylight.cli import app
 from raylight.errors import CheckpointError, ConfigError
-from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 
 

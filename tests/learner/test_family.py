@@ -61,7 +61,7 @@ def settings_of(name: str, **more) -> PolicySettings:
 
 def update(settings: PolicySettings, batch: TrainBatch, **learner):
     """One update; returns metrics, gradients by name and the policy."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     policy = Policy(STARTER_MODEL, LearnerConfig(**learner), settings, total_steps=4)
     gradients = gradients_of(policy.engine)
@@ -177,7 +177,7 @@ def test_rloo_matches_its_paper(plain, exact, micro_batch):
 
 @pytest.mark.parametrize("micro_batch", [16384, 48])
 def test_ppo_matches_its_papers(plain, exact, micro_batch):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     batch, gamma, lam = batch_of(exact, noise=0.6), 0.9, 0.8
     critic = {"lr": 1e-3, "cliprange_value": 10.0, "grad_clip": 1e6}

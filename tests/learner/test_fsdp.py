@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from raylight.errors import ConfigError
-from raylight.learner.fsdp import check_heads
+from raylight.learner.model.fsdp import check_heads
 
 
 @pytest.mark.parametrize(("heads", "keys", "size"), [(4, 2, 2), (4, 2, 4), (32, 8, 8), (8, 1, 4)])

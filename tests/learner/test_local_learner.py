@@ -19,9 +19,9 @@ from raylight.engines.transformers.sampling import SamplingParams
 from raylight.engines.transformers.trainable import TrainableEngine
 from raylight.errors import ConfigError, LearnerError, MismatchError
 from raylight.experience.batches.batch import TrainBatch
-from raylight.experience.checkpoints import TrainingStates
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.local import LocalLearner
+from raylight.learner.ranks.local import LocalLearner
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 
 SETTINGS = PolicySettings(lr=1e-2, kl_coef=1e-2, max_logprob_mismatch=1e-3)
@@ -72,7 +72,7 @@ async def test_the_update_is_that_of_the_ranks(tmp_path: Path) -> None:
     async with local(adapter_config()) as (_, learner):
         metrics = await learner.update(exact_batch())
         found = await adapter_of(learner)
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "meet"), 1), rank=0, world_size=1)
     try:

@@ -12,7 +12,7 @@ from raylight.config import EngineConfig, LearnerConfig
 from raylight.errors import DeviceMemoryError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.token_logprobs import BLOCK_LOGITS
+from raylight.learner.tokens.token_logprobs import BLOCK_LOGITS
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.cluster_fit.local_memory import (
     MemoryEstimate,
@@ -122,7 +122,7 @@ def batch_of(width: int, vocabulary: int) -> TrainBatch:
 def test_the_estimate_matches_the_used_memory(
     dtype: str, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     monkeypatch.setitem(BLOCK_LOGITS, "cpu", BLOCK_LOGITS["cuda"])  # the estimate is of a GPU
     engine, learner = settings(

@@ -20,8 +20,8 @@ from raylight.config import LearnerConfig
 from raylight.engines.transformers.engine import TransformersEngine
 from raylight.engines.transformers.sampling import SamplingParams
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.policy import Policy
-from raylight.learner.weights import save_model
+from raylight.learner.model.weights import save_model
+from raylight.learner.updates.policy import Policy
 from raylight.weights.source import WeightSource
 
 

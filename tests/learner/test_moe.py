@@ -16,7 +16,7 @@ from raylight.algorithms.policy_gradient import GSPO
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.batches.batch import TrainBatch
-from raylight.learner.model_check import read_shapes
+from raylight.learner.model.model_check import read_shapes
 from raylight.types import Trajectory
 from raylight.weights.source import WeightSource
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_a_trained_mixture_is_saved_as_its_files_were_and_computes_the_same(
     model_type, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("raylight.learner.weights.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("raylight.learner.model.weights.SHARD_BYTES", 50_000)
     model = build_model(model_type, tmp_path / "model")
     result = train_and_save(model, tmp_path / "saved", 1)
     assert "experts" in result["changed"]
@@ -131,7 +131,7 @@ def sample(model, prompts: torch.Tensor, length: int) -> tuple[torch.Tensor, tor
 @pytest.mark.slow
 def test_gspo_teaches_a_mixture_a_task(tmp_path):
     """The reward is the share of tokens below 64, of 288. It rises from 0.2 to 0.9 in 40 steps."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     path = build_model("qwen3_moe", tmp_path)
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def train(rank: int, ranks: int, meet: str) -> dict[str, Any]:
     of each parameter."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     settings = PolicySettings(
         lr=LR,
@@ -103,7 +103,7 @@ def test_updates_equal_those_of_torch(ranks: int, tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_refused() -> None:
-    from raylight.learner.engines import build_policy
+    from raylight.learner.model.engines import build_policy
 
     with pytest.raises(ConfigError, match="optimizer='muon' makes all directions"):
         build_policy(STARTER_MODEL, LearnerConfig(lora=LoraConfig()), PolicySettings(optimizer="muon"), 1)

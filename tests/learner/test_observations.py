@@ -69,7 +69,7 @@ def update(
     """Update once with the rows; return the metrics."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meet, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     known = PolicySettings(lr=1e-3, grad_clip=1e9, max_logprob_mismatch=100.0, **settings)
     policy = Policy(STARTER_MODEL, LearnerConfig(n=ranks, **learner), known, total_steps=2)

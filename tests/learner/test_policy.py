@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make_policy(learner=None, **settings):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     known = PolicySettings(**{"lr": 1e-3, "max_logprob_mismatch": 1e-3, **settings})
     return Policy(STARTER_MODEL, LearnerConfig(**learner or {}), known, total_steps=4)
@@ -60,8 +60,8 @@ def test_the_installed_verl_has_all_names_of_the_api():
 
 def test_advantages_are_per_rollout_and_a_rollout_of_many_rows_counts_once(exact):
     from raylight.experience.batches.shards import shard_batch
-    from raylight.learner.advantages import KlController, add_advantages
-    from raylight.learner.rows import build_rows
+    from raylight.learner.losses.advantages import KlController, add_advantages
+    from raylight.learner.tokens.rows import build_rows
 
     def advantages_of(batch):
         settings = PolicySettings()
@@ -202,7 +202,7 @@ def test_all_mini_batches_have_the_same_old_policy(exact):
 
 def test_passes_on_a_cpu_have_bounded_activations_and_add_up_to_the_same_update(exact, monkeypatch):
     whole, parts = make_policy(), make_policy()
-    from raylight.learner import micro_batch
+    from raylight.learner.tokens import micro_batch
 
     expected = whole.update(make_batch(exact))
     monkeypatch.setattr(micro_batch, "HOST_ACTIVATIONS", 1)
@@ -282,7 +282,7 @@ def test_tokens_of_other_versions_are_counted(exact):
     ],
 )
 def test_a_state_restores_an_adaptive_kl_coefficient_only(then, now, expected, tmp_path: Path):
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     before, after = make_policy(**then), make_policy(**now)
     before._kl.update(100.0, 10_000)  # far above the target
@@ -292,7 +292,7 @@ def test_a_state_restores_an_adaptive_kl_coefficient_only(then, now, expected, t
 
 
 def test_training_does_not_change_copies_of_the_state(exact):
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     policy = make_policy(max_logprob_mismatch=50.0)
     policy.update(make_batch(exact))
@@ -322,7 +322,7 @@ def test_training_does_not_change_copies_of_the_state(exact):
 
 def test_an_optimizer_without_steps_stays_without(exact, tmp_path: Path):
     """As in critic warm-up: torch's own functions would set the moments to zero and the step count to 1."""
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     fresh, trained = make_policy(), make_policy()
     state_files.write(state.collect(fresh), str(tmp_path))
@@ -335,7 +335,7 @@ def test_an_optimizer_without_steps_stays_without(exact, tmp_path: Path):
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path):
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     policy, left = make_policy(), tmp_path / "left"
     folder = tmp_path / "state"
@@ -352,7 +352,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path):
 
 
 def test_a_state_in_an_object_store(exact):
-    from raylight.learner import state, state_files
+    from raylight.learner.state import state, state_files
 
     trained, other = make_policy(), make_policy()
     trained.update(make_batch(exact))
@@ -366,7 +366,7 @@ def test_a_state_in_an_object_store(exact):
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):
-    from raylight.learner.weights import save_model
+    from raylight.learner.model.weights import save_model
 
     policy = make_policy()
     folder = tmp_path / "checkpoint"
@@ -378,7 +378,7 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path: Path):
 
 def test_few_functions_lie_between_an_update_and_the_loss(exact, monkeypatch):
     """With the loss, two of LearnerGroup, two of LearnerActor and 8 of the driver: 16 from `Trainer.fit`."""
-    from raylight.learner import losses
+    from raylight.learner.losses import policy_loss as losses
 
     stacks = []
     original = losses.PolicyLoss.__call__

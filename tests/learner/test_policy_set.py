@@ -13,8 +13,8 @@ from ranks import PROBE, plain_probe
 from transformers import AutoModelForCausalLM
 
 from raylight.errors import CheckpointError, ConfigError
-from raylight.experience.checkpoints import TrainingStates
 from raylight.learner.protocol import ModelSettings
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 
 RANKS = 2
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture(scope="module")
 def alone():
     """Adapter and metrics of each model that is trained alone, after two updates."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     found = {}
     for name, model in MODELS.items():
@@ -74,7 +74,7 @@ def test_records_of_rows_have_their_places_in_the_whole_batch():
 
 
 def test_the_log_probs_of_a_model_are_those_of_its_exported_adapter(tmp_path):
-    from raylight.learner.model_rank import ModelRank
+    from raylight.learner.ranks.model_rank import ModelRank
 
     policies = make_set()
     rank = ModelRank(policies)
@@ -94,8 +94,8 @@ def test_the_log_probs_of_a_model_are_those_of_its_exported_adapter(tmp_path):
 
 
 def test_a_model_starts_from_an_adapter(tmp_path):
-    from raylight.learner.model_rank import ModelRank
-    from raylight.learner.policy_set import PolicySet
+    from raylight.learner.ranks.model_rank import ModelRank
+    from raylight.learner.updates.policy_set import PolicySet
 
     trained = make_set()
     trained.update(joint_batch())
@@ -127,8 +127,8 @@ def test_a_model_starts_from_an_adapter(tmp_path):
 
 
 def test_a_state_of_other_models_is_refused(tmp_path):
-    from raylight.learner import state, state_files
-    from raylight.learner.policy import Policy
+    from raylight.learner.state import state, state_files
+    from raylight.learner.updates.policy import Policy
 
     several, single = make_set(), Policy(STARTER_MODEL, learner_config(), MODELS["coder"].policy, 2)
     state_files.write(state.collect(several), str(tmp_path / "several"))
@@ -145,7 +145,7 @@ def test_a_state_of_other_models_is_refused(tmp_path):
 
 
 def shared_set(models):
-    from raylight.learner.policy_set import PolicySet
+    from raylight.learner.updates.policy_set import PolicySet
 
     return PolicySet(STARTER_MODEL, learner_config(), models, 2)
 

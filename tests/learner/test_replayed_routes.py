@@ -17,8 +17,8 @@ from raylight.errors import ConfigError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.experience.settings.supervised_settings import SupervisedSettings
-from raylight.learner.engines import build_policy
-from raylight.learner.weights import save_model
+from raylight.learner.model.engines import build_policy
+from raylight.learner.model.weights import save_model
 from raylight.types import RouteArray, Trajectory
 
 SETTINGS = PolicySettings(lr=1e-3, max_logprob_mismatch=1e-3)
@@ -85,7 +85,7 @@ def chosen_router(router, chosen: torch.Tensor):
 
 @pytest.mark.parametrize("config", [{}, {"packed": True}, {"gradient_checkpointing": True}])
 def test_replayed_routes_give_the_log_probs_and_gradient_of_a_reference(config, tmp_path):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     path = build_model("qwen3_moe", tmp_path, norm_topk_prob=True)
     row = other_routes(sample(path, [[90, 84, 82], [1, 2]])[0])
@@ -99,7 +99,7 @@ def test_replayed_routes_give_the_log_probs_and_gradient_of_a_reference(config, 
 
 def test_an_adapter_of_packed_experts_is_trained_on_replayed_routes(tmp_path):
     """The merged model has the log-probs of the learner, on the routes of the engine."""
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     path, merged = build_model("qwen3_moe", tmp_path / "model", norm_topk_prob=True), str(tmp_path / "merged")
     row = other_routes(sample(path, [[90, 84, 82], [1, 2]])[0])
@@ -118,7 +118,7 @@ def test_an_adapter_of_packed_experts_is_trained_on_replayed_routes(tmp_path):
 
 def minibatch_of(*rows: Trajectory):
     from raylight.experience.batches.shards import shard_batch
-    from raylight.learner.rows import build_minibatches, build_rows
+    from raylight.learner.tokens.rows import build_minibatches, build_rows
 
     count = len(rows)
     batch = TrainBatch([1.0] * count, ["g"] * count, list(rows), list(range(count)))
@@ -134,7 +134,7 @@ def mean_loss(outputs, batch):
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_the_engines_own_routes_change_nothing_in_float32(model_type, tmp_path):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     path = build_model(model_type, tmp_path, **MIXTURES[model_type])
     rows = sample(path, PROMPTS)
@@ -144,7 +144,7 @@ def test_the_engines_own_routes_change_nothing_in_float32(model_type, tmp_path):
 
 
 def test_rows_without_routes_and_models_without_experts_are_refused(tmp_path):
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     replay = LearnerConfig(router_replay=True)
     path = build_model("qwen3_moe", tmp_path / "moe")

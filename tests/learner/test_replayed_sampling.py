@@ -77,7 +77,7 @@ def roll_out_all(engine: TransformersEngine, **params: Any) -> list[FinishedRoll
 
 
 def make_policy(**settings: Any) -> Any:
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     known = PolicySettings(**{"lr": 1e-3, "max_logprob_mismatch": 1e-3, **settings})
     return Policy(STARTER_MODEL, LearnerConfig(max_tokens_per_micro_batch=64), known, total_steps=4)

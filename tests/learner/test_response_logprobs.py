@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylight.errors import ConfigError
-from raylight.learner import token_logprobs as chunks
-from raylight.learner.micro_batch import MicroBatch, place
-from raylight.learner.response_logprobs import LogprobHead
-from raylight.learner.rows import TrainRow
+from raylight.learner.tokens import token_logprobs as chunks
+from raylight.learner.tokens.micro_batch import MicroBatch, place
+from raylight.learner.tokens.response_logprobs import LogprobHead
+from raylight.learner.tokens.rows import TrainRow
 
 VOCABULARY = 97
 SIZES = {
@@ -123,7 +123,7 @@ def test_values_return_to_the_places_of_their_tokens(rows):
 
 def test_ranks_that_share_a_sequence_compute_each_token_once(rows, monkeypatch):
     from raylight.learner import verl_api as verl
-    from raylight.learner.fsdp import RaylightEngine
+    from raylight.learner.model.fsdp import RaylightEngine
 
     everything = micro_batch(rows, packed=True).targets()
     found, targets = [], []

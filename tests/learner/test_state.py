@@ -10,8 +10,8 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 
 from raylight.errors import CheckpointError, DiskError
-from raylight.experience.checkpoints import TrainingStates
-from raylight.learner import state_files
+from raylight.learner.state import state_files
+from raylight.learner.state.checkpoints import TrainingStates
 
 STEPS = 4
 

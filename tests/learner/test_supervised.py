@@ -25,9 +25,9 @@ from raylight.config import LearnerConfig
 from raylight.engines.reward_model.engine import Classifier
 from raylight.errors import ConfigError, DatasetError
 from raylight.experience.batches.supervised_batches import LearnedRow, SupervisedData, build_supervised_batch
-from raylight.learner.engines import build_reward_model
-from raylight.learner.supervised import SupervisedModel
-from raylight.learner.weights import save_model
+from raylight.learner.model.engines import build_reward_model
+from raylight.learner.model.weights import save_model
+from raylight.learner.updates.supervised import SupervisedModel
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, question
 from raylight.trainer.loops.supervised_data import batch_schedule, load_supervised_data
@@ -430,7 +430,7 @@ def test_the_preference_loss_is_that_of_trl(plain, name, tmp_path):
 
 def exact_answers(model, tasks) -> float:
     """Mean probability of the right answers when the model samples at temperature 1."""
-    from raylight.learner.rows import build_rows
+    from raylight.learner.tokens.rows import build_rows
 
     examples = load(rl.SFT(model=STARTER_MODEL, data=[{"messages": messages(task)} for task in tasks]))
     shard = shard_of(model, build_supervised_batch(examples))
@@ -445,7 +445,7 @@ def load(algorithm):
 
 def learn(algorithm, tasks) -> tuple[list[dict[str, float]], float, float]:
     """Train on all batches of an algorithm; return the metrics, and the accuracy before and after."""
-    from raylight.learner.supervised import SupervisedModel
+    from raylight.learner.updates.supervised import SupervisedModel
 
     examples = load(algorithm)
     schedule = batch_schedule(algorithm, SupervisedData(examples), 0)

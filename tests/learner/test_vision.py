@@ -16,17 +16,17 @@ from tiny_vlms import FAMILIES, build_vlm
 from transformers import AutoModelForImageTextToText
 from vision_rows import ANSWERS, SQUARE, make_batch, plain_logprobs
 
-import raylight.learner.vision
+import raylight.learner.model.vision
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.batches.shards import shard_batch
 from raylight.experience.settings.policy_settings import CriticSettings, PolicySettings
 from raylight.images.model_inputs import PROCESSOR_FILES, ModelImages
-from raylight.learner.model_check import check_model, read_shapes
-from raylight.learner.policy import Policy
-from raylight.learner.rows import build_rows
-from raylight.learner.weights import save_model
+from raylight.learner.model.model_check import check_model, read_shapes
+from raylight.learner.model.weights import save_model
+from raylight.learner.tokens.rows import build_rows
+from raylight.learner.updates.policy import Policy
 from raylight.trainer.cluster_fit.model_shape import read_shape
 from raylight.weights.source import WeightSource
 
@@ -196,7 +196,7 @@ def test_features_of_images_are_kept_up_to_a_number_of_bytes(
     batch = make_batch(images, [logprobs.tolist() for logprobs in exact])
     shape = read_shape(folders[family])
     wide = 40 * shape.features * 4  # the larger image, of 40 tokens at most
-    monkeypatch.setattr(raylight.learner.vision, "FEATURE_BYTES", images_kept * wide)
+    monkeypatch.setattr(raylight.learner.model.vision, "FEATURE_BYTES", images_kept * wide)
     policy = build_policy(folders[family], max_tokens_per_micro_batch=200)
     assert_equal(infer(policy, batch), exact)
     vision: Any = policy.engine._vision

@@ -18,9 +18,9 @@ from rank_processes import run_ranks
 
 from raylight.config import LearnerConfig
 from raylight.errors import ConfigError
-from raylight.learner import token_logprobs as chunks
-from raylight.learner.distillation import Distiller
-from raylight.learner.divergence import TopDivergence
+from raylight.learner.losses.distillation import Distiller
+from raylight.learner.losses.divergence import TopDivergence
+from raylight.learner.tokens import token_logprobs as chunks
 from raylight.quickstart import STARTER_MODEL
 
 pytestmark = pytest.mark.usefixtures("one_rank")

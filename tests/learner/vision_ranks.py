@@ -21,7 +21,7 @@ def main(
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(file, ranks), rank=rank, world_size=ranks)
-    from raylight.learner.policy import Policy
+    from raylight.learner.updates.policy import Policy
 
     images = ModelImages.load(folder)
     assert images is not None

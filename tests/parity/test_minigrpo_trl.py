@@ -12,7 +12,7 @@ import raylight as rl
 from raylight.algorithms.trl_grpo import TrlGRPO
 from raylight.config import LoraConfig
 from raylight.errors import RewardError
-from raylight.learner.adapter import peft_config
+from raylight.learner.model.adapter import peft_config
 from raylight.quickstart import STARTER_MODEL
 from raylight.quickstart.additions import additions, is_right, question
 

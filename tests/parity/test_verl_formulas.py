@@ -15,8 +15,8 @@ from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.batches.shards import shard_batch
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner import verl_api
-from raylight.learner.advantages import KlController, add_advantages
-from raylight.learner.losses import actor_config
+from raylight.learner.losses.advantages import KlController, add_advantages
+from raylight.learner.losses.policy_loss import actor_config
 from raylight.quickstart import STARTER_MODEL
 
 WEIGHTS = {"right": 1.0, "short": 0.5, "polite": -0.25}
@@ -104,7 +104,7 @@ def test_token_baselines_are_verls(name, weighted):
 
 def estimate_with(fields, batch: TrainBatch, rows, config):
     from raylight.experience.batches.shards import shard_batch
-    from raylight.learner.advantages import KlController, RolloutSequences, estimate
+    from raylight.learner.losses.advantages import KlController, RolloutSequences, estimate
 
     (shard,) = shard_batch(batch, config, 1)
     sequences = RolloutSequences(shard.outline)

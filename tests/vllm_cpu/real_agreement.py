@@ -104,8 +104,8 @@ def main(path: str, dtype: str, adapter: str | None = None) -> None:
     from raylight.config import LearnerConfig, LoraConfig
     from raylight.engines.vllm.update_repairs import load_tied_output
     from raylight.experience.settings.policy_settings import PolicySettings
-    from raylight.learner.policy import Policy
-    from raylight.learner.weights import save_model
+    from raylight.learner.model.weights import save_model
+    from raylight.learner.updates.policy import Policy
     from raylight.weights.source import WeightSource
 
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -18,8 +18,8 @@ from raylight.config import EngineConfig, LearnerConfig, RunnerConfig
 from raylight.engines.registry import choose_engine
 from raylight.engines.vllm.args import most_workers
 from raylight.errors import ConfigError
-from raylight.experience.packing import PACKED_VISION_MODELS, can_pack, keeps_state
 from raylight.experience.settings.policy_settings import PolicySettings
+from raylight.learner.model.packing import PACKED_VISION_MODELS, can_pack, keeps_state
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, check_image_scaling, engine_on_nodes
 from raylight.trainer.spec.settings import ServingSettings, TrainingSettings

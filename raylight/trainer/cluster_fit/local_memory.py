@@ -23,10 +23,10 @@ from raylight.engines.transformers.slot_cache import GROWTH
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.errors import DeviceMemoryError
 from raylight.images.model_inputs import auto_class, reads_images
-from raylight.learner.adapter import peft_config
-from raylight.learner.model_check import language_part
-from raylight.learner.token_logprobs import SMALL_CHUNK, token_logprobs
-from raylight.learner.vision import freeze_vision
+from raylight.learner.model.adapter import peft_config
+from raylight.learner.model.model_check import language_part
+from raylight.learner.model.vision import freeze_vision
+from raylight.learner.tokens.token_logprobs import SMALL_CHUNK, token_logprobs
 
 ATTENTION = "raylight_memory_estimate"
 """Name in transformers of the attention that only allocates."""

@@ -16,10 +16,10 @@ from raylight.config import LoraConfig
 from raylight.engines.expert_routes import route_bytes
 from raylight.errors import ConfigError
 from raylight.images.model_inputs import ModelImages, auto_class, reads_images
-from raylight.learner.adapter import peft_config
-from raylight.learner.micro_batch import activation_bytes
-from raylight.learner.model_check import language_part
-from raylight.learner.muon import muon_matrices
+from raylight.learner.model.adapter import peft_config
+from raylight.learner.model.model_check import language_part
+from raylight.learner.model.muon import muon_matrices
+from raylight.learner.tokens.micro_batch import activation_bytes
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def engine_with_adapter(
     """
     update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, adapters)}
     if engine.kind == "vllm":
-        from raylight.learner.adapter import adapted_layers
+        from raylight.learner.model.adapter import adapted_layers
 
         layers = adapted_layers(model_path, lora)
         update["args"] = {"max_lora_rank": lora.rank, "lora_target_modules": layers} | engine.args
@@ -196,7 +196,7 @@ def engine_on_device(engine: EngineConfig, learner: LearnerConfig) -> EngineConf
     Raises:
         ConfigError: torch has no such device.
     """
-    from raylight.learner.local_device import select_device
+    from raylight.learner.model.local_device import select_device
 
     on_gpu = select_device(learner.device).type == "cuda"
     if on_gpu and learner.lora is not None and "dtype" not in engine.model_fields_set:

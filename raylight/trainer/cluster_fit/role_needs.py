@@ -14,9 +14,9 @@ from raylight.engines.transformers.prefixes import count_kept_sequences
 from raylight.engines.transformers.worker import PREFILL_TOKENS
 from raylight.engines.vllm.args import most_workers, workers_per_replica
 from raylight.experience.settings.policy_settings import OptimizerSettings, PolicySettings
-from raylight.learner.micro_batch import host_tokens
-from raylight.learner.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
-from raylight.learner.vision import FEATURE_BYTES
+from raylight.learner.model.vision import FEATURE_BYTES
+from raylight.learner.tokens.micro_batch import host_tokens
+from raylight.learner.tokens.token_logprobs import BLOCK_LOGITS, CHUNK_LOGITS
 from raylight.trainer.cluster_fit.cluster_shape import GIB, MIB
 from raylight.trainer.cluster_fit.model_shape import (
     ModelShape,

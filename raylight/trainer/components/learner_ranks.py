@@ -12,9 +12,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raylight.errors import LearnerError, LearnerLostError, PlacementError
 from raylight.experience.batches.batch import TrainBatch
-from raylight.experience.checkpoints import TrainingStates
-from raylight.learner.group import LearnerGroup, bundles
 from raylight.learner.protocol import Learner
+from raylight.learner.ranks.group import LearnerGroup, bundles
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.runner.draining import watch_draining_nodes
 from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.ray_session.connection import reserve

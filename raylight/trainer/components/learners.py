@@ -9,8 +9,8 @@ from typing import Any
 
 from raylight._utils.aio import cancel_all
 from raylight.experience.batches.batch import TrainBatch
-from raylight.learner.local import LocalLearner
-from raylight.learner.simulated import SimulatedLearner
+from raylight.learner.ranks.local import LocalLearner
+from raylight.learner.ranks.simulated import SimulatedLearner
 from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.local_serving import LocalServing
 from raylight.trainer.components.parity import make_probe

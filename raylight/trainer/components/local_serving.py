@@ -106,7 +106,7 @@ def load_engine(
     import torch
 
     from raylight.engines.transformers.trainable import TrainableEngine
-    from raylight.learner.local_device import select_device
+    from raylight.learner.model.local_device import select_device
     from raylight.trainer.cluster_fit.local_memory import check_memory
 
     engine, device = model.engine, select_device(learner.device)

@@ -19,8 +19,8 @@ from typing import Any
 from raylight.base_config import renewed
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError, StoreError
-from raylight.experience.checkpoints import TrainingStates, locate_state
 from raylight.experience.settings.policy_settings import TABLES
+from raylight.learner.state.checkpoints import TrainingStates, locate_state
 
 Resume = bool | str | Path
 """False starts fresh. True and "auto" continue the run in output_dir; "auto" starts fresh if there is none. A

@@ -34,7 +34,7 @@ from raylight.config import (
 )
 from raylight.engines.protocol import EngineLoad
 from raylight.errors import LearnerLostError, StoreError
-from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.quickstart import STARTER_MODEL
 from raylight.runner.actor import RunnerPayload
 from raylight.semconv import reward_attributes

@@ -19,8 +19,8 @@ from raylight.errors import ImageError
 from raylight.images import model_inputs
 from raylight.images.image import Image
 from raylight.images.model_inputs import TEXT_KEYS, ModelImages, image_obstacle, load_processor, reads_images
-from raylight.learner.adapter import adapted_layers
-from raylight.learner.model_check import check_model
+from raylight.learner.model.adapter import adapted_layers
+from raylight.learner.model.model_check import check_model
 from raylight.trainer.cluster_fit.model_shape import adapter_parameters
 
 RED, WIDE, TALL = (make_image(*given) for given in (("red",), ("blue", (64, 40)), ("green", (24, 90))))

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.experience.settings.policy_settings import PolicySettings
-from raylight.learner.vision import FEATURE_BYTES
+from raylight.learner.model.vision import FEATURE_BYTES
 from raylight.trainer.cluster_fit.local_memory import estimate_memory
 from raylight.trainer.cluster_fit.model_shape import (
     adapter_parameters,

@@ -15,7 +15,7 @@ from raylight.agent.decorators import rollout
 from raylight.algorithms.policy import GRPO
 from raylight.config import EngineConfig, LearnerConfig, LoraConfig
 from raylight.errors import AgentSignatureError, ConfigError
-from raylight.learner.adapter import adapted_layers
+from raylight.learner.model.adapter import adapted_layers
 from raylight.quickstart import STARTER_MODEL
 from raylight.traces.triplets import TracerTraceToTriplet
 from raylight.trainer.cluster_fit.cluster_settings import finish_trained

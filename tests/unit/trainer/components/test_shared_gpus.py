@@ -13,8 +13,8 @@ from unit_helpers import until, within
 
 from raylight._utils.aio import cancel_all
 from raylight.config import EngineConfig, LearnerConfig
-from raylight.learner import actor as actors
-from raylight.learner.actor import LearnerActor
+from raylight.learner.ranks import actor as actors
+from raylight.learner.ranks.actor import LearnerActor
 from raylight.quickstart import STARTER_MODEL
 from raylight.trainer.components.learners import Learners
 from raylight.trainer.components.run_components import PolicyComponents

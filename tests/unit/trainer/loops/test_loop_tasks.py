@@ -11,7 +11,7 @@ import pytest
 from training_world import GROUP, TASKS, FakeRun, World, live, settings_of, told, weights_of
 
 import raylight as rl
-from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.store.client import StoreClient
 from raylight.store.service import StoreService
 from raylight.tasks.task_set import ShuffledTasks, TaskSampler

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from training_world import STEPS, FakeRun, World, live, weights_of
 
-from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.store.client import StoreClient
 
 SETTINGS: dict[str, Any] = {"max_staleness": 2, "best": "val/reward"}

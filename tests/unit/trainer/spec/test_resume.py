@@ -13,7 +13,7 @@ from run_settings import make_settings
 
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError, StoreError
-from raylight.experience.checkpoints import TrainingStates
+from raylight.learner.state.checkpoints import TrainingStates
 from raylight.store.tables.journal import Journal
 from raylight.trainer.components.run_components import RolloutComponents
 from raylight.trainer.output.report import Report

@@ -1,0 +1,1 @@
+"""Models as ranks load them: verl's engines, attention, adapters, vision, optimizers and weights."""
