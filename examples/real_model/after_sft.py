@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent import TRAINING as WORDS
 from pretrained import make_pretrained
-from train import TRAINING as WORDS
 
 import raylight as rl
 from raylight.quickstart import TOOL_MODEL

@@ -17,54 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from agent import MAX_TOKENS, TRAINING, VALIDATION, list_three
 from pretrained import make_pretrained
 
 import raylight as rl
 
-TRAINING = [
-    "colors",
-    "cities",
-    "countries",
-    "rivers",
-    "sports",
-    "tools",
-    "birds",
-    "trees",
-    "metals",
-    "planets",
-    "drinks",
-    "languages",
-    "instruments",
-    "vegetables",
-    "fish",
-    "flowers",
-]
-VALIDATION = ["animals", "fruits", "gems", "fabrics", "cars", "jobs", "games", "insects"]
-MAX_TOKENS, MAX_MODEL_LEN = 32, 256
-LONGEST_LIST = 80
-"""Characters within which an answer must end."""
+MAX_MODEL_LEN = 256
 LEARNING_RATES = {"full": 1e-5, "lora": 5e-4}
-
-
-def score(text: str, finish_reason: str | None) -> float:
-    """Return 0.5 for three parts of one or two words each, and 0.5 for an end within 80 characters."""
-    parts = [part.split() for part in text.strip().rstrip(".").split(",")]
-    is_list = len(parts) == 3 and all(1 <= len(part) <= 2 for part in parts)
-    has_ended = finish_reason == "stop" and len(text.strip()) < LONGEST_LIST
-    return 0.5 * is_list + 0.5 * has_ended
-
-
-@rl.rollout
-async def list_three(task: dict[str, str], llm: rl.LLM) -> float:
-    """Ask for three things of a kind."""
-    question = f"Write a list of three {task['kind']}, separated by commas, nothing else."
-    reply = await llm.client().chat.completions.create(
-        model=llm.model,
-        messages=[{"role": "user", "content": question}],
-        temperature=1.0,
-        max_tokens=MAX_TOKENS,
-    )
-    return score(reply.choices[0].message.content or "", reply.choices[0].finish_reason)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -80,23 +39,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="1e-5, or 5e-4 with an adapter")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/real_model"))
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
     return parser.parse_args(arguments)
 
 
-def learner(lora: bool) -> dict[str, Any]:
+def learner(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the learner: it computes on all CPUs of this machine, or on its GPU, in passes
     of about 15 rows, whose activations fit in a laptop's memory."""
     settings: dict[str, Any] = {"num_threads": os.cpu_count(), "max_tokens_per_micro_batch": 1024}
-    return settings | {"lora": {"rank": 16}} if lora else settings
+    settings |= {"num_gpus": 0} if args.cpu else {}
+    return settings | {"lora": {"rank": 16}} if args.lora else settings
 
 
 def train(args: argparse.Namespace) -> None:
     model = args.model or make_pretrained("smollm2", Path("outputs/smollm2"))
-    method, settings = rl.GRPO, {"engine": {"max_model_len": MAX_MODEL_LEN}, "learner": learner(args.lora)}
+    engine = {"max_model_len": MAX_MODEL_LEN} | ({"num_gpus": 0} if args.cpu else {})
+    method, settings = rl.GRPO, {"engine": engine, "learner": learner(args)}
     options: dict[str, Any] = {"max_staleness": args.max_staleness}
     if args.one_process:
         method, settings = rl.MiniGRPO, {}
         options = {"max_model_len": MAX_MODEL_LEN, "max_new_tokens": MAX_TOKENS, "lora": {"rank": 16}}
+        options |= {"device": "cpu"} if args.cpu else {}
     algorithm = method(
         model=str(model),
         n_steps=args.steps,

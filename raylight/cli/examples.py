@@ -78,10 +78,8 @@ def examples(
     if name is not None:
         target = folder or Path(name)
         copy_example(name, target)
-        start, train = f"{target / 'README.md'} has its commands", target / "train.py"
-        if train.exists() and all(option in train.read_text() for option in ('"--steps"', '"--cpu"')):
-            start = f"start it with: python {train} --steps 3 --cpu"
-        print(f"{target} is a copy of the example {name}; {start}")
+        command = f"python {target / 'train.py'} --steps 3 --cpu"
+        print(f"{target} is a copy of the example {name}; start it with: {command}")
         return
     found = example_folders()
     width = max(map(len, found))

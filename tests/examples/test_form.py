@@ -11,10 +11,9 @@ from raylight.cli.examples import example_folders
 
 OPTIONS = ("--model", "--steps", "--output-dir", "--seed", "--cpu")
 OTHER_FORM = {
-    "harness_agent": "the agent is a program that is installed, so there is no agent.py; no figure of a GPU",
+    "harness_agent": "no curve of a run was kept",
     "math_agent": "options are a command line of pydantic settings, with a run for CI of its own",
     "process_agent": "finds the best of several designs and prompts, and trains no weights",
-    "real_model": "three programs share its helpers, and the agent is ten lines of train.py",
     "small_gpu": "measures what fits in 4 GB; its program is train_math_agent.py",
     "tau2_agent": "options are a command line of pydantic settings, with a run for CI of its own",
 }

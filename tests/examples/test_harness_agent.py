@@ -13,27 +13,27 @@ from pathlib import Path
 
 import pytest
 import yaml
+from example_modules import example_module
 from jinja2 import Template
 
-from examples.harness_agent.train import FOLDER, make_agent
 from examples.starter_models.tasks.repairs import harness
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
+agent = example_module("harness_agent", "agent")
 
 
 def test_the_starter_reads_what_the_harness_sends() -> None:
-    settings = yaml.safe_load((FOLDER / "mini.yaml").read_text())
+    settings = yaml.safe_load((agent.FOLDER / "mini.yaml").read_text())
     demonstration = next(harness("bash", 0))
     system, user, answer = (message["content"] for message in demonstration["messages"])
-    agent = settings["agent"]
-    assert agent["system_template"] == system
-    assert Template(agent["instance_template"]).render(task=user) == user
+    assert settings["agent"]["system_template"] == system
+    assert Template(settings["agent"]["instance_template"]).render(task=user) == user
     (command,) = re.findall(settings["model"]["action_regex"], answer, re.DOTALL)
     assert command.startswith("sed -i")
 
 
 def test_the_agent_is_the_preset_with_a_shorter_prompt() -> None:
-    assert make_agent().display_name == "CommandAgent mini-swe-agent"
+    assert agent.make_agent().display_name == "CommandAgent mini-swe-agent"
 
 
 @pytest.mark.slow
@@ -41,9 +41,8 @@ def test_the_agent_is_the_preset_with_a_shorter_prompt() -> None:
 def test_the_harness_learns_to_pass_the_tests(tmp_path: Path) -> None:
     if shutil.which("mini") is None:
         pytest.skip("mini is not installed: pip install mini-swe-agent mcp")
-    places = ["--model", str(tmp_path / "starter"), "--output-dir", str(tmp_path / "run"), "--seed", "0"]
     done = subprocess.run(
-        [sys.executable, "examples/harness_agent/train.py", *places],
+        [sys.executable, "examples/harness_agent/train.py", "--cpu", "--output-dir", str(tmp_path)],
         cwd=ROOT,
         env=os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -52,7 +51,7 @@ def test_the_harness_learns_to_pass_the_tests(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     before, *_, after = [row for row in rows if "val/reward" in row]
     error = math.hypot(before["val/reward_error"], after["val/reward_error"])
     assert after["val/reward"] - before["val/reward"] > 3 * error, (before, after)

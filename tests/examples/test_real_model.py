@@ -17,7 +17,7 @@ from raylight.errors import ModelNotFoundError
 
 ROOT = Path(__file__).parents[2]
 pretrained = example_module("real_model", "pretrained")
-train, after_sft = (example_module("real_model", name) for name in ("train", "after_sft"))
+agent, train, after_sft = (example_module("real_model", name) for name in ("agent", "train", "after_sft"))
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,13 @@ train, after_sft = (example_module("real_model", name) for name in ("train", "af
     ],
 )
 def test_the_reward_is_for_three_parts_and_an_end(text: str, finish_reason: str, reward: float) -> None:
-    assert train.score(text, finish_reason) == reward
+    assert agent.score(text, finish_reason) == reward
 
 
-def test_lora_is_a_switch() -> None:
-    assert "lora" not in train.learner(train.parse([]).lora)
-    assert train.learner(train.parse(["--lora"]).lora)["lora"] == {"rank": 16}
+def test_lora_and_the_cpu_are_switches() -> None:
+    assert not {"lora", "num_gpus"} & train.learner(train.parse([])).keys()
+    settings = train.learner(train.parse(["--lora", "--cpu"]))
+    assert (settings["lora"], settings["num_gpus"]) == ({"rank": 16}, 0)
 
 
 def test_an_unreachable_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +91,10 @@ def trained_steps(run: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("options", [(), ("--lora", "--max-staleness", "1")], ids=["full", "lora-stale"])
-def test_two_steps_on_real_weights(options: tuple[str, ...], real_model: Path, tmp_path: Path) -> None:
-    run_program("train", real_model, tmp_path, "--steps", "2", "--tasks-per-step", "2", *options)
+def test_three_steps_on_real_weights(options: tuple[str, ...], real_model: Path, tmp_path: Path) -> None:
+    run_program("train", real_model, tmp_path, "--steps", "3", "--tasks-per-step", "2", "--cpu", *options)
     trained = trained_steps(tmp_path)
-    assert len(trained) == 2
+    assert len(trained) == 3
     assert all(row["train/failed"] == 0 for row in trained)
     assert 0 < trained[0]["mismatch/logprob_abs_max"] < 1e-3
     assert (tmp_path / "checkpoint" / "adapter").exists() == ("--lora" in options)

@@ -28,18 +28,12 @@ def test_the_list_has_a_line_for_each_example() -> None:
     assert "math_agent     Math agent (in a checkout only)" in lines
 
 
-def test_a_copy_has_the_files(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["examples", "real_model", str(tmp_path / "mine")])
-    assert result.exit_code == 0, result.output
-    assert str(tmp_path / "mine" / "README.md") in result.output.replace("\n", "")
-    copied = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert copied == {"README.md", "after_sft.py", "pretrained.py", "train.py"}
-
-
-def test_a_copy_that_runs_on_a_cpu_names_its_command(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["examples", "code", str(tmp_path / "mine")])
-    program = tmp_path / "mine" / "train.py"
-    assert f"start it with: python {program} --steps 3 --cpu" in " ".join(result.output.split())
+def test_a_copy_has_the_files_and_names_its_command(tmp_path: Path) -> None:
+    copy = tmp_path / "mine"
+    result = CliRunner().invoke(app, ["examples", "real_model", str(copy)])
+    assert f"start it with: python {copy / 'train.py'} --steps 3 --cpu" in " ".join(result.output.split())
+    copied = {path.name for path in copy.iterdir()}
+    assert copied == {"README.md", "after_sft.py", "agent.py", "pretrained.py", "train.py"}
 
 
 def test_a_copy_runs_outside_of_the_checkout(tmp_path: Path) -> None:
