@@ -11,7 +11,6 @@ from raylight.cli.examples import example_folders
 
 OPTIONS = ("--model", "--steps", "--output-dir", "--seed", "--cpu")
 OTHER_FORM = {
-    "harness_agent": "no curve of a run was kept",
     "math_agent": "options are a command line of pydantic settings, with a run for CI of its own",
     "process_agent": "finds the best of several designs and prompts, and trains no weights",
     "small_gpu": "measures what fits in 4 GB; its program is train_math_agent.py",
