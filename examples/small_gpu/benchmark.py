@@ -1,7 +1,8 @@
 """Score a model, with or without a LoRA adapter, on word problems, without training.
 
-    python examples/small_gpu/benchmark.py --model PATH python examples/small_gpu/benchmark.py --model PATH
-    --lora-adapter outputs/small_gpu/checkpoint --data test.jsonl --samples 4
+    python examples/small_gpu/benchmark.py --model PATH
+    python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint/adapter
+    python examples/small_gpu/benchmark.py --model PATH --data test.jsonl --samples 4
 
 The scores are written to eval.json, and every response to eval.jsonl: see docs/evaluation.md.
 """
@@ -16,9 +17,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
-from examples.small_gpu.evaluating import engine
+from examples.small_gpu.agent import PROMPTS, MathSolver, NumberReward
 from examples.small_gpu.questions import benchmark_questions
-from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -40,6 +40,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--n-runners", type=int, default=1)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/small_gpu_benchmark"))
     return parser.parse_args(arguments)
+
+
+def engine() -> dict[str, Any]:
+    """Return engine settings for 4 GB: half precision on a GPU, few concurrent sequences."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "kind": "transformers",
+        "num_gpus": 1 if on_gpu else 0,
+        "dtype": "bfloat16" if on_gpu else "float32",
+        "max_model_len": 1024,
+        "max_concurrent": 16,
+    }
 
 
 def benchmark(args: argparse.Namespace) -> dict[str, Any]:

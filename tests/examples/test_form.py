@@ -13,7 +13,6 @@ OPTIONS = ("--model", "--steps", "--output-dir", "--seed", "--cpu")
 OTHER_FORM = {
     "math_agent": "options are a command line of pydantic settings, with a run for CI of its own",
     "process_agent": "finds the best of several designs and prompts, and trains no weights",
-    "small_gpu": "measures what fits in 4 GB; its program is train_math_agent.py",
     "tau2_agent": "options are a command line of pydantic settings, with a run for CI of its own",
 }
 """Reason for which an older example has another form."""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import raylight as rl
-from examples.small_gpu import benchmark, train_math_agent
+from examples.small_gpu import benchmark, train
+from examples.small_gpu.agent import PROMPTS, MathSolver, NumberReward, is_right, read_number
 from examples.small_gpu.make_problems import DATA, make_problems
 from examples.small_gpu.questions import benchmark_questions, training_questions
-from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward, is_right, read_number
 from raylight.agent.hooks import HookDispatcher
 from raylight.trainer.cluster_fit.local_memory import estimate_memory
 from raylight.trainer.trainer import Trainer
@@ -113,9 +113,9 @@ def test_the_agent_and_its_prompts() -> None:
 
 
 @pytest.mark.slow
-def test_the_defaults_are_50_iterations_within_4_gb() -> None:
-    args = train_math_agent.parse(["--model", "m"])
-    assert (args.iterations, args.prompt, args.debug) == (50, "cot", False)
+def test_the_defaults_are_50_steps_within_4_gb() -> None:
+    args = train.parse(["--model", "m"])
+    assert (args.steps, args.data, args.prompt) == (50, "words", "cot")
     assert args.memory_gb < 4
     assert benchmark.parse(["--model", "m"]).prompt == args.prompt
 
@@ -131,7 +131,7 @@ def test_the_defaults_are_50_iterations_within_4_gb() -> None:
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     )
-    algorithm = train_math_agent.algorithm(args).model_copy(update={"dtype": "bfloat16"})
+    algorithm = train.algorithm(args).model_copy(update={"dtype": "bfloat16"})
     trainer = Trainer(algorithm=algorithm)
     needed = estimate_memory(shape, trainer.engine, trainer.learner)
     assert needed.weights == pytest.approx(0.99e9, rel=0.02)

@@ -1,4 +1,4 @@
-"""The small_gpu example with the starter model on a CPU: training, benchmark, debug."""
+"""The small_gpu example with the starter model on a CPU: training, benchmark, one trace."""
 
 from __future__ import annotations
 
@@ -34,20 +34,7 @@ def digest(folder: str | Path) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directory of a short training run."""
     folder = tmp_path_factory.mktemp("small") / "run"
-    done = run(
-        "train_math_agent.py",
-        *ADDITIONS,
-        "--iterations",
-        "8",
-        "--tasks-per-step",
-        "16",
-        "--lr",
-        "2e-3",
-        "--val-every",
-        "4",
-        "--output-dir",
-        str(folder),
-    )
+    done = run("train.py", "--cpu", "--steps", "8", "--val-every", "4", "--output-dir", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the run needs" in done.stdout
     return folder
@@ -96,27 +83,28 @@ def test_the_benchmark_scores_the_adapter_and_changes_nothing(trained: Path, tmp
 
 
 @pytest.mark.slow
-def test_debug_prints_one_trace_and_trains_nothing(tmp_path: Path) -> None:
-    done = run("train_math_agent.py", *ADDITIONS, "--debug", "--output-dir", str(tmp_path))
+def test_one_question_is_shown_with_its_trace(tmp_path: Path) -> None:
+    done = run("benchmark.py", *ADDITIONS, "--limit", "1", "--output-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("=== ro-") == 1
+    command = [sys.executable, "-m", "raylight.cli", "trace", str(tmp_path), "--full"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert shown.count("=== ") == 1
     for part in (": succeeded\ntask: {", "openai.chat.completion", "agentlightning.message", "reward: "):
-        assert part in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"debug"}
-    assert not (tmp_path / "debug" / "checkpoint").exists()
+        assert part in shown
+    assert not (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.parametrize(
     ("script", "args", "message"),
     [
         pytest.param(
-            "train_math_agent.py",
-            (*ADDITIONS, "--memory-gb", "0.001"),
+            "train.py",
+            ("--memory-gb", "0.001"),
             "DeviceMemoryError",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "train_math_agent.py",
+            "train.py",
             ("--model", "/no/such/model"),
             "ModelNotFoundError: there is no model folder /no/such/model",
             marks=pytest.mark.slow,

@@ -1,7 +1,7 @@
 """Train a small model to solve word problems, on a GPU of 4 GB or on a CPU.
 
-    python examples/small_gpu/train_math_agent.py --model Qwen/Qwen2.5-0.5B-Instruct
-    python examples/small_gpu/train_math_agent.py --model PATH --debug      one question, with its trace
+    python examples/small_gpu/train.py                                  a tiny model, which only adds
+    python examples/small_gpu/train.py --model Qwen/Qwen2.5-0.5B-Instruct    another model
     python examples/small_gpu/benchmark.py --model PATH --lora-adapter outputs/small_gpu/checkpoint/adapter
 
 One process holds one copy of the model, samples from it and trains a LoRA adapter in it: see
@@ -14,23 +14,37 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
-from examples.small_gpu.evaluating import engine
+from examples.small_gpu.agent import PROMPTS, MathSolver, NumberReward
 from examples.small_gpu.questions import training_questions
-from examples.small_gpu.solver import PROMPTS, MathSolver, NumberReward
+from raylight.quickstart import STARTER_MODEL
 
 ROOM_FOR_PROMPT = 256
 """Maximum number of prompt tokens."""
+ADDITIONS: dict[str, Any] = {
+    "model": STARTER_MODEL,
+    "data": "additions",
+    "prompt": "plain",
+    "steps": 12,
+    "tasks_per_step": 16,
+    "lr": 2e-3,
+    "max_new_tokens": 8,
+}
+"""Other defaults without `--model`."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder, or name in the local Hugging Face cache")
+    parser.add_argument(
+        "--model",
+        help="folder, or name in the local Hugging Face cache; left out: the quickstart's, which adds",
+    )
     parser.add_argument(
         "--data", default="words", help="words, additions, or a .jsonl file with question and answer"
     )
@@ -40,7 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="cot",
         help="plain: the model responds with the number only",
     )
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--tasks-per-step", type=int, default=4)
     parser.add_argument(
         "--group-size", type=int, default=8, help="responses to each question, which are compared"
@@ -56,31 +70,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--val-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--n-runners", type=int, default=1)
-    parser.add_argument(
-        "--debug", action="store_true", help="run one question and print its trace, without training"
-    )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/small_gpu"))
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone")
+    if parser.parse_args(arguments).model is None:
+        parser.set_defaults(**ADDITIONS)
     return parser.parse_args(arguments)
-
-
-def debug(args: argparse.Namespace) -> None:
-    """Run one question with the untrained model, and print its full trace."""
-    trainer = rl.Trainer(
-        hooks=NumberReward(args.prompt),
-        n_runners=1,
-        output_dir=args.output_dir / "debug",
-        progress=False,
-        engine=engine(),
-    )
-    task = training_questions(args.data)[0][0]
-    trainer.evaluate(MathSolver(args.prompt, args.max_new_tokens), [task], model=args.model)
-    rl.print_traces(args.output_dir / "debug", full=True)
 
 
 def algorithm(args: argparse.Namespace) -> rl.MiniGRPO:
     return rl.MiniGRPO(
         model=args.model,
-        n_steps=args.iterations,
+        n_steps=args.steps,
         tasks_per_step=args.tasks_per_step,
         group_size=args.group_size,
         lr=args.lr,
@@ -91,6 +91,7 @@ def algorithm(args: argparse.Namespace) -> rl.MiniGRPO:
         val_every=args.val_every,
         save_every=args.val_every,
         seed=args.seed,
+        device="cpu" if args.cpu else "auto",
     )
 
 
@@ -106,9 +107,8 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse()
     try:
-        (debug if args.debug else train)(args)
+        train(parse())
     except rl.RaylightError as error:
         sys.exit(f"error: {type(error).__name__}: {error}")
 
