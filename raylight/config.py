@@ -17,6 +17,7 @@ from raylight._utils.bounds import (
 )
 from raylight._utils.ray_resources import CustomResources
 from raylight.base_config import Config
+from raylight.types import JsonObject
 from raylight.types.request_fields import PROTECTED
 
 
@@ -36,7 +37,7 @@ class EngineConfig(Config):
     """"transformers", "vllm", "upstream", or the dotted name of an engine class, "package.module:Engine".
     "auto" is upstream if a `url` is given, vllm if replicas have a GPU and the nodes with GPUs have it, else
     transformers."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: JsonObject = Field(default_factory=dict)
     """Further arguments of the engine: any engine argument of vLLM; `tool_parser`, `reasoning` and
     `max_new_tokens` of transformers; keyword arguments of an engine class."""
     url: str | None = None

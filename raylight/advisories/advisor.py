@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from raylight.advisories.conditions import MetricHistory
 from raylight.advisories.rules import RULES, Level
+from raylight.types import JsonObject
 
 REPEAT_STEPS = 10
 """Steps without a finding after which the same advisory is announced again."""
@@ -39,7 +39,7 @@ class Advisory:
     detail: str = ""
     """Sentence about the first case, which only the run itself has."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the fields as JSON values."""
         return asdict(self)
 

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from raylight.errors import EmitError, EmitTypeError
-from raylight.types import Attributes
+from raylight.types import Attributes, JsonObject
 
 MAX_DEPTH = 16
 """Maximum nesting of dotted keys. Values below it become JSON text."""
@@ -22,7 +22,7 @@ MAX_KEYS = 128
 larger value becomes JSON text."""
 
 
-def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, Any]:
+def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> JsonObject:
     """Flatten nested dicts and lists to dotted keys.
 
     Leaves are primitives, lists of one primitive type, and values that are neither dicts nor lists.
@@ -33,7 +33,7 @@ def flatten(nested: Any, prefix: str = "", depth: int = MAX_DEPTH) -> dict[str, 
     if not isinstance(nested, Mapping | list | tuple) or not nested or depth == 0 or _is_leaf_list(nested):
         return {prefix: nested} if prefix else {}
     items = nested.items() if isinstance(nested, Mapping) else enumerate(nested)
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in items:
         if isinstance(nested, Mapping) and not isinstance(key, str):
             raise EmitError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raylight.agent.resources import LLM, ProxyLLM, Resource
 from raylight.errors import PromptError
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from jinja2.sandbox import SandboxedEnvironment
@@ -124,7 +125,7 @@ def _jinja_names(template: str) -> set[str]:
         raise PromptError(f"the prompt template is malformed: {error}") from error
 
 
-def _render_jinja(template: str, values: dict[str, Any]) -> str:
+def _render_jinja(template: str, values: JsonObject) -> str:
     from jinja2 import UndefinedError
 
     names = _jinja_names(template)

@@ -12,7 +12,7 @@ from raylight.agent.resources import NamedResources
 from raylight.errors import ConfigError
 from raylight.store.client import StoreClient
 from raylight.traces.adapters import TraceAdapter
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, JsonObject
 
 
 class RunContext(Protocol):
@@ -197,7 +197,7 @@ class Algorithm(BaseAlgorithm):
         """Return the number of steps for `n_train` training tasks; 0 if it is not known before `run`."""
         return 0
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         """Return the settings for `config.yaml` in the run directory."""
         return {}
 

@@ -20,7 +20,15 @@ from raylight.algorithms.base import FastAlgorithm
 from raylight.base_config import Config
 from raylight.errors import DatasetError
 from raylight.store.client import StoreClient
-from raylight.types import WAITING, Attempt, EnqueueRolloutRequest, FinishedRollout, RolloutMode, Span
+from raylight.types import (
+    WAITING,
+    Attempt,
+    EnqueueRolloutRequest,
+    FinishedRollout,
+    JsonObject,
+    RolloutMode,
+    Span,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +88,7 @@ class Baseline(FastAlgorithm):
             max_queue_length=max_queue_length,
             span_verbosity=span_verbosity,
         )
-        self.summary: dict[str, Any] | None = None
+        self.summary: JsonObject | None = None
 
     @property
     def n_epochs(self) -> int:
@@ -230,7 +238,7 @@ class BaselineReport:
         for key, value in span.attributes.items() if with_values else ():
             self.print(f"      {key} = {_excerpt(value)}")
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Return counts, mean rewards of the rollouts that succeeded with one (None if none did), and
         failures by error."""
         rewards = [reward for rewards_of_mode in self.rewards.values() for reward in rewards_of_mode]
@@ -246,7 +254,7 @@ class BaselineReport:
             "failures": dict(self.failures.most_common()),
         }
 
-    def print_summary(self, summary: dict[str, Any]) -> None:
+    def print_summary(self, summary: JsonObject) -> None:
         """Log the summary and print it as a table, with hints and errors below."""
         self._log(f"summary: {summary}")
         table = Table("mode", "rollouts", "succeeded", "mean reward", title="baseline")

@@ -14,6 +14,7 @@ from raylight.algorithms.policy import GRPO, RunSettings
 from raylight.base_config import Config
 from raylight.config import LoraConfig
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Names of the linear layers of a block in Llama, Qwen, Mistral and similar models."""
@@ -159,7 +160,7 @@ class MiniGRPO(GRPO):
         Raises:
             ConfigError: the Trainer has other values for settings of MiniGRPO.
         """
-        engine: dict[str, Any] = {
+        engine: JsonObject = {
             "kind": "transformers",
             "max_model_len": self.max_model_len,
             "max_concurrent": self.max_concurrent,
@@ -191,7 +192,7 @@ class MiniGRPO(GRPO):
         )
 
 
-def _combine(name: str, config: C, values: dict[str, Any]) -> C:
+def _combine(name: str, config: C, values: JsonObject) -> C:
     """Return the Trainer's settings with those of MiniGRPO.
 
     Raises:

@@ -29,7 +29,7 @@ from raylight.experience.trajectories.rewards import RewardRules
 from raylight.experience.trajectories.staleness import StaleMask
 from raylight.experience.trajectories.trajectory import TrajectorySelection
 from raylight.traces.rewards import MAX_REWARD
-from raylight.types import GREEDY_BELOW, RolloutConfig
+from raylight.types import GREEDY_BELOW, JsonObject, RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Most groups per step, as a multiple of `tasks_per_step`. A group whose rewards are all equal is
     replaced by one of a new task, until `tasks_per_step` groups have rewards that differ (dynamic sampling,
     https://arxiv.org/abs/2503.14476)."""
-    sampling_parameters: dict[str, Any] = Field(default_factory=dict)
+    sampling_parameters: JsonObject = Field(default_factory=dict)
     """Default sampling parameters of the trained model (`LLM.sampling_parameters`); an agent's own
     declaration wins."""
-    val_sampling_parameters: dict[str, Any] | None = None
+    val_sampling_parameters: JsonObject | None = None
     """Sampling parameters of validation rollouts, such as `{"temperature": 0.0}`, over those of training;
     None: the same. The agent must pass `llm.sampling_parameters` on."""
     off_policy_sampling: OffPolicySampling = "error"
@@ -157,7 +157,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
 
     @field_validator("val_sampling_parameters")
     @classmethod
-    def _check_val_sampling(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _check_val_sampling(cls, values: JsonObject | None) -> JsonObject | None:
         return values if values is None else check_sampling(values)
 
     @field_validator("models", mode="before")
@@ -292,7 +292,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
             raise ValueError(f"nothing reads {'; '.join(names)}")
         return self
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """Return the arguments that construct an equal algorithm, as JSON values."""
         return self.model_dump(mode="json")
 

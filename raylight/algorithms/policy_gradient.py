@@ -29,6 +29,7 @@ from raylight.experience.settings.policy_settings import (
 )
 from raylight.experience.teachers import TeacherChoice
 from raylight.experience.trajectories.rewards import LengthPenalty, RewardRules
+from raylight.types import JsonObject
 
 
 class DrGRPO(GRPO):
@@ -460,7 +461,7 @@ class OPD(PolicyAlgorithm):
         """Fewest rollouts of a group that can be trained."""
         return 2 if self.reward_coef else 1
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """Return the arguments that construct an equal algorithm, as JSON values."""
         # defaults of the hardware replace what is not set
         given = {

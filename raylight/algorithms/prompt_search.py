@@ -15,6 +15,7 @@ from raylight.algorithms.baseline import as_list
 from raylight.base_config import Config
 from raylight.errors import ConfigError, DatasetError, PromptError
 from raylight.traces.messages import TraceToMessages
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -47,7 +48,7 @@ class PromptSearch(Algorithm, Generic[S]):
             )
         self.client, self.served_model, self.settings = client, served_model, settings
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         return self.settings.model_dump(mode="json") | {"served_model": self.served_model}
 
     def get_seed_prompt_template(self) -> tuple[str, PromptTemplate]:

@@ -14,7 +14,7 @@ from raylight.experience.settings.supervised_settings import (
     SupervisedSettings,
 )
 from raylight.traces.rewards import MAX_REWARD
-from raylight.types import RolloutMode
+from raylight.types import JsonObject, RolloutMode
 
 
 class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
@@ -75,7 +75,7 @@ class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
             raise ValueError("nothing reads min_delta without patience")
         return self
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """Return the arguments that construct an equal algorithm, as JSON values."""
         return self.model_dump(mode="json", exclude={"data", "val_data"})
 

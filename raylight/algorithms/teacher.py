@@ -11,6 +11,7 @@ from raylight._utils.bounds import MAX_COUNT
 from raylight.components import NotImportedError, dotted_name, import_dotted_name
 from raylight.config import ScoringConfig
 from raylight.experience.teachers import TeacherPrompt, check_prompt_function
+from raylight.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TeacherConfig(ScoringConfig):
     tokenizer: Literal["same", "aligned"] = "same"
     """aligned: the teacher has other tokens. It reads the model's text in its own chat template and tokens,
     and the log-probs of both are compared on spans that end at the same place of the text."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: JsonObject = Field(default_factory=dict)
     """Further arguments of vLLM, such as {"tensor_parallel_size": 2}."""
     max_model_len: int | None = Field(default=None, ge=8, le=MAX_COUNT)
     """Tokens of the longest row. None: those of the model's rows; with `prompt`, up to 1024 more."""

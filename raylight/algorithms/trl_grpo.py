@@ -15,6 +15,7 @@ from raylight.errors import ConfigError, DatasetError, RewardError
 from raylight.experience.settings.advantages import GRPOAdvantage
 from raylight.experience.settings.losses import VanillaLoss
 from raylight.learner.model.local_device import select_device
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.algorithms.minigrpo import MiniGRPO
@@ -54,7 +55,7 @@ class TrlGRPO(Algorithm):
     def total_steps(self, n_train: int) -> int:
         return self._settings.steps(n_train)
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         return self._settings.arguments()
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
@@ -205,7 +206,7 @@ class TrlGRPO(Algorithm):
 
         return LogCallback()
 
-    def _collect_logs(self, step: int, logs: dict[str, Any]) -> None:
+    def _collect_logs(self, step: int, logs: JsonObject) -> None:
         """Merge TRL's log entries of a step into one row, and report the row of the step before."""
         if step != self._step:
             self._flush()

@@ -15,6 +15,7 @@ from raylight.algorithms.verl_config.resolution import Resolution, resolve
 from raylight.algorithms.verl_config.run_settings import combine_settings
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import unused_settings
+from raylight.types import JsonObject
 
 
 class VERL(PolicyAlgorithm):
@@ -45,7 +46,7 @@ class VERL(PolicyAlgorithm):
             raise ConfigError(resolution.with_verl_keys(str(error), type(self).__name__)) from None
         self._resolution, self._strict, self._config = resolution, strict, config
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """Return the arguments that construct an equal algorithm, as JSON values."""
         return {"config": _to_plain(self._config), "strict": self._strict}
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import sys
-from typing import Any
 
 from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
@@ -16,14 +15,14 @@ from raylight.environments.tool_loop import next_message
 from raylight.errors import ConfigError, SandboxError
 from raylight.sandboxes.registry import SandboxPool, SandboxSpec
 from raylight.sandboxes.sandbox import SandboxLimits
-from raylight.types import Rollout
+from raylight.types import JsonObject, Rollout
 
 LIMITS = SandboxLimits(memory_mb=4096)
 ENDED_BY_SHELL = (126, 127)
 """Exit statuses of a shell that could not start the program."""
 
 
-class BenchmarkAgent(LitAgent[dict[str, Any]]):
+class BenchmarkAgent(LitAgent[JsonObject]):
     """Asks a model the question of a row, and scores its answer.
 
     Args:
@@ -57,7 +56,7 @@ class BenchmarkAgent(LitAgent[dict[str, Any]]):
         return self._name
 
     async def rollout_async(
-        self, task: dict[str, Any], resources: NamedResources, rollout: Rollout
+        self, task: JsonObject, resources: NamedResources, rollout: Rollout
     ) -> float | dict[str, float]:
         """Return the score of the model's answer.
 

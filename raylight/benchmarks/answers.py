@@ -12,7 +12,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-Row = dict[str, Any]
+from raylight.types import JsonObject
+
+Row = JsonObject
 
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 OPTION = re.compile(r"(?i:answer)\**(?i:\s+is)?\s*:?[\s*$({]*(?:\\(?:boxed|text|mathrm)\{)*([A-D])\b")

@@ -17,6 +17,7 @@ from raylight.benchmarks.answers import (
 )
 from raylight.benchmarks.function_calls import score_call, tools_of
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 Score = float | dict[str, float] | Check
 
@@ -49,10 +50,10 @@ class Benchmark:
     license: str
     prompt: str
     """Format of the user message, with the columns of a row as fields."""
-    score: Callable[[dict[str, Any], Any], Score]
+    score: Callable[[JsonObject, Any], Score]
     max_tokens: int
     published: tuple[Published, ...]
-    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None
+    tools: Callable[[JsonObject], list[JsonObject]] | None = None
     packages: tuple[str, ...] = ()
     """Modules of the extra `benchmarks` that the scorer imports."""
     samples: int = 1
@@ -60,7 +61,7 @@ class Benchmark:
     sampling: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
 
     @property
-    def sampling_parameters(self) -> dict[str, Any]:
+    def sampling_parameters(self) -> JsonObject:
         """Sampling parameters with the maximum of tokens."""
         return {**self.sampling, "max_tokens": self.max_tokens}
 

@@ -11,7 +11,9 @@ import json
 import re
 from typing import Any
 
-Schema = dict[str, Any]
+from raylight.types import JsonObject
+
+Schema = JsonObject
 
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 """Types of JSON Schema for the names of types that the data set has."""
@@ -28,7 +30,7 @@ PYTHON_TYPES = {
 IGNORED = re.compile(r"[ ,./\-_*^]")
 
 
-def tools_of(row: dict[str, Any]) -> list[Schema]:
+def tools_of(row: JsonObject) -> list[Schema]:
     """Return the functions of a row as tools in OpenAI's form, whose names have no dots."""
     return [
         {
@@ -43,7 +45,7 @@ def tools_of(row: dict[str, Any]) -> list[Schema]:
     ]
 
 
-def score_call(row: dict[str, Any], message: Any) -> float:
+def score_call(row: JsonObject, message: Any) -> float:
     """Return 1 if a message makes the expected call and no other, else 0."""
     calls = message.tool_calls or []
     ((name, possible),) = row["ground_truth"][0].items()
@@ -72,7 +74,7 @@ def _json_schema(schema: Any) -> Any:
     }
 
 
-def _fits(given: dict[str, Any], parameters: Schema, possible: dict[str, list[Any]]) -> bool:
+def _fits(given: JsonObject, parameters: Schema, possible: dict[str, list[Any]]) -> bool:
     properties = parameters["properties"]
     return (
         all(name in given for name in parameters["required"])
@@ -114,7 +116,7 @@ def _is_possible(value: Any, declared: Schema, possible: list[Any]) -> bool:
     )
 
 
-def _same_entries(given: dict[str, Any], possible: dict[str, list[Any]]) -> bool:
+def _same_entries(given: JsonObject, possible: dict[str, list[Any]]) -> bool:
     """Return True if each entry has one of the possible values, and those left out may be left out."""
     return all(
         name in possible and _plain(value) in map(_plain, possible[name]) for name, value in given.items()

@@ -36,6 +36,7 @@ from raylight.cli.runs import export, export_traces_command, grafana, scale, tra
 from raylight.cli.serve import serve
 from raylight.cli.tinker import tinker
 from raylight.errors import RaylightError
+from raylight.types import JsonObject
 
 app = typer.Typer(
     help="Train existing AI agents with reinforcement learning on Ray.",
@@ -311,7 +312,7 @@ def evaluate(
     import_from_here()
     agent: Any = BenchmarkAgent(source, sandbox) if benchmark else source
     tasks = read_rows(benchmark, data, limit) if benchmark else read_data(str(data), "--data", limit)
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "engine": {} if engine == "auto" else {"kind": engine},
         "runner": {"n": n_runners},
         "store": {},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from raylight.types import JsonObject
 
 
 class Dtype(StrEnum):
@@ -63,7 +65,7 @@ def import_from_here() -> None:
     sys.path.insert(0, "")
 
 
-def apply_assignments(assignments: list[str] | None, settings: dict[str, Any]) -> None:
+def apply_assignments(assignments: list[str] | None, settings: JsonObject) -> None:
     """Apply `--set` options to settings whose top-level keys are the sections that the command has."""
     from raylight.trainer.spec.assignments import apply_assignment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,6 +26,7 @@ from raylight.cli.options import (
     import_from_here,
 )
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 LEARNING = ("algorithm", "learner", "checkpoint", "store")
 """Sections of --set that are read with --learn."""
@@ -98,7 +99,7 @@ def serve(
     from raylight.trainer.runs.serve_model import serve_model
 
     import_from_here()
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "engine": {
             "kind": engine,
             "host": host,

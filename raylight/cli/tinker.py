@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ from raylight.cli.options import (
     apply_assignments,
     import_from_here,
 )
+from raylight.types import JsonObject
 
 
 def tinker(
@@ -79,7 +80,7 @@ def tinker(
     from raylight.tinker.serve import UPSTREAM, TinkerConfig, serve_tinker
 
     import_from_here()
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "engine": {
             "kind": engine,
             "replicas": replicas,

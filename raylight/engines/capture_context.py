@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from raylight.experience.trajectories.off_policy import is_replayable
-from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, RouteArray, TokenSets
+from raylight.types import CallKey, FinishReason, HistoryNote, IntArray, JsonObject, RouteArray, TokenSets
 from raylight.types.images import PlacedImage
 
 CONSTRAINED = "constrained"
@@ -98,7 +98,7 @@ class CaptureContext:
     scope: AttemptScope
     dialect: str
     """Dialect of the incoming request. `body` is always the translated request."""
-    body: dict[str, Any]
+    body: JsonObject
     """The chat or completions request for the engine, without a prompt in tokens."""
     start_time: float
     keys: list[CallKey]

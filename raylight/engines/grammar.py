@@ -19,6 +19,7 @@ import torch
 from cachetools import LRUCache
 
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 
 MISSING = (
     "an answer can be constrained to a schema only with xgrammar, which is not installed on this server: "
@@ -96,7 +97,7 @@ class Grammars:
         return True
 
     async def compile_schema(
-        self, schema: dict[str, Any], field: str = "response_format.json_schema.schema"
+        self, schema: JsonObject, field: str = "response_format.json_schema.schema"
     ) -> Any:
         """Compile a grammar of the JSON values that fit a schema.
 
@@ -112,9 +113,7 @@ class Grammars:
             "compile_json_schema", schema, text, field, "", max_whitespace_cnt=MAX_WHITE_SPACE
         )
 
-    async def compile_structure(
-        self, structure: dict[str, Any], field: str = "tools", start: str = ""
-    ) -> Any:
+    async def compile_structure(self, structure: JsonObject, field: str = "tools", start: str = "") -> Any:
         """Compile a grammar of text with tagged parts (xgrammar's structural tag).
 
         Args:
@@ -143,7 +142,7 @@ class Grammars:
             self._problems[key] = str(error)
             raise RequestError(f"{field}: {error}") from error
 
-    def _compile_now(self, method: str, text: str, start: str, options: dict[str, Any]) -> Any:
+    def _compile_now(self, method: str, text: str, start: str, options: JsonObject) -> Any:
         try:
             compiler = self._get_compiler()
         except Exception as error:  # a broken installation: a missing library, another version's symbols
@@ -246,7 +245,7 @@ def find_schema_problem(schema: Any, length: int) -> str | None:
     return None
 
 
-def _objects(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _objects(schema: Any) -> Iterator[tuple[tuple[str, ...], JsonObject]]:
     """Yield all objects within a schema with their paths."""
     left: list[tuple[tuple[str, ...], Any]] = [((), schema)]
     while left:
@@ -258,7 +257,7 @@ def _objects(schema: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
             left += [((*path, str(index)), inner) for index, inner in enumerate(value)]
 
 
-def _problems_of(value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _problems_of(value: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield the keywords of an object that are beyond bounds, each with the reason."""
     properties, patterns = value.get("properties"), value.get("patternProperties")
     if isinstance(properties, dict):

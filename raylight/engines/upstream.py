@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import Any
 
 import httpx2
 import msgspec
@@ -22,6 +21,7 @@ from raylight.errors import ConfigError
 from raylight.http.errors import RequestError, UnknownModelError, error_body, error_response, read_error
 from raylight.http.request import json_request, until_disconnect
 from raylight.http.sse import sse_bytes
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -142,13 +142,13 @@ class UpstreamEngine(InferenceOnlyEngine):
         except ClientDisconnect:
             logger.debug("a client disconnected before its request body was complete")
 
-    def _models(self) -> dict[str, Any]:
+    def _models(self) -> JsonObject:
         return {
             "object": "list",
             "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "upstream"}],
         }
 
-    def _rename_model(self, body: dict[str, Any]) -> bytes:
+    def _rename_model(self, body: JsonObject) -> bytes:
         """Encode a request body with the upstream's name of the model.
 
         Raises:

@@ -16,8 +16,9 @@ from raylight.environments.live_environment import (
 )
 from raylight.environments.tool_loop import MAX_RESULT, run_tool_loop
 from raylight.errors import AgentSignatureError, DatasetError
+from raylight.types import JsonObject
 
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
 
 
 def environment(
@@ -83,10 +84,10 @@ class EnvironmentRollouts:
         self,
         *,
         factories: dict[Any, Factory],
-        schemas: dict[Any, list[dict[str, Any]]],
+        schemas: dict[Any, list[JsonObject]],
         max_turns: int,
         reward: Callable[[Any, Messages], Any] | None,
-        sampling: dict[str, Any],
+        sampling: JsonObject,
         tool_timeout_s: float,
         max_result: int,
     ) -> None:
@@ -113,7 +114,7 @@ class EnvironmentRollouts:
         finally:
             await live.close()
 
-    def _choose(self, task: Any) -> tuple[Any, dict[str, Any]]:
+    def _choose(self, task: Any) -> tuple[Any, JsonObject]:
         """Return the name of a task's environment, and the columns for its `reset`."""
         if not isinstance(task, Mapping) or not all(isinstance(key, str) for key in task):
             raise DatasetError(

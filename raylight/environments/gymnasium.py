@@ -10,6 +10,7 @@ from typing import Any
 from raylight.agent.decorators import FunctionalLitAgent
 from raylight.environments.text_game import game_agent, task_seed
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 ACTION_NAMES = {
     "FrozenLake": ("left", "down", "right", "up"),
@@ -73,7 +74,7 @@ class GymnasiumGame:
         self._env = make_environment(id, settings)
         self._reward = 0.0
 
-    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
         """Begin an episode; return the instructions and the first observation."""
         observation, _ = self._env.reset(seed=task_seed(task), options=task.get("options"))
         self._reward = 0.0

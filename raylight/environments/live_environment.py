@@ -27,6 +27,7 @@ from raylight.errors import (
     ToolTimeoutError,
 )
 from raylight.traces.rewards import named_rewards
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def tool_methods(cls: type) -> list[str]:
     ]
 
 
-def tool_schemas(cls: type) -> list[dict[str, Any]]:
+def tool_schemas(cls: type) -> list[JsonObject]:
     """Return the tools of a class in OpenAI's form, from their type hints and docstrings.
 
     Raises:
@@ -134,7 +135,7 @@ class LiveEnvironment:
         max_result: characters of a result that the model receives.
     """
 
-    def __init__(self, schemas: list[dict[str, Any]], timeout_s: float, max_result: int = MAX_RESULT) -> None:
+    def __init__(self, schemas: list[JsonObject], timeout_s: float, max_result: int = MAX_RESULT) -> None:
         self.schemas = schemas
         self._names = [schema["function"]["name"] for schema in schemas]
         self._timeout_s = timeout_s
@@ -147,7 +148,7 @@ class LiveEnvironment:
         """Create the environment."""
         self._instance = await self._run("creating the environment", factory)
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call(self, name: str, arguments: JsonObject) -> Any:
         """Call a method of the environment.
 
         Raises:
@@ -155,7 +156,7 @@ class LiveEnvironment:
         """
         return await self._run(name, functools.partial(getattr(self._instance, name), **arguments))
 
-    async def answer(self, message: Any) -> list[dict[str, Any]]:
+    async def answer(self, message: Any) -> list[JsonObject]:
         """Execute the tool calls of a message: synchronous methods one after another, and then the others at
         once."""
         return await answer_calls(message, self._answer, is_second=self._is_async)
@@ -164,7 +165,7 @@ class LiveEnvironment:
         return name in self._names and inspect.iscoroutinefunction(getattr(self._instance, name))
 
     async def _answer(self, name: str, arguments: str) -> str | list[Any]:
-        async def execute(given: dict[str, Any]) -> str | list[Any]:
+        async def execute(given: JsonObject) -> str | list[Any]:
             method = getattr(self._instance, name)
             run = execute_async if inspect.iscoroutinefunction(method) else execute_sync
             return await self._run(name, functools.partial(run, method, given, self._max_result))
@@ -181,7 +182,7 @@ class LiveEnvironment:
             return cut_result(f"error: {error_text(error)}", self._max_result)
 
     async def read_reward(
-        self, function: Callable[..., Any] | None, messages: list[dict[str, Any]]
+        self, function: Callable[..., Any] | None, messages: list[JsonObject]
     ) -> dict[str, float]:
         """Return the rewards by name, the primary one first.
 
@@ -261,12 +262,12 @@ def own_reward(instance: Any) -> Any:
     return instance.reward() if callable(instance.reward) else instance.reward
 
 
-def execute_sync(method: Callable[..., Any], arguments: dict[str, Any], limit: int) -> str | list[Any]:
+def execute_sync(method: Callable[..., Any], arguments: JsonObject, limit: int) -> str | list[Any]:
     """Call a tool; return its result as `tool_content`, before another call changes the object."""
     return tool_content(method(**arguments), limit)
 
 
-async def execute_async(method: Callable[..., Any], arguments: dict[str, Any], limit: int) -> str | list[Any]:
+async def execute_async(method: Callable[..., Any], arguments: JsonObject, limit: int) -> str | list[Any]:
     """Call an asynchronous tool; return its result as `tool_content`."""
     return tool_content(await method(**arguments), limit)
 

@@ -21,6 +21,7 @@ from raylight.environments.tool_loop import MAX_RESULT, answer_calls, call_tool
 from raylight.errors import ConfigError, EnvironmentServerError, EnvironmentUnavailableError
 from raylight.sandboxes.local_program import ProcessGuard
 from raylight.sandboxes.marked_processes import MARK_VARIABLE
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class MCPConnection:
         self._closing.set()
         await asyncio.wait([self._holder], timeout=CLOSE_S)
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def call(self, name: str, arguments: JsonObject) -> str:
         """Call a tool; return its result or its error as text.
 
         Raises:
@@ -285,7 +286,7 @@ class OpenMCPTools:
     """Tools that a rollout can call, from `MCPTools.open`."""
 
     max_result: int = MAX_RESULT
-    schemas: list[dict[str, Any]] = field(default_factory=list)
+    schemas: list[JsonObject] = field(default_factory=list)
     """The tools in OpenAI's form, for the parameter `tools` of a model call."""
     _connection_of: dict[str, MCPConnection] = field(default_factory=dict)
 
@@ -320,12 +321,12 @@ class OpenMCPTools:
             EnvironmentServerError: what the server sent is no result of MCP.
         """
 
-        async def execute(given: dict[str, Any]) -> str:
+        async def execute(given: JsonObject) -> str:
             return await self._connection_of[name].call(name, given)
 
         return await call_tool(self._connection_of, name, arguments, execute, self.max_result)
 
-    async def answer(self, message: Any) -> list[dict[str, Any]]:
+    async def answer(self, message: Any) -> list[JsonObject]:
         """Execute the tool calls of an assistant message, all at once; return the tool messages in order.
 
         Args:

@@ -18,8 +18,9 @@ from raylight.agent.resources import LLM
 from raylight.environments.text_game import play_moves
 from raylight.environments.tool_loop import answer_calls, call_tool, cut_result, run_tool_loop
 from raylight.errors import ConfigError, DatasetError, EnvironmentServerError, EnvironmentUnavailableError
+from raylight.types import JsonObject
 
-Rewards = Literal["sum", "last"] | Callable[[dict[str, Any]], float]
+Rewards = Literal["sum", "last"] | Callable[[JsonObject], float]
 MAX_MESSAGE = 100 * 1024 * 1024
 """Bytes of the longest message, as in OpenEnv's own client."""
 CLOSE_S = 2.0
@@ -32,7 +33,7 @@ TOOL_ACTIONS = ("tool_name", "list_tools")
 def openenv_agent(
     url: str,
     *,
-    prompt: Callable[[dict[str, Any]], str] | None = None,
+    prompt: Callable[[JsonObject], str] | None = None,
     parse: Callable[[str], Mapping[str, Any]] | None = None,
     tools: bool | None = None,
     system: str | None = None,
@@ -77,7 +78,7 @@ def openenv_agent(
         raise ConfigError("openenv_agent: max_turns and timeout_s must be positive")
 
     @rollout
-    async def openenv(task: dict[str, Any], llm: LLM) -> float:
+    async def openenv(task: JsonObject, llm: LLM) -> float:
         if not isinstance(task, Mapping):
             raise DatasetError(
                 f"openenv_agent: the task {task!r:.80} is no dict; give the parameters of the environment's "
@@ -88,7 +89,7 @@ def openenv_agent(
             with_tools = (parse is None and is_tool_schema(schema)) if tools is None else tools
             episode = Episode(session, parse or action_parser(schema), prompt or observation_text)
             messages = [] if system is None else [{"role": "system", "content": system}]
-            limits: dict[str, Any] = {"max_turns": max_turns, "sampling": sampling}
+            limits: JsonObject = {"max_turns": max_turns, "sampling": sampling}
             with contextlib.suppress(EpisodeDoneError):
                 messages.append({"role": "user", "content": await episode.begin(task)})
                 if with_tools:
@@ -117,9 +118,9 @@ class Episode:
         self,
         session: OpenEnvSession,
         parse: Callable[[str], Mapping[str, Any]],
-        prompt: Callable[[dict[str, Any]], str],
+        prompt: Callable[[JsonObject], str],
     ) -> None:
-        self.schemas: list[dict[str, Any]] = []
+        self.schemas: list[JsonObject] = []
         self._session = session
         self._parse = parse
         self._prompt = prompt
@@ -168,7 +169,7 @@ class Episode:
             }
             self.schemas.append({"type": "function", "function": function})
 
-    async def answer(self, message: Any) -> list[dict[str, Any]]:
+    async def answer(self, message: Any) -> list[JsonObject]:
         """Execute the tool calls of a message in their order; return the tool messages.
 
         Raises:
@@ -199,7 +200,7 @@ class Episode:
             )
         return sum(self._rewards) if reward == "sum" else self._rewards[-1]
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+    async def _call(self, name: str, arguments: JsonObject) -> str:
         """Execute a tool call as an action; return its result, or the error that the model reads."""
         if self._done:
             return "error: the episode is over"
@@ -212,7 +213,7 @@ class Episode:
             return f"error: {failure.get('message', failure) if isinstance(failure, dict) else failure}"
         return tool_text(observation.get("result"))
 
-    async def _act(self, action: Mapping[str, Any]) -> dict[str, Any]:
+    async def _act(self, action: Mapping[str, Any]) -> JsonObject:
         """Execute an action; return its observation."""
         step = await self._session.step(action)
         self._done = step.done
@@ -234,7 +235,7 @@ class EpisodeStep(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
-    observation: dict[str, Any]
+    observation: JsonObject
     reward: float | None = None
     done: bool = False
 
@@ -243,7 +244,7 @@ class ServerMessage(BaseModel):
     """Message of the server. Its data depends on the type."""
 
     type: str
-    data: dict[str, Any]
+    data: JsonObject
 
 
 class OpenEnvSession:
@@ -261,7 +262,7 @@ class OpenEnvSession:
         self._socket = socket
         self._timeout_s = timeout_s
 
-    async def action_schema(self) -> dict[str, Any]:
+    async def action_schema(self) -> JsonObject:
         """Return the JSON schema of the environment's actions."""
         async with self._failures(), self._http.get(f"{self._url}/schema") as response:
             found = await response.json(content_type=None) if response.status == 200 else None
@@ -285,7 +286,7 @@ class OpenEnvSession:
         """
         return self._step(await self._ask("step", dict(action)))
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self) -> JsonObject:
         """Return the state of the episode."""
         return await self._ask("state", None)
 
@@ -294,7 +295,7 @@ class OpenEnvSession:
         with contextlib.suppress(ConnectionError, RuntimeError):  # the connection is closed
             await self._socket.send_str(json.dumps({"type": "close"}))
 
-    async def _ask(self, kind: str, data: dict[str, Any] | None) -> dict[str, Any]:
+    async def _ask(self, kind: str, data: JsonObject | None) -> JsonObject:
         try:
             message = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
         except (TypeError, ValueError) as error:
@@ -306,7 +307,7 @@ class OpenEnvSession:
             frame = await self._socket.receive()
         return self._read("observation" if kind in ("reset", "step") else kind, frame)
 
-    def _read(self, expected: str, frame: Any) -> dict[str, Any]:
+    def _read(self, expected: str, frame: Any) -> JsonObject:
         """Return the data of an answer."""
         from aiohttp import WSMsgType
 
@@ -328,7 +329,7 @@ class OpenEnvSession:
             )
         return answer.data
 
-    def _error(self, data: dict[str, Any]) -> Exception:
+    def _error(self, data: JsonObject) -> Exception:
         code, message = data.get("code"), str(data.get("message"))[:1000]
         if code == "VALIDATION_ERROR":
             details = [f"{error.get('loc')}: {error.get('msg')}" for error in data.get("errors") or ()]
@@ -342,7 +343,7 @@ class OpenEnvSession:
             f"the OpenEnv server {self._url} reports {code}: {message}; see its log"
         )
 
-    def _step(self, data: dict[str, Any]) -> EpisodeStep:
+    def _step(self, data: JsonObject) -> EpisodeStep:
         try:
             return EpisodeStep.model_validate(data)
         except ValidationError:
@@ -426,17 +427,17 @@ def is_tool_schema(schema: Mapping[str, Any]) -> bool:
     return any(word in json.dumps(schema) for word in TOOL_ACTIONS) or set(fields_of(schema)) == set()
 
 
-def fields_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(schema: Mapping[str, Any]) -> JsonObject:
     """Return the properties of an action's JSON schema, without its metadata."""
     return {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
 
 
-def action_parser(schema: Mapping[str, Any]) -> Callable[[str], dict[str, Any]]:
+def action_parser(schema: Mapping[str, Any]) -> Callable[[str], JsonObject]:
     """Return a function that makes an action of a JSON schema from the model's answer."""
     fields = fields_of(schema)
     required = [name for name in schema.get("required", fields) if name in fields] or list(fields)
 
-    def parse(text: str) -> dict[str, Any]:
+    def parse(text: str) -> JsonObject:
         if len(required) == 1:
             (name,) = required
             kind = fields[name].get("type")
@@ -457,7 +458,7 @@ def read_json(text: str, what: str, expected: type = object) -> Any:
     return value
 
 
-def observation_text(observation: dict[str, Any]) -> str:
+def observation_text(observation: JsonObject) -> str:
     """Return an observation as text: the value of its only field, or all as JSON, without the metadata."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     values = list(fields.values())

@@ -11,6 +11,7 @@ from raylight.agent.decorators import FunctionalLitAgent
 from raylight.agent.emit import emit_exception
 from raylight.environments.text_game import game_agent
 from raylight.errors import ConfigError, DatasetError
+from raylight.types import JsonObject
 
 KEPT = 32
 """Datasets that a process keeps for scoring."""
@@ -42,7 +43,7 @@ class ReasoningGym:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+    def __getitem__(self, index: SupportsIndex) -> JsonObject:
         place = range(len(self))[index]
         return {"question": self._dataset[place]["question"], **self._spec, "index": place}
 
@@ -79,7 +80,7 @@ class Puzzle:
         self._system = system
         self._score = 0.0
 
-    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
         """Return the question."""
         self._task = task
         if missing := {"question", "name", "size", "seed", "config", "index"} - task.keys():

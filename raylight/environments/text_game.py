@@ -10,7 +10,7 @@ from raylight.agent.resources import LLM, check_sampling
 from raylight.environments.live_environment import LiveEnvironment, check_positive
 from raylight.environments.tool_loop import next_message
 from raylight.errors import DatasetError
-from raylight.types import Rollout, RolloutConfig
+from raylight.types import JsonObject, Rollout, RolloutConfig
 
 MOVE_S = 300.0
 """Time for a move of a game."""
@@ -23,7 +23,7 @@ class UnfinishedGameError(Exception):
 class TextGame(Protocol):
     """A game of one rollout, whose methods run in a thread of their own."""
 
-    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
         """Begin an episode; return the first messages."""
         ...
 
@@ -97,7 +97,7 @@ class GameRollouts:
 
 async def play_moves(
     llm: LLM,
-    messages: list[dict[str, Any]],
+    messages: list[JsonObject],
     step: Callable[[str], Awaitable[str | None]],
     *,
     max_turns: int,

@@ -12,6 +12,7 @@ from raylight.agent.decorators import FunctionalLitAgent
 from raylight.environments.live_environment import error_text
 from raylight.environments.text_game import UnfinishedGameError, game_agent, task_seed
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 _SEEDING = threading.Lock()
 """Held while a game is set up: TextArena seeds the random numbers of the whole process."""
@@ -79,7 +80,7 @@ class TextArenaGame:
         raw = id if id.endswith(("-raw", "-train")) else f"{id}-raw"
         self._env: Any = textarena.make(raw, **settings)
 
-    def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def reset(self, task: Mapping[str, Any]) -> list[JsonObject]:
         """Begin a game; return its prompt."""
         with _SEEDING:
             state = random.getstate()

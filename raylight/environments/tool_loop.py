@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from raylight._utils.aio import task_group
 from raylight.agent.operations import operation
 from raylight.agent.resources import LLM
+from raylight.types import JsonObject
 
 MAX_RESULT = 32_768
 """Characters of a tool's result that the model receives; the rest is cut off."""
@@ -23,11 +24,11 @@ class Tools(Protocol):
     """Tools that a model may call in one rollout."""
 
     @property
-    def schemas(self) -> list[dict[str, Any]]:
+    def schemas(self) -> list[JsonObject]:
         """The tools in OpenAI's form; empty for none."""
         ...
 
-    async def answer(self, message: Any) -> list[dict[str, Any]]:
+    async def answer(self, message: Any) -> list[JsonObject]:
         """Execute the tool calls of an assistant message; return a tool message for each, in order."""
         ...
 
@@ -36,7 +37,7 @@ class Tools(Protocol):
 class ToolLoopEnd:
     """End of a tool loop."""
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     """The whole conversation, in OpenAI's form."""
     turns: int
     """Model calls that were answered."""
@@ -65,7 +66,7 @@ async def run_tool_loop(
     Raises:
         openai.APIError: the model's endpoint rejected or failed a request.
     """
-    conversation: list[dict[str, Any]] = [dict(message) for message in messages]
+    conversation: list[JsonObject] = [dict(message) for message in messages]
     for turn in range(max_turns):
         message = await next_message(llm, conversation, sampling, tools.schemas)
         if message is None:
@@ -79,9 +80,9 @@ async def run_tool_loop(
 
 async def next_message(
     llm: LLM,
-    conversation: list[dict[str, Any]],
+    conversation: list[JsonObject],
     sampling: Mapping[str, Any] | None = None,
-    schemas: list[dict[str, Any]] | None = None,
+    schemas: list[JsonObject] | None = None,
 ) -> Any:
     """Return the model's next message; None if the conversation has become longer than the model's context.
 
@@ -94,7 +95,7 @@ async def next_message(
     """
     from openai import BadRequestError
 
-    parameters: dict[str, Any] = {**SAMPLING, **(sampling or {}), **llm.sampling_parameters}
+    parameters: JsonObject = {**SAMPLING, **(sampling or {}), **llm.sampling_parameters}
     if schemas:
         parameters["tools"] = schemas
     said: Any = conversation
@@ -111,7 +112,7 @@ async def answer_calls(
     message: Any,
     call: Callable[[str, str], Awaitable[str | list[Any]]],
     is_second: Callable[[str], bool] = lambda name: False,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Execute the tool calls of an assistant message, all at once; return the tool messages in order.
 
     Args:
@@ -121,7 +122,7 @@ async def answer_calls(
         is_second: True for the names of tools that run after all others have ended.
     """
 
-    async def answer(requested: Any) -> dict[str, Any]:
+    async def answer(requested: Any) -> JsonObject:
         if requested.type != "function":
             kind = f"{requested.type!r:.40}"
             content: Any = f"error: a tool call of type {kind} is not supported; call a function"
@@ -143,7 +144,7 @@ async def call_tool(
     tools: Collection[str],
     name: str,
     arguments: str | Mapping[str, Any],
-    execute: Callable[[dict[str, Any]], Awaitable[str | list[Any]]],
+    execute: Callable[[JsonObject], Awaitable[str | list[Any]]],
     max_result: int = MAX_RESULT,
 ) -> str | list[Any]:
     """Execute a tool call as a span; return its result, or the model's mistake as text for the model.
@@ -170,7 +171,7 @@ async def call_tool(
     return content
 
 
-def parse_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+def parse_arguments(arguments: str | Mapping[str, Any]) -> JsonObject:
     """Return the arguments of a tool call as a dict.
 
     Args:

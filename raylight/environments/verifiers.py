@@ -21,6 +21,7 @@ from raylight.environments.shared_services import shared_service
 from raylight.errors import ConfigError, EnvironmentServerError, EnvironmentUnavailableError, RaylightError
 from raylight.sandboxes.local_program import ProcessGuard
 from raylight.sandboxes.marked_processes import MARK_VARIABLE
+from raylight.types import JsonObject
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 SETTINGS = "RAYLIGHT_VERIFIERS"
@@ -154,7 +155,7 @@ class VerifiersProcess:
         self._holder.cancel()
         await asyncio.wait([self._holder])
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: JsonObject) -> None:
         if self._process is not None and self._process.stdin is not None and self.is_usable:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from raylight.types import JsonObject
+
 SERVICE_ERRORS = ("ProviderError", "InterceptionError", "TunnelError")
 """Errors of a trace that report a service that failed; the rollout is run again."""
 LONGEST_ERROR = 2000
@@ -29,7 +31,7 @@ class Program:
         write: writes an answer.
     """
 
-    def __init__(self, settings: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, settings: JsonObject, write: Callable[[JsonObject], None]) -> None:
         try:
             import verifiers.v1 as vf
         except ImportError as error:
@@ -58,7 +60,7 @@ class Program:
             running.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _answer(self, request: dict[str, Any]) -> None:
+    async def _answer(self, request: JsonObject) -> None:
         number = request["id"]
         key = f"RAYLIGHT_API_KEY_{number}"  # verifiers reads the key of a client from a variable
         if request["api_key"] is not None:
@@ -72,7 +74,7 @@ class Program:
             del self._running[number]
         self._write({"id": number, **answer})
 
-    async def _run(self, request: dict[str, Any], key: str) -> dict[str, Any]:
+    async def _run(self, request: JsonObject, key: str) -> JsonObject:
         """Return the answer to a rollout: its reward, or the error of its trace."""
         task, vf, settings = request["task"], self._vf, self._settings
         if not isinstance(task, dict) or not isinstance(task.get("idx"), int):
@@ -106,7 +108,7 @@ async def main() -> None:
     os.dup2(2, 1)  # what a taskset prints is no answer
     sys.stdout = sys.stderr  # nor held back, in case the process dies
 
-    def write(answer: dict[str, Any]) -> None:
+    def write(answer: JsonObject) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     program = Program(json.loads(os.environ["RAYLIGHT_VERIFIERS"]), write)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, MAX_PROCESSES
 from raylight.base_config import Config
 from raylight.traces.rewards import MAX_REWARD
+from raylight.types import JsonObject
 
 OPPONENT = "opponent"
 """Name of the opponent's model for agents, and key of its step in a rollout's metadata."""
@@ -134,11 +135,11 @@ class OpponentPool:
             "opponents/newest_step": float(self.opponents[-1].step),
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Return the state as plain JSON."""
         return {"rating": self.rating, "opponents": [asdict(one) for one in self.opponents]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Continue from the result of `state_dict`; an empty one is that of a run's start. Of a larger pool,
         before a resume with another setting, the weakest leave."""
         self.rating = state.get("rating", 0.0)

@@ -19,10 +19,10 @@ import numpy as np
 from raylight.errors import ConfigError, TeacherPromptError
 from raylight.experience.trajectories.trajectory import common_prefix
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, REQUEST_PARAMETERS, TOOL_DEFINITIONS
-from raylight.types import FinishedRollout, Generation, IntArray, Trajectory
+from raylight.types import FinishedRollout, Generation, IntArray, JsonObject, Trajectory
 from raylight.types.images import compared_ids
 
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = JsonObject
 TeacherPrompt: TypeAlias = Callable[[Any, list[Message]], Sequence[Message]]
 """Function from the task and the messages of a call to the messages that the teacher reads instead."""
 TeacherChoice: TypeAlias = str | Callable[[Any], str]
@@ -224,7 +224,7 @@ def _chat_attributes(call: Generation, item: FinishedRollout) -> Mapping[str, An
 
 def _rendered_request(
     call: Generation, item: FinishedRollout, attributes: Mapping[str, Any] | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the fields of a chat request that its template reads.
 
     Raises:

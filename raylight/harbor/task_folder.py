@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from raylight.errors import DatasetError, UnsupportedTaskError
+from raylight.types import JsonObject
 
 CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 """A line of a benchmark's mark against training on it, which an agent must not see."""
@@ -119,7 +120,7 @@ def read_task(folder: str | os.PathLike[str]) -> HarborTask:
 def _read_step(
     folder: Path,
     settings: Mapping[str, Any],
-    entry: dict[str, Any],
+    entry: JsonObject,
     agent: Mapping[str, Any],
     tests: Mapping[str, Any],
 ) -> HarborTask:
@@ -332,14 +333,14 @@ def _variables(folder: Path, table: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def _table(folder: Path, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _table(folder: Path, settings: Mapping[str, Any], name: str) -> JsonObject:
     table = settings.get(name, {})
     if not isinstance(table, dict):
         raise DatasetError(f"the task {folder}: [{name}] of task.toml is {table!r:.80}; make it a table")
     return table
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path) -> JsonObject:
     try:
         return tomllib.loads(_read_text(path))
     except tomllib.TOMLDecodeError as error:

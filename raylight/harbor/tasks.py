@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args, overload
+from typing import get_args, overload
 
 from raylight.errors import DatasetError, UnsupportedTaskError
 from raylight.harbor.attempt import RunSteps
 from raylight.harbor.task_folder import HarborTask, read_task
+from raylight.types import JsonObject
 
 TASK_KEY = "harbor_task"
 """Key of a row: the path of the task's folder."""
@@ -21,7 +22,7 @@ RUN_STEPS_KEY = "run_steps"
 logger = logging.getLogger(__name__)
 
 
-class HarborTasks(Sequence[dict[str, Any]]):
+class HarborTasks(Sequence[JsonObject]):
     """Tasks in Harbor's format, as rows for a `CommandAgent`: `fit(agent, HarborTasks("tasks/"))`.
 
     A row has the folder of its task, its name and its instruction as `prompt`. The folder must be at the same
@@ -79,15 +80,15 @@ class HarborTasks(Sequence[dict[str, Any]]):
         return len(self.tasks)
 
     @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> JsonObject: ...
     @overload
-    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+    def __getitem__(self, index: slice) -> list[JsonObject]: ...
+    def __getitem__(self, index: int | slice) -> JsonObject | list[JsonObject]:
         if isinstance(index, slice):
             return [self._row(task) for task in self.tasks[index]]
         return self._row(self.tasks[index])
 
-    def _row(self, task: HarborTask) -> dict[str, Any]:
+    def _row(self, task: HarborTask) -> JsonObject:
         return {
             TASK_KEY: str(task.folder),
             "name": task.name,

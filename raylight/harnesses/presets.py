@@ -13,9 +13,9 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from raylight.errors import AgentSignatureError, CommandError
+from raylight.types import JsonObject
 
 PLACEHOLDER = re.compile(r"\{(prompt|workspace|home|model|base_url)\}")
 
@@ -113,7 +113,7 @@ CODEX_FEATURES = (
 
 def _codex(facts: HarnessFacts) -> dict[str, str]:
     """Return the config.toml of Codex. Its tools that providers run, and its subagents, are turned off."""
-    top: dict[str, Any] = {
+    top: JsonObject = {
         "model": facts.model,
         "model_provider": "raylight",
         "approval_policy": "never",
@@ -130,7 +130,7 @@ def _codex(facts: HarnessFacts) -> dict[str, str]:
         "wire_api": "responses",
         "stream_idle_timeout_ms": 600_000,
     }
-    tables: dict[str, dict[str, Any]] = {
+    tables: dict[str, JsonObject] = {
         "analytics": {"enabled": False},
         "features": dict.fromkeys(CODEX_FEATURES, False),
         "skills.bundled": {"enabled": False},
@@ -187,7 +187,7 @@ def _mini_swe_agent(facts: HarnessFacts) -> dict[str, str]:
 
 def _qwen_code(facts: HarnessFacts) -> dict[str, str]:
     """Return the settings.json of Qwen Code."""
-    generation: dict[str, Any] = {}
+    generation: JsonObject = {}
     if facts.max_context_tokens is not None:
         generation["contextWindowSize"] = facts.max_context_tokens
     if facts.max_output_tokens is not None:

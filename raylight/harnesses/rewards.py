@@ -17,6 +17,7 @@ from raylight.harnesses.model_environment import home_environment
 from raylight.sandboxes.file_bundle import ARCHIVE, FileBundle, FileSource, pack, resolve_files
 from raylight.sandboxes.registry import SandboxPool, SandboxSpec
 from raylight.sandboxes.sandbox import ExecResult, Sandbox
+from raylight.types import JsonObject
 
 MAX_REWARD_FILE = 64 * 1024
 """Largest size of a reward file in bytes."""
@@ -206,7 +207,7 @@ def check_command(command: Any, owner: str) -> list[str]:
     return [os.fspath(part) for part in command]
 
 
-def span_output(ended: ExecResult, hidden: Sequence[str] = ()) -> dict[str, Any]:
+def span_output(ended: ExecResult, hidden: Sequence[str] = ()) -> JsonObject:
     """Return what a span records of an ended program: status, seconds, and the ends of its outputs.
 
     Args:

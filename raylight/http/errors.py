@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from raylight.types import JsonObject
+
 CONTEXT_LENGTH = "context_length_exceeded"
 """Code of the error of a prompt that is longer than the model's context."""
 OPENAI_TYPES: Mapping[str, tuple[str, str | None]] = {
@@ -116,7 +118,7 @@ class UnknownModelError(RequestError):
         )
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
+def error_body(error: RequestError) -> JsonObject:
     """Return the body of an error answer in OpenAI's shape."""
     kind = OPENAI_TYPES.get(error.kind, (error.kind, None))[0]
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}

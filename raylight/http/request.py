@@ -21,6 +21,7 @@ from starlette.types import Scope as AsgiScope
 from raylight._utils.bounds import MAX_BODY
 from raylight._utils.no_proxy import LOOPBACK
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 
 MAX_VALUES = 200_000
 """Most values in a body, those in lists and objects included; decoding more would delay all requests."""
@@ -56,7 +57,7 @@ class JsonRequest:
         disconnected: True once a disconnect of the client has been received.
     """
 
-    def __init__(self, fields: dict[str, Any], receive: Receive, content: bytes | None = None) -> None:
+    def __init__(self, fields: JsonObject, receive: Receive, content: bytes | None = None) -> None:
         self.fields = fields
         self.disconnected = False
         self._receive = receive
@@ -141,7 +142,7 @@ async def read_request(scope: AsgiScope, receive: Receive, max_bytes: int = MAX_
     return JsonRequest(decode_fields(content), receive, content)
 
 
-def decode_fields(content: bytes) -> dict[str, Any]:
+def decode_fields(content: bytes) -> JsonObject:
     """Decode a body: a JSON object of Unicode strings and of finite numbers of at most 64 bits.
 
     Raises:
@@ -219,7 +220,7 @@ def _has_too_many_values(content: bytes) -> bool:
     return False
 
 
-def _check_values(fields: dict[str, Any]) -> None:
+def _check_values(fields: JsonObject) -> None:
     """Raise a RequestError at a number beyond 64 bits, or at too deep a nesting."""
     level: list[Any] = [fields]
     for _ in range(MAX_DEPTH + 1):
@@ -253,7 +254,7 @@ def _name_wrong_number(content: bytes) -> None:
         _check_values(fields)
 
 
-def _number_error(fields: dict[str, Any]) -> RequestError:
+def _number_error(fields: JsonObject) -> RequestError:
     """Return the error of a body with a number that is not finite or beyond 64 bits; it names the field."""
     level: list[tuple[str, Any]] = [(name[:100], value) for name, value in fields.items()]
     while True:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.types import Message
 
 from raylight.store.payloads import json_text
+from raylight.types import JsonObject
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -79,7 +80,7 @@ def is_event_stream(start: Message) -> bool:
     )
 
 
-def sse_bytes(data: str | dict[str, Any], event: str | None = None) -> bytes:
+def sse_bytes(data: str | JsonObject, event: str | None = None) -> bytes:
     """Encode an event for sending."""
     text = data if isinstance(data, str) else json_text(data)
     name = f"event: {event}\n" if event is not None else ""

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from raylight.types import JsonObject
+
 _RECORDED = re.compile(r"raylight-image:([0-9a-f]{64})")
 
 
@@ -85,6 +87,6 @@ def _replace(message: Any, replace: Callable[[str], str]) -> Any:
     return message | {"content": parts}
 
 
-def _with_url(part: dict[str, Any], url: str) -> dict[str, Any]:
+def _with_url(part: JsonObject, url: str) -> JsonObject:
     image = part["image_url"]
     return (image if isinstance(image, dict) else {}) | {"url": url}

@@ -12,6 +12,7 @@ from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.experience.settings.supervised_settings import SupervisedSettings
+from raylight.types import JsonObject
 from raylight.weights.protocol import LoraAdapter
 from raylight.weights.sender import PublicationSettings
 
@@ -107,7 +108,7 @@ class Learner(Protocol):
         ...
 
     async def save_state(
-        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+        self, url: str, step: int, metadata: JsonObject, keep: int, timeout_s: float
     ) -> None:
         """Copy the training state of a step, and write it in the background, after the last one.
 

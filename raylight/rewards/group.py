@@ -19,7 +19,7 @@ from raylight._utils.agent_threads import AgentThreads
 from raylight.errors import GroupRewardError, RewardError
 from raylight.traces.messages import Message, OpenAIMessages, TraceToMessages
 from raylight.traces.rewards import named_rewards
-from raylight.types import FinishedRollout, SpanCoreFields
+from raylight.types import FinishedRollout, JsonObject, SpanCoreFields
 
 
 @dataclass
@@ -79,7 +79,7 @@ class GroupRollout:
         return self.conversations[-1] if self.conversations else []
 
     @property
-    def tools(self) -> list[dict[str, Any]] | None:
+    def tools(self) -> list[JsonObject] | None:
         """The tools of the last call, in OpenAI's shape; None if the agent offered none."""
         return self._calls[-1]["tools"] if self._calls else None
 

@@ -18,6 +18,7 @@ from raylight.config import ScoringConfig
 from raylight.errors import ConfigError, RewardModelError
 from raylight.rewards.group import GroupReward, GroupRollout
 from raylight.traces.messages import Message
+from raylight.types import JsonObject
 
 
 class RewardModelConfig(ScoringConfig):
@@ -43,7 +44,7 @@ class RewardModelInput(NamedTuple):
 
     messages: Sequence[Message]
     """Messages in OpenAI's shape, the answer last."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """Tools that the agent offered, which a chat template may show."""
 
 

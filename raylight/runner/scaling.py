@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from raylight._utils.aio import task_group
 from raylight.errors import RaylightError
 from raylight.store.client import StoreClient
+from raylight.types import JsonObject
 
 POLL_TIMEOUT_S = 60.0
 
@@ -67,7 +68,7 @@ class ScaleRequests:
         await self._store.reply_to_request(key, dict(zip(sizes, changes, strict=True)))
         del self._executing[key]
 
-    async def _resize(self, name: str, n: int) -> dict[str, Any]:
+    async def _resize(self, name: str, n: int) -> JsonObject:
         component = self._components.get(name)
         if component is None:
             known = ", ".join(self._components)

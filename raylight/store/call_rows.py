@@ -31,6 +31,7 @@ from raylight.types import (
     Generation,
     HistoryNote,
     IntArray,
+    JsonObject,
     PlacedImage,
     RouteArray,
     Span,
@@ -97,7 +98,7 @@ def _route_fields(routes: RouteArray, start: int) -> list[Any]:
     return [start, routes.dtype.str, *routes.shape[1:], routes[start:].tobytes()]
 
 
-def _image_fields(images: Sequence[PlacedImage], seen: int) -> dict[str, Any]:
+def _image_fields(images: Sequence[PlacedImage], seen: int) -> JsonObject:
     """Return the images after the first `seen`; a mapping, which no other last field is.
 
     A call with such a field has a compressed prompt, because images are long runs of one token.

@@ -40,6 +40,7 @@ from raylight.types import (
     EnqueueRolloutRequest,
     Failure,
     Generation,
+    JsonObject,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -119,7 +120,7 @@ class StoreClient(StoreReader):
         mode: RolloutMode | None = None,
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
+        metadata: JsonObject | None = None,
         worker_id: str | None = None,
         rollout_id: str | None = None,
         group_id: str | None = None,
@@ -135,7 +136,7 @@ class StoreClient(StoreReader):
         mode: RolloutMode | None = None,
         resources_id: str | None = None,
         config: RolloutConfig | None = None,
-        metadata: dict[str, Any] | None = None,
+        metadata: JsonObject | None = None,
         rollout_id: str | None = None,
         group_id: str | None = None,
     ) -> Rollout:
@@ -195,7 +196,7 @@ class StoreClient(StoreReader):
         resources_id: str | None = UNSET,
         status: RolloutStatus = UNSET,
         config: RolloutConfig = UNSET,
-        metadata: dict[str, Any] | None = UNSET,
+        metadata: JsonObject | None = UNSET,
     ) -> RolloutState:
         """Change a rollout. The status "requeuing" runs a finished rollout again."""
         passed: dict[str, Any] = {"mode": mode, "resources_id": resources_id, "status": status}
@@ -241,7 +242,7 @@ class StoreClient(StoreReader):
         status: AttemptStatus = UNSET,
         worker_id: str = UNSET,
         last_heartbeat_time: float = UNSET,
-        metadata: dict[str, Any] | None = UNSET,
+        metadata: JsonObject | None = UNSET,
         failure: Failure | None = None,
     ) -> Attempt:
         """Change an attempt, or the "latest" one; the final status of the latest one decides the rollout."""
@@ -343,13 +344,13 @@ class StoreClient(StoreReader):
         stored = await self._channel.call("record_step", lineage, step, json.dumps(groups))
         return step_groups_from_json(stored)
 
-    async def update_worker(self, worker_id: str, heartbeat_stats: dict[str, Any] | None = None) -> Worker:
+    async def update_worker(self, worker_id: str, heartbeat_stats: JsonObject | None = None) -> Worker:
         """Record a heartbeat of a worker, and renew the leases of all its attempts."""
         worker, _ = await self._channel.call("update_worker", worker_id, stats_json(heartbeat_stats), None)
         return worker_from_row(worker)
 
     async def heartbeat(
-        self, worker_id: str, heartbeat_stats: dict[str, Any], attempt_ids: Sequence[str]
+        self, worker_id: str, heartbeat_stats: JsonObject, attempt_ids: Sequence[str]
     ) -> list[str]:
         """Record a heartbeat that lists the worker's attempts; the lease of an attempt that never reached it
         is not renewed.
@@ -512,13 +513,13 @@ class StoreClient(StoreReader):
 
     # requests to the driver of a run
 
-    async def ask_driver(self, run: str, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
+    async def ask_driver(self, run: str, request: JsonObject, timeout: float) -> JsonObject | None:
         """Send a request to the driver of a run; returns its reply, or None after `timeout` seconds."""
         return await self._channel.send("ask_driver", run, uuid.uuid4().hex, request, timeout)
 
     async def next_driver_request(
         self, run: str, known: Sequence[str], timeout: float
-    ) -> tuple[str, dict[str, Any]] | None:
+    ) -> tuple[str, JsonObject] | None:
         """Wait for a request to the driver of a run; returns its key and content, None after `timeout`
         seconds.
 
@@ -527,7 +528,7 @@ class StoreClient(StoreReader):
         """
         return await self._channel.send("next_driver_request", run, list(known), timeout)
 
-    async def reply_to_request(self, key: str, reply: dict[str, Any]) -> None:
+    async def reply_to_request(self, key: str, reply: JsonObject) -> None:
         """Reply to a request of `next_driver_request`."""
         await self._channel.send("reply_to_request", key, reply)
 
@@ -537,7 +538,7 @@ def _request(
     mode: RolloutMode | None,
     resources_id: str | None,
     config: RolloutConfig | None,
-    metadata: dict[str, Any] | None,
+    metadata: JsonObject | None,
     rollout_id: str | None,
     group_id: str | None,
 ) -> EnqueueRolloutRequest:

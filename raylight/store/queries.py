@@ -14,7 +14,7 @@ from raylight.store.call_rows import CALL
 from raylight.store.rows import ATTEMPT, LATEST, RESOURCES, ROLLOUT_STATE, ROLLOUT_WITH_INPUT, SPAN, Row
 from raylight.store.tables.run_clock import SAVED_AT, SECONDS_LIVED
 from raylight.store.tables.workers import WORKERS
-from raylight.types import RolloutStatus
+from raylight.types import JsonObject, RolloutStatus
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Queries:
         rows = self._fetch_all(f"SELECT {RESOURCES} FROM resources ORDER BY updated DESC LIMIT 1", [])
         return rows[0] if rows else None
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> JsonObject:
         """Seconds since the store was opened, the totals, the rollouts by status, and the other counters that
         are not 0."""
         counts = {f"total_{kind}": 0 for kind in ("rollouts", "attempts", "spans")}
@@ -249,7 +249,7 @@ class Queries:
         self,
         rollout_id: str,
         attempt_id: str | None,
-        equal: dict[str, Any],
+        equal: JsonObject,
         contain: dict[str, str | None],
         logic: str,
         page: Page,

@@ -45,6 +45,7 @@ from raylight.types import (
     FinishedRollout,
     Generation,
     IntArray,
+    JsonObject,
     PaginatedResult,
     ResourcesUpdate,
     Rollout,
@@ -71,9 +72,9 @@ class ChatTurn(NamedTuple):
     """A chat call and its response."""
 
     agent: str | None
-    request: dict[str, Any]
+    request: JsonObject
     """Request as the engine received it, without the token ids of the prompt."""
-    answer: dict[str, Any]
+    answer: JsonObject
     """Message of the assistant."""
     tokens: IntArray
     """Token ids of the prompt and the response."""
@@ -346,7 +347,7 @@ class StoreReader:
         """Return the seconds without activity after which an attempt goes back to the queue."""
         return await self._channel.send("lease_s")
 
-    async def statistics(self) -> dict[str, Any]:
+    async def statistics(self) -> JsonObject:
         """Return the name of the client's class, the `uptime` of the store in seconds, and counters: by
         status (`rollouts_succeeded`), totals (`total_spans`), and of retried, late, lost or duplicate
         records."""

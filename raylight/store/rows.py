@@ -24,6 +24,7 @@ from raylight.types import (
     Attributes,
     EnqueueRolloutRequest,
     Failure,
+    JsonObject,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -144,7 +145,7 @@ def _rollout(row: Row, **rest: Any) -> Rollout:
     return (Rollout if row[N_ROLLOUT] is None else AttemptedRollout)(**_state_fields(row), **rest)
 
 
-def _state_fields(row: Row) -> dict[str, Any]:
+def _state_fields(row: Row) -> JsonObject:
     fields = dict(zip((*ROLLOUT.split(", "), "resources_version"), row, strict=False))
     return fields | {"attempt": None if row[N_ROLLOUT] is None else attempt_from_row(row[N_ROLLOUT:N_STATE])}
 
@@ -214,7 +215,7 @@ def spans_from_rows(rows: Sequence[Row], bases: Sequence[Row] = ()) -> list[Span
     return [_span_from_row(row, texts.body(row)) for row in rows]
 
 
-def _span_from_row(row: Row, body: dict[str, Any]) -> Span:
+def _span_from_row(row: Row, body: JsonObject) -> Span:
     attributes = body.get("attributes", {})
     if row[REWARD] is None and REWARD_AGENT in attributes:  # it came after the attempt was decided
         kept = {
@@ -233,10 +234,10 @@ class SharedTexts:
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = {(row[ATTEMPT_ID], row[SPAN_ID]): row for row in rows}
-        self._parsed: dict[tuple[str, str], tuple[dict[str, int], dict[str, Any]]] = {}
-        self._complete: dict[tuple[str, str], dict[str, Any]] = {}
+        self._parsed: dict[tuple[str, str], tuple[dict[str, int], JsonObject]] = {}
+        self._complete: dict[tuple[str, str], JsonObject] = {}
 
-    def body(self, row: Row) -> dict[str, Any]:
+    def body(self, row: Row) -> JsonObject:
         """Fields of a span that have no column, with complete attributes."""
         span_id = (row[ATTEMPT_ID], row[SPAN_ID])
         if span_id not in self._complete:
@@ -258,7 +259,7 @@ class SharedTexts:
             span_id, length = (span_id[0], self._rows[span_id][BASE]), min(length, inherited)
         return "".join(reversed(parts))
 
-    def _parse(self, span_id: tuple[str, str]) -> tuple[dict[str, int], dict[str, Any]]:
+    def _parse(self, span_id: tuple[str, str]) -> tuple[dict[str, int], JsonObject]:
         """Numbers of shared characters, and the body as it is stored."""
         if span_id not in self._parsed:
             if (row := self._rows.get(span_id)) is None:
@@ -278,7 +279,7 @@ def resources_from_row(row: Row) -> ResourcesUpdate:
     return ResourcesUpdate(**fields, resources=decode_payload(body))
 
 
-def stats_json(stats: dict[str, Any] | None) -> str | None:
+def stats_json(stats: JsonObject | None) -> str | None:
     """A worker's statistics as JSON.
 
     Raises:

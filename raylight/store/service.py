@@ -43,6 +43,7 @@ from raylight.store.tables.rollouts import CommitEvents, Rollouts
 from raylight.store.tables.run_clock import RunClock
 from raylight.store.tables.sessions import Sessions
 from raylight.store.tables.workers import Workers
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ Call = tuple[str, tuple[Any, ...]]
 REMEMBERED_REPLIES = 64
 """Replies that are kept for a repetition of their request."""
 
-Request = tuple[str, dict[str, Any]]
+Request = tuple[str, JsonObject]
 """Name of a run, and the content of a request to its driver."""
 
 
@@ -151,13 +152,11 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
-        self._replies: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
+        self._replies: collections.OrderedDict[str, JsonObject] = collections.OrderedDict()
         self._mail_changed = BroadcastCondition()
         self._mail_closed = False
 
-    async def ask_driver(
-        self, run: str, key: str, request: dict[str, Any], timeout: float
-    ) -> dict[str, Any] | None:
+    async def ask_driver(self, run: str, key: str, request: JsonObject, timeout: float) -> JsonObject | None:
         """Wait for the reply to a request; None after `timeout` seconds, with which the request ends."""
         if key not in self._replies:
             self._requests[key] = run, request
@@ -170,7 +169,7 @@ class Mailbox:
 
     async def next_driver_request(
         self, run: str, known: list[str], timeout: float
-    ) -> tuple[str, dict[str, Any]] | None:
+    ) -> tuple[str, JsonObject] | None:
         """Wait for a request to the driver of a run that is not among the known ones."""
 
         def unknown() -> list[str]:
@@ -184,7 +183,7 @@ class Mailbox:
         self._mail_closed = True
         self._mail_changed.notify_all()
 
-    async def reply_to_request(self, key: str, reply: dict[str, Any]) -> None:
+    async def reply_to_request(self, key: str, reply: JsonObject) -> None:
         """Reply to a request. A request that is repeated later gets the reply at once."""
         self._requests.pop(key, None)
         self._replies[key] = reply
@@ -353,7 +352,7 @@ class StoreService(Mailbox):
             raise
         self._wake()
 
-    def _update_rollout(self, rollout_id: str, values: dict[str, Any]) -> Row:
+    def _update_rollout(self, rollout_id: str, values: JsonObject) -> Row:
         self._rollouts.update(rollout_id, values)
         if "config" in values:
             self._attempts.apply_config(rollout_id)
@@ -363,7 +362,7 @@ class StoreService(Mailbox):
         self,
         rollout_id: str,
         attempt_id: str,
-        values: dict[str, Any],
+        values: JsonObject,
         spans: list[Row],
         force: bool,
         losses: dict[str, int] | None,

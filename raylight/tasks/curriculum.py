@@ -10,6 +10,7 @@ from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError, DatasetError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import Draw, SetSampler, ShuffledTasks, TaskSet, shuffled_indices
+from raylight.types import JsonObject
 
 Pool = Literal["untested", "learnable", "unsolved", "solved"]
 POOLS: tuple[Pool, ...] = get_args(Pool)
@@ -75,7 +76,7 @@ class Curriculum(TaskSet):
     def parts(self) -> list[tuple[str | None, Any]]:
         return self._tasks.parts()
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         bounds = {"solved": self._solved, "unsolved": self._unsolved}
         return {"curriculum": self._tasks.fingerprint(), "weights": self.weights, **bounds}
 
@@ -107,7 +108,7 @@ class CurriculumSampler(SetSampler):
         index = self._open[number]
         return Draw(self._tasks[index], None, {"task": index})
 
-    def recall(self, number: int, place: dict[str, Any]) -> None:
+    def recall(self, number: int, place: JsonObject) -> None:
         if self._open.get(number) != place["task"]:
             self._take(number, int(place["task"]))
 
@@ -124,13 +125,13 @@ class CurriculumSampler(SetSampler):
             del self._pools[old][index]
             self._pools[pool][index] = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {
             "pools": {pool: list(tasks) for pool, tasks in self._pools.items()},
             "open": sorted(self._open.items()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         if not state:
             return
         self._pools = {pool: dict.fromkeys(state["pools"][pool]) for pool in POOLS}

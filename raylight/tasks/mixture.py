@@ -10,6 +10,7 @@ from raylight._utils.bounds import MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import Draw, NamedSamplers, SetSampler, TaskSet, join_names, named_parts
+from raylight.types import JsonObject
 
 
 class Mixture(TaskSet):
@@ -59,7 +60,7 @@ class Mixture(TaskSet):
     def parts(self) -> list[tuple[str | None, Any]]:
         return named_parts(self.sources)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         return {
             "mixture": {name: source.fingerprint() for name, source in self.sources.items()},
             "weights": self.weights,
@@ -87,7 +88,7 @@ class MixtureSampler(NamedSamplers):
         found = self._samplers[name].draw(inner)
         return Draw(found.task, join_names(name, found.source), found.place)
 
-    def recall(self, number: int, place: dict[str, Any]) -> None:
+    def recall(self, number: int, place: JsonObject) -> None:
         name, inner = self._pick(number)
         self._samplers[name].recall(inner, place)
 
@@ -95,10 +96,10 @@ class MixtureSampler(NamedSamplers):
         name, inner = self._pick(number)
         self._samplers[name].observe(inner, reward)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {name: sampler.state_dict() for name, sampler in self._samplers.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state.get(name, {}))
 

@@ -11,6 +11,7 @@ from raylight._utils.bounds import MAX_COUNT, MAX_FACTOR, is_number
 from raylight.errors import ConfigError
 from raylight.tasks.datasets import as_task_set
 from raylight.tasks.task_set import Draw, NamedSamplers, SetSampler, TaskSet, join_names, named_parts
+from raylight.types import JsonObject
 
 
 class Stages(TaskSet):
@@ -51,7 +52,7 @@ class Stages(TaskSet):
     def parts(self) -> list[tuple[str | None, Any]]:
         return named_parts(self._stages)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         return {
             "stages": {name: stage.fingerprint() for name, stage in self._stages.items()},
             "advance_at": self._advance_at,
@@ -87,7 +88,7 @@ class StageSampler(NamedSamplers):
         place = {"stage": name, "number": inner, "inner": found.place}
         return Draw(found.task, join_names(name, found.source), place)
 
-    def recall(self, number: int, place: dict[str, Any]) -> None:
+    def recall(self, number: int, place: JsonObject) -> None:
         name, inner = place["stage"], int(place["number"])
         self._open[number] = (name, inner)
         self._counts[name] = max(self._counts[name], inner + 1)
@@ -109,7 +110,7 @@ class StageSampler(NamedSamplers):
             self._stage += 1
             self._recent.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         return {
             "stage": self._stage,
             "recent": list(self._recent),
@@ -118,7 +119,7 @@ class StageSampler(NamedSamplers):
             "inner": {name: sampler.state_dict() for name, sampler in self._samplers.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         if not state:
             return
         self._stage, self._counts = state["stage"], dict(state["counts"])

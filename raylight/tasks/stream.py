@@ -9,6 +9,7 @@ from typing import Any
 
 from raylight.errors import DatasetError
 from raylight.tasks.task_set import Draw, SetSampler, TaskSet
+from raylight.types import JsonObject
 
 
 class Stream(TaskSet):
@@ -48,7 +49,7 @@ class Stream(TaskSet):
     def parts(self) -> list[tuple[str | None, Any]]:
         raise DatasetError("a Stream has no end that is known; pass a list of tasks")
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         return {"stream": type(self._source).__name__}
 
     def _rows(self) -> Iterator[Any]:

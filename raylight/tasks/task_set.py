@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raylight.types import JsonObject
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -26,7 +28,7 @@ class Draw:
     task: Any
     source: str | None = None
     """Name of the source that it comes from; None if there is only one."""
-    place: dict[str, Any] = field(default_factory=dict)
+    place: JsonObject = field(default_factory=dict)
     """Argument of `SetSampler.recall`, with which it is drawn again, as JSON."""
 
 
@@ -40,7 +42,7 @@ class SetSampler(ABC):
     def draw(self, number: int) -> Draw:
         """Return the task of a number. It may block, if the set reads it from elsewhere."""
 
-    def recall(self, number: int, place: dict[str, Any]) -> None:
+    def recall(self, number: int, place: JsonObject) -> None:
         """Note a draw, which an earlier process of the run may have made after its last training state."""
         return None
 
@@ -52,11 +54,11 @@ class SetSampler(ABC):
         """
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Return the state for `load_state_dict`, as plain JSON."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Continue from a state."""
         return None
 
@@ -90,7 +92,7 @@ class TaskSet(ABC):
         """
 
     @abstractmethod
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """Return what identifies the set when a run resumes, as JSON."""
 
 
@@ -110,7 +112,7 @@ class ShuffledTasks(TaskSet):
     def parts(self) -> list[tuple[str | None, Any]]:
         return [(None, task) for task in self.tasks]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """Return the number of tasks and a digest of them; it is None unless they are plain JSON data."""
         try:
             text = json.dumps(self.tasks, sort_keys=True)

@@ -23,6 +23,7 @@ from raylight.tinker.models import TenantModel
 from raylight.tinker.requests import ModelBody, TinkerBody, WeightsInfo
 from raylight.tinker.service import TinkerService
 from raylight.tinker.wire import PROTOBUF
+from raylight.types import JsonObject
 
 MAX_PAGE = 1000
 KIND_NAMES: dict[Kind, str] = {"weights": "training", "sampler_weights": "sampler"}
@@ -53,13 +54,13 @@ class ServerRecords:
             Route(f"{prefix}/samplers/{{sampler_id}}", route(self._sampler)),
         ]
 
-    def capabilities(self) -> dict[str, Any]:
+    def capabilities(self) -> JsonObject:
         """Return the models that can be trained and sampled from."""
         settings = self._service.settings
         model = {"model_name": settings.base_model, "max_context_length": settings.max_model_len}
         return {"supported_models": [model]}
 
-    def model_info(self, body: ModelBody) -> dict[str, Any]:
+    def model_info(self, body: ModelBody) -> JsonObject:
         """Return what a model in training is."""
         model, settings = self._service.models.get(body.model_id), self._service.settings
         data = {"model_name": settings.base_model, "tokenizer_id": settings.base_model}
@@ -72,7 +73,7 @@ class ServerRecords:
             "model_name": settings.base_model,
         }
 
-    def weights_info(self, body: WeightsInfo) -> dict[str, Any]:
+    def weights_info(self, body: WeightsInfo) -> JsonObject:
         """Return what a client needs to continue from a checkpoint."""
         record = self._service.checkpoints.record(CheckpointPath.parse(body.tinker_path))
         return {
@@ -82,19 +83,19 @@ class ServerRecords:
             **{name: record.lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
         }
 
-    def _training_runs(self, request: Request) -> dict[str, Any]:
+    def _training_runs(self, request: Request) -> JsonObject:
         runs = [self._describe_run(model) for model in self._service.models.find()]
         page, cursor = _page(request, runs)
         return {"training_runs": page, "cursor": cursor}
 
-    def _training_run(self, request: Request) -> dict[str, Any]:
+    def _training_run(self, request: Request) -> JsonObject:
         return self._describe_run(self._service.models.get(request.path_params["model_id"]))
 
-    def _checkpoints_of_run(self, request: Request) -> dict[str, Any]:
+    def _checkpoints_of_run(self, request: Request) -> JsonObject:
         model_id = CheckpointPath.of(request.path_params["model_id"], "weights", "any").model_id
         return {"checkpoints": [_describe(r) for r in self._service.checkpoints.list(model_id)]}
 
-    def _checkpoints(self, request: Request) -> dict[str, Any]:
+    def _checkpoints(self, request: Request) -> JsonObject:
         page, cursor = _page(request, [_describe(r) for r in self._service.checkpoints.list()])
         return {"checkpoints": page, "cursor": cursor}
 
@@ -104,10 +105,10 @@ class ServerRecords:
         self._service.checkpoints.record(path)
         self._service.checkpoints.delete(path)
 
-    def _sessions(self, request: Request) -> dict[str, Any]:
+    def _sessions(self, request: Request) -> JsonObject:
         return {"sessions": _page(request, self._service.sessions.ids)[0]}
 
-    def _session(self, request: Request) -> dict[str, Any]:
+    def _session(self, request: Request) -> JsonObject:
         session_id = request.path_params["session_id"]
         self._service.sessions.check(session_id)
         models = self._service.models.find(lambda model: model.session_id == session_id)
@@ -116,7 +117,7 @@ class ServerRecords:
             "sampler_ids": self._service.samplers.ids_of(session_id),
         }
 
-    def _sampler(self, request: Request) -> dict[str, Any]:
+    def _sampler(self, request: Request) -> JsonObject:
         sampler_id = request.path_params["sampler_id"]
         path = self._service.samplers.get(sampler_id).path
         return {
@@ -125,7 +126,7 @@ class ServerRecords:
             "model_path": path,
         }
 
-    def _describe_run(self, model: TenantModel) -> dict[str, Any]:
+    def _describe_run(self, model: TenantModel) -> JsonObject:
         records = self._service.checkpoints.list(model.model_id)
         last = {_kind(record): _describe(record) for record in records}
         return {
@@ -145,7 +146,7 @@ def _kind(record: CheckpointRecord) -> Kind:
     return CheckpointPath.parse(record.path).kind
 
 
-def _describe(record: CheckpointRecord) -> dict[str, Any]:
+def _describe(record: CheckpointRecord) -> JsonObject:
     path = CheckpointPath.parse(record.path)
     return {
         "checkpoint_id": f"{path.kind}/{path.name}",
@@ -187,7 +188,7 @@ DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "fwdbwd_max_chunk_len": MAX_CHUNK}
 """Flags of the SDK. It sends the parts of a call in order, so that a rejected one does not hold up others."""
 UNEMBED = "this server trains no LoRA of the output layer: train_unembed has no effect"
-Fields = dict[str, Any]
+Fields = JsonObject
 
 
 def build_app(service: TinkerService, key: str | None = None) -> Starlette:

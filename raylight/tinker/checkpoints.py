@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -19,6 +19,7 @@ from raylight._utils.files import OLD, PARTIAL, atomic_folder
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import CheckpointError
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 from raylight.weights.peft_files import ADAPTER_FILES
 
 SCHEME = "tinker://"
@@ -87,7 +88,7 @@ class CheckpointRecord:
     base_model: str
     created_at: float
     expires_at: float | None
-    lora: dict[str, Any]
+    lora: JsonObject
     size_bytes: int = 0
 
 
@@ -109,7 +110,7 @@ class Checkpoints:
         optimizer: Mapping[str, np.ndarray] | None,
         *,
         base_model: str,
-        lora: dict[str, Any],
+        lora: JsonObject,
         ttl_s: float | None = None,
         overwrite: bool = False,
     ) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from raylight.http.errors import RequestError
 from raylight.tinker.datums import Batch
 from raylight.tinker.promises import ResultBody
 from raylight.tinker.requests import AdamParams, LoraSpec
+from raylight.types import JsonObject
 
 Work = Callable[[], Awaitable[ResultBody]]
 GAP_S = 330.0
@@ -151,7 +152,7 @@ class TenantModel:
     model_id: str
     session_id: str
     spec: LoraSpec
-    user_metadata: dict[str, Any] | None
+    user_metadata: JsonObject | None
     turns: ModelTurns
     last_request_at: float = field(default_factory=time.time)
     loaded: str | None = None
@@ -176,7 +177,7 @@ class Models:
         return model_id in self._models
 
     def add(
-        self, model_id: str, session_id: str, spec: LoraSpec, user_metadata: dict[str, Any] | None
+        self, model_id: str, session_id: str, spec: LoraSpec, user_metadata: JsonObject | None
     ) -> TenantModel:
         """Add a model.
 

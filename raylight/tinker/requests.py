@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 
 MAX_RANK = 1024
 Count = Annotated[int, Field(ge=0, lt=2**31)]
@@ -42,7 +43,7 @@ class SdkVersion(TinkerBody):
 
 class CreateSession(TinkerBody):
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -74,7 +75,7 @@ class CreateModel(TinkerBody):
     session_id: Name
     model_seq_id: SequenceId
     base_model: Name
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
     lora_config: LoraSpec | None = None
     optimizer_config: OptimizerSpec | None = None
 
@@ -131,7 +132,7 @@ class LoadWeights(TinkerBody):
     model_seq_id: SequenceId | None = None
     base_model: Name | None = None
     optimizer_config: OptimizerSpec | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: JsonObject | None = None
     weights_access_token: str | None = None
 
 
@@ -190,7 +191,7 @@ class RetrieveFuture(TinkerBody):
 
 
 class FinishSession(TinkerBody):
-    reason: dict[str, Any] | None = None
+    reason: JsonObject | None = None
     detail: str | None = None
 
 

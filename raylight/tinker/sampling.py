@@ -22,6 +22,7 @@ from raylight.tinker.promises import Promises, ResultBody
 from raylight.tinker.requests import CreateSamplingSession, SampleBody, SamplingOptions
 from raylight.tinker.settings import TinkerSettings
 from raylight.tinker.wire import PROTOBUF, Sampled, write_samples
+from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient
 
 
@@ -328,7 +329,7 @@ class Samplers:
         await self._client.pin(name, number, await self._fetch(path), self._timeout_s)
 
 
-def _sampled(choice: dict[str, Any]) -> Sampled:
+def _sampled(choice: JsonObject) -> Sampled:
     reason = choice["finish_reason"]
     if reason not in ("stop", "length"):
         raise RequestError(f"the engine ended a response with {reason!r}; send the request again", 503)

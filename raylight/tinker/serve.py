@@ -29,6 +29,7 @@ from raylight.trainer.ray_session.cluster_monitor import component_stack, until_
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.inputs import fixed_model
 from raylight.trainer.spec.settings import ServingSettings
+from raylight.types import JsonObject
 
 KEY_PREFIX = "tml-"
 """Beginning of the keys that the SDK sends."""
@@ -131,7 +132,7 @@ def with_adapters(serving: ServingSettings, config: TinkerConfig) -> ServingSett
         ConfigError: the engine serves no adapters of the highest rank.
     """
     engine = serving.engine
-    update: dict[str, Any] = {"max_adapters": config.max_samplers}
+    update: JsonObject = {"max_adapters": config.max_samplers}
     if engine.kind == "vllm":
         from raylight.config import LoraConfig
         from raylight.engines.vllm.args import rank_limit

@@ -27,12 +27,13 @@ from raylight.tinker.wire import (
     read_settings,
     write_forward_backward,
 )
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_RANK = 32
 """Rank of a model without `lora_config`, as the SDK's default."""
-Accepted = dict[str, Any]
+Accepted = JsonObject
 """Answer to an accepted request: the id under which its result is fetched, and the model."""
 MAX_SESSIONS = 1000
 
@@ -135,7 +136,7 @@ class TinkerService:
             async def save() -> ResultBody:
                 await self._save(model, path, None, body.ttl_seconds, overwrite=True)
                 await self.samplers.drop(str(path))
-                answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+                answer: JsonObject = {"type": "save_weights_for_sampler"}
                 if body.path is not None:
                     return json_answer(answer | {"path": str(path)})
                 sampler_id = await self.samplers.add_ephemeral(
@@ -236,8 +237,8 @@ class TinkerService:
         model_id: str,
         session_id: str,
         spec: bodies.LoraSpec,
-        user_metadata: dict[str, Any] | None,
-        answer: dict[str, Any],
+        user_metadata: JsonObject | None,
+        answer: JsonObject,
         load: Callable[[TenantModel], Awaitable[None]] | None = None,
     ) -> Accepted:
         """Add an adapter: the request 0 of its model.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raylight.semconv import AGENT_NAME, CALL_ID, RESPONSE_ID
-from raylight.types import Span
+from raylight.types import JsonObject, Span
 
 RAW_FIELD = re.compile(r"llm\.(?!request\.|response\.|usage\.)\w+\.(\w+)")
 """`llm.<provider>.<field>`: a field of the raw request or response, as agent-lightning's LLM proxy (LiteLLM)
@@ -103,7 +103,7 @@ def parse_literal(value: Any) -> Any:
 
 def unflatten(attributes: Mapping[str, Any], prefix: str) -> Any:
     """Rebuild the dict flattened under `prefix.`, or the list if all keys are numbers; None if missing."""
-    nested: dict[str, Any] = {}
+    nested: JsonObject = {}
     for key, value in attributes.items():
         if not key.startswith(f"{prefix}."):
             continue

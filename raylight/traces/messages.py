@@ -19,9 +19,9 @@ from raylight.traces.attributes import (
     unflatten,
     unflatten_list,
 )
-from raylight.types import Span
+from raylight.types import JsonObject, Span
 
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = JsonObject
 """A chat message in OpenAI's shape: `role`, `content`, and optionally `tool_calls`, `tool_call_id`,
 `name`."""
 
@@ -46,7 +46,7 @@ class OpenAIMessages(TypedDict):
 
     messages: list[Message]
     """The prompt's messages, and the answer last."""
-    tools: list[dict[str, Any]] | None
+    tools: list[JsonObject] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class CallMessages:
     prompt: list[Message]
     answers: list[Message]
     """One message per choice."""
-    tools: list[dict[str, Any]] | None
+    tools: list[JsonObject] | None
 
     @property
     def completeness(self) -> tuple[bool, bool]:
@@ -196,7 +196,7 @@ def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
     return messages
 
 
-def _message(entry: dict[str, Any], role: str) -> list[Message]:
+def _message(entry: JsonObject, role: str) -> list[Message]:
     """Convert one entry to messages. Each tool result becomes a message of its own."""
     kind = entry.get("type")
     if kind in ("function_call", "function_call_output"):  # items of the responses API
@@ -216,7 +216,7 @@ def _message(entry: dict[str, Any], role: str) -> list[Message]:
     return messages
 
 
-def _parts(content: Any, role: str) -> list[dict[str, Any]] | None:
+def _parts(content: Any, role: str) -> list[JsonObject] | None:
     """Return the parts of a message's content; None if it is plain text.
 
     Flattened attributes hold parts as JSON. The answer of an assistant or a tool may itself be a JSON list,
@@ -230,7 +230,7 @@ def _parts(content: Any, role: str) -> list[dict[str, Any]] | None:
     return parts if not isinstance(content, str) or all(part["type"] in CONTENTS for part in parts) else None
 
 
-def _build_message(entry: dict[str, Any], role: str, content: Any, calls: list[dict[str, Any]]) -> Message:
+def _build_message(entry: JsonObject, role: str, content: Any, calls: list[JsonObject]) -> Message:
     inferred = "assistant" if calls else "tool" if entry.get("tool_call_id") else role
     message: Message = {"role": entry.get("role") or inferred, "content": content}
     if content is None and message["role"] != "assistant":
@@ -251,7 +251,7 @@ def _contents(parts: list[Any]) -> Any:
     return contents or None
 
 
-def _content(part: Any) -> dict[str, Any]:
+def _content(part: Any) -> JsonObject:
     if not isinstance(part, dict):
         return {"type": "text", "text": str(part)}
     kind = part.get("type")
@@ -267,7 +267,7 @@ def _content(part: Any) -> dict[str, Any]:
     return part
 
 
-def _tool_calls(recorded: list[Any]) -> list[dict[str, Any]]:
+def _tool_calls(recorded: list[Any]) -> list[JsonObject]:
     """Convert tool calls to OpenAI's shape, also those with name and arguments on the top level."""
     calls = []
     for call in recorded:
@@ -283,7 +283,7 @@ def _tool_calls(recorded: list[Any]) -> list[dict[str, Any]]:
     return calls
 
 
-def _tool_message(part: dict[str, Any]) -> Message:
+def _tool_message(part: JsonObject) -> Message:
     """Convert a tool result to a message with its text, its content parts, or its JSON."""
     result = next(
         (part[key] for key in ("response", "result", "content", "output") if part.get(key) is not None), ""
@@ -298,14 +298,14 @@ def _tool_message(part: dict[str, Any]) -> Message:
     return {"role": "tool", "content": result, "tool_call_id": call_id}
 
 
-def _tool_span(span: Span) -> dict[str, Any]:
+def _tool_span(span: Span) -> JsonObject:
     """Read a tool call from AgentOps' span: `tool.name`, `tool.parameters`, `tool.call.id`."""
     attributes = span.attributes
     arguments = attributes.get("tool.parameters", "{}")
     return {"id": attributes.get("tool.call.id"), "name": attributes.get("tool.name"), "arguments": arguments}
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(tool: JsonObject) -> JsonObject:
     """Convert a tool to OpenAI's shape. Tools that are not functions stay unchanged."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not function.get("name"):

@@ -47,6 +47,7 @@ from raylight.traces.rewards import has_reward
 from raylight.types import (
     MAX_SEQUENCE_ID,
     Event,
+    JsonObject,
     Link,
     OtelResource,
     Span,
@@ -227,7 +228,7 @@ def _malformed(error: Any) -> OtlpError:
     return OtlpError(f"the body is not an ExportTraceServiceRequest: {str(error)[:300]}")
 
 
-def _members(holder: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+def _members(holder: JsonObject, *names: str) -> list[JsonObject]:
     """Return a list of objects under one of several names."""
     members = _listed(holder, *names)
     if not all(isinstance(member, dict) for member in members):
@@ -235,7 +236,7 @@ def _members(holder: dict[str, Any], *names: str) -> list[dict[str, Any]]:
     return members
 
 
-def _listed(holder: dict[str, Any], *names: str) -> list[Any]:
+def _listed(holder: JsonObject, *names: str) -> list[Any]:
     """Return the list under one of several names; empty if there is none."""
     members: Any = next((holder[name] for name in names if holder.get(name) is not None), [])
     if not isinstance(members, list):
@@ -253,7 +254,7 @@ def _span_of_json(raw: Any) -> ProtoSpan:
         raise OtlpError(f"a span cannot be read: {str(error)[:300]}") from None
 
 
-def _make_ids_base64(span: dict[str, Any]) -> None:
+def _make_ids_base64(span: JsonObject) -> None:
     """Convert ids from hexadecimal, as in OTLP/JSON, to base64, as protobuf's JSON parser needs."""
     links = span.get("links")
     for holder in (
@@ -350,7 +351,7 @@ def _sequence_id(value: Any) -> int:
     return number
 
 
-def _attributes(pairs: Sequence[KeyValue]) -> dict[str, Any]:
+def _attributes(pairs: Sequence[KeyValue]) -> JsonObject:
     return {pair.key: _value(pair.value) for pair in pairs}
 
 

@@ -34,7 +34,7 @@ from raylight.traces.messages import image_urls, read_call, recorded_messages
 from raylight.traces.rewards import get_reward_value
 from raylight.traces.span_tree import SpanNode, SpanTree
 from raylight.traces.trained_agents import AgentFilter
-from raylight.types import Span, Triplet
+from raylight.types import JsonObject, Span, Triplet
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,9 @@ class _Call:
     nodes: list[SpanNode]
 
     @property
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> JsonObject:
         """Attributes of all its spans. Of several values, the first that is not empty counts."""
-        merged: dict[str, Any] = {}
+        merged: JsonObject = {}
         for node in self.nodes:
             merged |= {
                 k: v
@@ -291,7 +291,7 @@ def read_triplet(attributes: Mapping[str, Any], agent: str | None) -> Triplet:
     raw_prompt, raw_answers = recorded_messages(attributes)
     prompt_ids = _numbers(*map(attributes.get, PROMPT_KEYS), raw_field(attributes, "prompt_token_ids"))
     response_ids = _numbers(*map(attributes.get, RESPONSE_KEYS), *_raw_response_ids(attributes))
-    response: dict[str, Any] = {"token_ids": response_ids, "raw_content": raw_answers}
+    response: JsonObject = {"token_ids": response_ids, "raw_content": raw_answers}
     columns = {
         "logprobs": _logprobs(attributes),
         "weight_versions": _numbers(attributes.get(WEIGHT_VERSIONS)),

@@ -23,8 +23,9 @@ from raylight.trainer.runs.eval_run import EvalRun
 from raylight.trainer.runs.join_run import check_joinable
 from raylight.trainer.runs.run_spec import RunSpec
 from raylight.trainer.spec.arguments import GivenSettings, TrainerArguments
+from raylight.types import JsonObject
 
-Work = Coroutine[Any, Any, dict[str, Any]]
+Work = Coroutine[Any, Any, JsonObject]
 """A run from the start of its components to its summary."""
 
 
@@ -99,9 +100,7 @@ def evaluating(run: EvalRun, arguments: TrainerArguments) -> Iterator[Work]:
         yield run.work(progress, connection.owns_cluster)
 
 
-def show_summary(
-    run: RunSpec[Any, Any, Any], summary: dict[str, Any], arguments: TrainerArguments
-) -> dict[str, Any]:
+def show_summary(run: RunSpec[Any, Any, Any], summary: JsonObject, arguments: TrainerArguments) -> JsonObject:
     """Print the summary of a run, unless its progress is not shown; return it."""
     if arguments.progress:
         (print_summary if run.trains else print_run)(summary, str(run.folder))

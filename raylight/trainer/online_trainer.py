@@ -16,10 +16,11 @@ from raylight.trainer.runs.policy_run import OnlineRun
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import build_algorithm
 from raylight.trainer.trainer import Trainer
+from raylight.types import JsonObject
 
 MIN_KEY_LENGTH = 16
 """Fewest characters of the server's key: who has the key of a session could find out a short one."""
-ONLINE_DEFAULTS: dict[str, Any] = {
+ONLINE_DEFAULTS: JsonObject = {
     "name": "ReinforcePlusPlus",
     "n_steps": ENDLESS,
     "max_steps_without_signal": ENDLESS,
@@ -36,7 +37,7 @@ LEASE_S = 60.0
 
 
 def online_algorithm(
-    model: str, given: dict[str, Any], sessions_per_step: int | None = None, lease_s: float | None = None
+    model: str, given: JsonObject, sessions_per_step: int | None = None, lease_s: float | None = None
 ) -> Any:
     """Return an algorithm that trains on sessions.
 
@@ -91,7 +92,7 @@ class OnlineTrainer(Trainer):
     """
 
     def __init__(
-        self, *, api_key: str, sessions: SessionConfig | dict[str, Any] | None = None, **arguments: Any
+        self, *, api_key: str, sessions: SessionConfig | JsonObject | None = None, **arguments: Any
     ) -> None:
         super().__init__(**arguments)
         if len(api_key) < MIN_KEY_LENGTH:
@@ -110,7 +111,7 @@ class OnlineTrainer(Trainer):
         self._sessions, self._api_key = SessionConfig.parse(sessions), api_key
         self._policy = _checked(self.algorithm)
 
-    def serve(self, resume: Resume = False) -> dict[str, Any]:
+    def serve(self, resume: Resume = False) -> JsonObject:
         """Serve sessions and train on them until Ctrl-C or the last step; return the summary.
 
         At the first Ctrl-C an update that has begun is completed, and a training state and the model are

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from raylight.types.json_object import JsonObject, dicts_in
+
 INVALID_JSON = "INVALID_JSON"
 """Key of a call's input for arguments that are not a JSON object; Anthropic's own."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -50,7 +52,7 @@ def reasoning_fields(reasoning: str, has_text_and_calls: bool) -> dict[str, str]
     return dict.fromkeys(names, reasoning)
 
 
-def arguments_for_template(arguments: Any) -> dict[str, Any]:
+def arguments_for_template(arguments: Any) -> JsonObject:
     """Return the arguments of an earlier tool call as the mapping that chat templates take.
 
     Arguments that are not a JSON object, such as cut-off text, a list or a number, are shown as text, so that
@@ -74,13 +76,13 @@ NORMALIZED = frozenset({"role", "content", "tool_calls", "reasoning", "reasoning
 """Fields of a message that `normalize_message` rewrites."""
 
 
-def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
+def normalize_message(message: JsonObject) -> JsonObject:
     """Return an assistant's message as a later request sends it back.
 
     Empty fields are dropped, tool calls lose their indices, and reasoning has one name.
     """
     calls = [_normalize_call(call) for call in dicts_in(message.get("tool_calls"))]
-    normal: dict[str, Any] = {
+    normal: JsonObject = {
         "role": message.get("role") or "assistant",
         "content": message.get("content") or (None if calls else ""),
     }
@@ -91,7 +93,7 @@ def normalize_message(message: dict[str, Any]) -> dict[str, Any]:
     return normal | {name: value for name, value in message.items() if name not in NORMALIZED and value}
 
 
-def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
+def _normalize_call(call: JsonObject) -> JsonObject:
     function = call.get("function") or {}
     return {
         "id": call.get("id") or "",
@@ -100,29 +102,24 @@ def _normalize_call(call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+def tool_call(call_id: str, name: str, arguments: str) -> JsonObject:
     """Return a tool call of a message. The arguments are JSON."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def text_part(text: str) -> dict[str, Any]:
+def text_part(text: str) -> JsonObject:
     """Return a part of a message's content with text."""
     return {"type": "text", "text": text}
 
 
-def image_part(url: str, detail: str = "auto") -> dict[str, Any]:
+def image_part(url: str, detail: str = "auto") -> JsonObject:
     """Return a part of a message's content with an image at a `data:` or `https:` URL."""
     chosen = {} if detail == "auto" else {"detail": detail}
     return {"type": "image_url", "image_url": {"url": url, **chosen}}
 
 
-def join_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def join_parts(parts: list[JsonObject]) -> str | list[JsonObject]:
     """Return the content of a message: texts alone are joined by newlines, which every engine takes."""
     if all(part["type"] == "text" for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
-
-
-def dicts_in(value: Any) -> list[dict[str, Any]]:
-    """Return the objects in a decoded list; nothing of any other value."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -42,6 +42,7 @@ from raylight.http.request import is_own_host
 from raylight.http.slow_clients import ImpatientProtocol
 from raylight.http.sse import sse_bytes
 from raylight.images.image import media_type_of
+from raylight.types import JsonObject
 from raylight.ui import rollout_view, token_view
 from raylight.ui.rollout_view import plain
 from raylight.ui.run_folder import REFRESH_S, RunFolder, ShownRun, find_runs, name_runs
@@ -365,7 +366,7 @@ class Ui:
         return rows
 
 
-def _filters(query: Any) -> dict[str, Any]:
+def _filters(query: Any) -> JsonObject:
     """Return the filters in a query string.
 
     Raises:
@@ -476,7 +477,7 @@ async def run_events(run: ShownRun) -> AsyncIterator[bytes]:
     """Yield the rows of metrics that are new, and the run's card and counts when they change, until the run
     has ended and its index is complete."""
     folder, sent = run.folder, len(run.folder.metrics.rows)
-    last: dict[str, Any] = {}
+    last: JsonObject = {}
 
     def changed(kind: str, data: Any) -> list[bytes]:
         if last.get(kind) == data:

@@ -24,6 +24,7 @@ from typing import Any
 
 from raylight.errors import QueryError
 from raylight.store.overview import RolloutLine, RolloutOverview
+from raylight.types import JsonObject
 
 INDEX_FILE = "ui-index.db"
 LINES_PER_BATCH = 1_000
@@ -143,7 +144,7 @@ class RolloutIndex:
         order: str = "asc",
         limit: int = 100,
         offset: int = 0,
-    ) -> tuple[int, list[dict[str, Any]]]:
+    ) -> tuple[int, list[JsonObject]]:
         """Return the number of rollouts that match, and a page of their cards.
 
         Args:
@@ -194,7 +195,7 @@ class RolloutIndex:
         columns = zip(*rows, strict=True) if rows else ([] for _ in names)
         return total, {name: list(column) for name, column in zip(names, columns, strict=True)}
 
-    def failures(self, limit: int = 100) -> list[dict[str, Any]]:
+    def failures(self, limit: int = 100) -> list[JsonObject]:
         """Return the errors of the rollouts, the most frequent first, each with the last rollout that had
         it."""
         with self._lock:
@@ -207,7 +208,7 @@ class RolloutIndex:
             {"kind": kind, "error": error, "rollouts": n, "last": last} for kind, error, n, last, _ in rows
         ]
 
-    def card(self, rollout_id: str) -> dict[str, Any] | None:
+    def card(self, rollout_id: str) -> JsonObject | None:
         """Return the card of a rollout; None if the index does not have it."""
         with self._lock:
             row = self._db.execute(
@@ -226,7 +227,7 @@ class RolloutIndex:
             ).fetchone()
         return before[0] if before else None, after[0] if after else None
 
-    def same_task(self, group_id: str, limit: int = 200) -> list[dict[str, Any]]:
+    def same_task(self, group_id: str, limit: int = 200) -> list[JsonObject]:
         """Return the groups of an equal task, this one included, in the order of their first rollouts."""
         with self._lock:
             rows = self._db.execute(
@@ -344,7 +345,7 @@ _SEARCHED = "texts JOIN cards r ON r.position = texts.rowid"
 _SNIPPET = f"snippet(texts, -1, '{MARK_START}', '{MARK_END}', '…', 24)"
 
 
-def _card(row: tuple[Any, ...]) -> dict[str, Any]:
+def _card(row: tuple[Any, ...]) -> JsonObject:
     *values, started, kind, error, task, snippet = row
     return dict(zip(_CARD_NAMES, values, strict=True)) | {
         "started": started,

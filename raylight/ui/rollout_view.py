@@ -28,7 +28,7 @@ from raylight.semconv import (
 from raylight.store.overview import group_name, message_text
 from raylight.store.reading import StoreReader
 from raylight.traces.rewards import get_any_rewards
-from raylight.types import Attempt, FinishedRollout, Generation, Span
+from raylight.types import Attempt, FinishedRollout, Generation, JsonObject, Span
 from raylight.ui.rollout_index import RolloutIndex
 
 MAX_ATTRIBUTE = 2_000
@@ -48,7 +48,7 @@ async def read_rollout(store: StoreReader, rollout_id: str) -> FinishedRollout:
 
 async def show_rollout(
     store: StoreReader, index: RolloutIndex, records: TokenRecords, rules: RowRules, rollout_id: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a rollout's page.
 
     Args:
@@ -89,7 +89,7 @@ async def show_rollout(
 
 async def show_group(
     store: StoreReader, index: RolloutIndex, records: TokenRecords, group: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return a group's page: its rollouts side by side, and the other groups of an equal task.
 
     Raises:
@@ -127,7 +127,7 @@ async def show_group(
     }
 
 
-async def show_raw(store: StoreReader, rollout_id: str) -> dict[str, Any]:
+async def show_raw(store: StoreReader, rollout_id: str) -> JsonObject:
     """Return what is stored of a rollout, without arrays of tokens.
 
     Raises:
@@ -161,7 +161,7 @@ async def show_raw(store: StoreReader, rollout_id: str) -> dict[str, Any]:
     }
 
 
-async def show_request(store: StoreReader, rollout_id: str, call_id: str) -> dict[str, Any]:
+async def show_request(store: StoreReader, rollout_id: str, call_id: str) -> JsonObject:
     """Return the request of a call, to repeat it elsewhere.
 
     Raises:
@@ -217,7 +217,7 @@ def plain(value: Any) -> Any:
 
 def _calls(
     generations: Sequence[Generation], lineages: Sequence[CallLineage], spans: Mapping[Any, Span]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Return the calls in order, each with the messages that its agent had not sent before."""
     known: dict[str | None, list[Any]] = {}
     calls = []
@@ -260,7 +260,7 @@ def _calls(
     return calls
 
 
-def _attempt(attempt: Attempt) -> dict[str, Any]:
+def _attempt(attempt: Attempt) -> JsonObject:
     return {
         "attempt_id": attempt.attempt_id,
         "sequence_id": attempt.sequence_id,
@@ -273,7 +273,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _span(span: Span) -> dict[str, Any]:
+def _span(span: Span) -> JsonObject:
     return {
         "id": span.span_id,
         "parent": span.parent_id,

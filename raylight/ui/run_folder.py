@@ -38,6 +38,7 @@ from raylight.trainer.output.loggers.protocol import VAL_STEP
 from raylight.trainer.output.loggers.run_files import METRICS_FILE
 from raylight.trainer.output.run_records import read_config
 from raylight.trainer.output.stored_rollouts import STORE_FILES
+from raylight.types import JsonObject
 from raylight.ui.rollout_index import RolloutIndex
 
 logger = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class RunFolder:
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         self.metrics = MetricTable(path / METRICS_FILE)
-        self._config: tuple[float, dict[str, Any]] = (-1.0, {})
+        self._config: tuple[float, JsonObject] = (-1.0, {})
         self._is_damaged = False
         if not is_run(path):
             raise ConfigError(
@@ -161,7 +162,7 @@ class RunFolder:
             (file for file in [*named, *(self.path / n for n in STORE_FILES)] if file.is_file()), None
         )
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """Return the content of `config.yaml`; the former one while it is being written."""
         modified = _modified(self.path / "config.yaml")
         if modified != self._config[0]:
@@ -169,20 +170,20 @@ class RunFolder:
             self._config = (modified, self._config[1] if content is None else content)
         return self._config[1]
 
-    def section(self, name: str) -> dict[str, Any]:
+    def section(self, name: str) -> JsonObject:
         """Return a part of `config.yaml`; empty if it does not have it."""
         content = self.config().get(name)
         return content if isinstance(content, dict) else {}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> JsonObject:
         """Return the settings by dotted name. Keys and passwords are hidden."""
         return dict(_flat(self.config()))
 
-    def summary(self) -> dict[str, Any] | None:
+    def summary(self) -> JsonObject | None:
         """Return the content of `summary.json`; None while the run goes on, or if it did not end well."""
         return _json_file(self.path / "summary.json")
 
-    def evaluation(self) -> dict[str, Any] | None:
+    def evaluation(self) -> JsonObject | None:
         """Return the content of `eval.json`; None if the run is not an evaluation."""
         return _json_file(self.path / "eval.json")
 
@@ -201,7 +202,7 @@ class RunFolder:
             files += [store, store.with_name(store.name + "-wal")]
         return max(map(_modified, files))
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> JsonObject:
         """Return the run as an entry of the list of runs; of a damaged run the entry is almost empty."""
         try:
             return self._card()
@@ -220,7 +221,7 @@ class RunFolder:
                 "spark": [],
             }
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self) -> JsonObject:
         self.metrics.refresh()
         config, rows, summary = self.config(), self.metrics.rows, self.summary() or {}
         here = Path.cwd()
@@ -251,7 +252,7 @@ class RunFolder:
             "spark": _thin([row["train/reward"] for row in rows if "train/reward" in row]),
         }
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> JsonObject:
         """Return the card with settings, token ledger, failures and summary."""
         card = self.card()
         rows, summary = self.metrics.rows, self.summary()
@@ -333,7 +334,7 @@ def _finite(value: Any) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flat(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -354,7 +355,7 @@ def _thin(values: list[float]) -> list[float | None]:
     return [_finite(value) for value in values[::-1][::every][::-1]]
 
 
-def _json_file(file: Path) -> dict[str, Any] | None:
+def _json_file(file: Path) -> JsonObject | None:
     try:
         content = json.loads(read_bounded(file, MAX_JSON))
     except (OSError, ValueError, RecursionError):

@@ -13,6 +13,7 @@ import psutil
 
 from raylight._utils.no_proxy import LOOPBACK, bypass_proxies
 from raylight.store.reading import StoreReader
+from raylight.types import JsonObject
 from raylight.ui.run_folder import RunFolder
 
 DASHBOARD_TIMEOUT_S = 2
@@ -25,7 +26,7 @@ class DashboardError(Exception):
     """Reason why the actors are not known."""
 
 
-async def show_workers(store: StoreReader, folder: RunFolder) -> dict[str, Any]:
+async def show_workers(store: StoreReader, folder: RunFolder) -> JsonObject:
     """Return the runners, as the store knows them, and the actors of the run, if its cluster still runs."""
     is_running = folder.status() == "running"
     runners = [
@@ -41,7 +42,7 @@ async def show_workers(store: StoreReader, folder: RunFolder) -> dict[str, Any]:
     ]
     run = folder.section("run")
     dashboard = run.get("dashboard")
-    shown: dict[str, Any] = {"ray_dashboard": dashboard, "runners": runners, "actors": None, "note": None}
+    shown: JsonObject = {"ray_dashboard": dashboard, "runners": runners, "actors": None, "note": None}
     if not is_running:
         return shown | {"ray_dashboard": None, "note": "the run has ended; its actors are gone"}
     if not dashboard:
@@ -104,7 +105,7 @@ def _dashboard_ports() -> set[int]:
     return ports
 
 
-def read_actors(dashboard: str, namespace: str) -> list[dict[str, Any]]:
+def read_actors(dashboard: str, namespace: str) -> list[JsonObject]:
     """Return the actors of a run, each with the numbers of its methods that run now.
 
     Raises:

@@ -20,6 +20,7 @@ from raylight.errors import (
     WeightSyncError,
     summarize_ray_error,
 )
+from raylight.types import JsonObject
 from raylight.weights.client import RETRY_DELAY_S, call_coordinator
 from raylight.weights.coordinator import POLL_TIMEOUT_S
 from raylight.weights.orders import FINAL, Order, Phase, ReplicaReport, ReplicaState, Task, TaskAnswer
@@ -212,7 +213,7 @@ class OrderExecutor:
         if kind in PHASES:
             self._state = replace(self._state, updating=True)
         info: Any = None if task.info is None else pickle.loads(task.info)
-        changes: dict[str, Any] = {}
+        changes: JsonObject = {}
         match kind, order:
             case "init", Order():
                 await engine.init_weight_transfer_engine(info)

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from raylight._utils.aio import pause
 from raylight.errors import NotSubscribedError, ReplicaEvictedError, WeightSyncError
+from raylight.types import JsonObject
 from raylight.weights.orders import FINAL, Order, Phase, ReplicaState
 from raylight.weights.protocol import EngineLoad
 
@@ -240,7 +241,7 @@ class PendingOrder:
     evicted_before: int
     sender_failure: str = ""
     extensions: set[str] = field(default_factory=set)
-    results: dict[str, Any] = field(default_factory=dict)
+    results: JsonObject = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     @property

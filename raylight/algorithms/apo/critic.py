@@ -12,6 +12,7 @@ from raylight.algorithms.apo.prompts import critique_messages, edit_messages
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.apo.trials import Trial, describe_trials
 from raylight.errors import CriticError
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -76,7 +77,7 @@ class PromptCritic:
 
 
 async def ask_model(
-    client: AsyncOpenAI, model: str, messages: list[dict[str, Any]], temperature: float | None
+    client: AsyncOpenAI, model: str, messages: list[JsonObject], temperature: float | None
 ) -> str:
     """Return a model's answer to a chat.
 
@@ -86,7 +87,7 @@ async def ask_model(
     """
     import openai
 
-    extra: dict[str, Any] = {} if temperature is None else {"temperature": temperature}
+    extra: JsonObject = {} if temperature is None else {"temperature": temperature}
     messages = [message | {"content": replace_surrogates(message["content"])} for message in messages]
     try:
         reply = await client.chat.completions.create(model=model, messages=messages, **extra)  # type: ignore[arg-type]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from raylight._utils.files import write_atomic
 from raylight.agent.prompts import PromptTemplate
 from raylight.errors import CheckpointError
+from raylight.types import JsonObject
 
 RejectionKind = Literal["endpoint", "empty", "cut off", "malformed", "placeholders", "duplicate"]
 
@@ -69,7 +70,7 @@ class History(HistoryModel):
     """Name of the prompt among the agents' resources."""
     tasks: str
     """Fingerprint of the validation tasks."""
-    settings: dict[str, Any]
+    settings: JsonObject
     candidates: list[Candidate]
     rejections: list[Rejection] = Field(default_factory=list)
     beams: list[list[str]]
@@ -83,7 +84,7 @@ class History(HistoryModel):
     score."""
 
     @classmethod
-    def begin(cls, seed: PromptTemplate, resource: str, tasks: str, settings: dict[str, Any]) -> History:
+    def begin(cls, seed: PromptTemplate, resource: str, tasks: str, settings: JsonObject) -> History:
         """Return the history of a new search, which holds the seed only."""
         return cls(
             resource=resource,

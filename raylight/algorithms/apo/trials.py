@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raylight.traces.messages import OpenAIMessages
+from raylight.types import JsonObject
 
 Outcome = Literal["succeeded", "failed", "timed out", "lost"]
 """Outcome of a rollout; lost: an infrastructure failure, which has nothing to do with the prompt."""
@@ -127,7 +128,7 @@ def _transcript(conversations: Sequence[OpenAIMessages]) -> str:
     )
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def _message_text(message: JsonObject) -> str:
     content = message.get("content")
     calls = message.get("tool_calls")
     text = "" if content is None else _text(content)

@@ -15,7 +15,7 @@ from raylight.algorithms.apo.evaluator import PromptEvaluator
 from raylight.algorithms.apo.prompts import placeholder_rules
 from raylight.algorithms.apo.trials import lowest_reward, trial_record
 from raylight.errors import CriticError, RolloutsFailedError
-from raylight.types import RolloutMode
+from raylight.types import JsonObject, RolloutMode
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -66,7 +66,7 @@ class RolloutAdapter:
         if self._pending is not None:
             self._pending.cancel()
 
-    def get_adapter_state(self) -> dict[str, Any]:
+    def get_adapter_state(self) -> JsonObject:
         """Return what the package keeps in its state."""
         return {
             "rejected": list(self.rejected),
@@ -74,7 +74,7 @@ class RolloutAdapter:
             "failed": dict(self._failed),
         }
 
-    def set_adapter_state(self, state: dict[str, Any]) -> None:
+    def set_adapter_state(self, state: JsonObject) -> None:
         """Continue from a state."""
         self.rejected = list(state.get("rejected", []))
         self._failed = dict(state.get("failed", {}))
@@ -162,7 +162,7 @@ class RolloutAdapter:
             self.rejected.append({"reason": str(error), "text": error.text})
             return {}
 
-    def _reflect(self, prompt: str | list[dict[str, Any]]) -> str:
+    def _reflect(self, prompt: str | list[JsonObject]) -> str:
         """Return the model's answer to a request for reflection.
 
         Raises:

@@ -20,6 +20,7 @@ from raylight.algorithms.prompt_search import BEST_FILE, PromptSearch, fingerpri
 from raylight.base_config import Config
 from raylight.errors import CheckpointError, ConfigError
 from raylight.traces.rewards import MAX_REWARD
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -112,7 +113,7 @@ class GEPA(PromptSearch[GepaSettings]):
             import gepa  # noqa: F401
         except ModuleNotFoundError:
             raise ConfigError("rl.GEPA needs the package gepa; pip install 'raylight[gepa]'") from None
-        self.result: dict[str, Any] | None = None
+        self.result: JsonObject | None = None
         """Content of `gepa.json`; None before `run`."""
         self._seed_prompt: PromptTemplate | None = None
 
@@ -185,7 +186,7 @@ class GEPA(PromptSearch[GepaSettings]):
 
     async def _optimize(
         self, adapter: RolloutAdapter, n_train: int, n_val: int, state: Path | None, goes_on: bool
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Run the package's loop in a thread, which calls back into this event loop.
 
         Args:
@@ -274,7 +275,7 @@ class GepaProgress:
             self._loop.call_soon_threadsafe(self._context.step, iteration, metrics)
 
 
-def _prepare_state(folder: Path | None, resume_file: Path | None, identity: dict[str, Any]) -> Path | None:
+def _prepare_state(folder: Path | None, resume_file: Path | None, identity: JsonObject) -> Path | None:
     """Return the folder of the package's state: that of the search to resume, or a new one.
 
     Raises:

@@ -12,6 +12,7 @@ from raylight._utils.bounds import MAX_SEED
 from raylight.algorithms.verl_config.key_rules import UNSET, ConfigReader, Converter, UnsupportedValueError
 from raylight.engines.families import FAMILIES
 from raylight.experience.settings.advantages import ADVANTAGES, Advantage
+from raylight.types import JsonObject
 
 ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model", "ref"))
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -30,7 +31,7 @@ def one_of(**names: Any) -> Converter:
     return lambda value, read: _translate(names, value)
 
 
-def _translate(names: dict[str, Any], value: Any) -> Any:
+def _translate(names: JsonObject, value: Any) -> Any:
     if value not in names:
         raise UnsupportedValueError(f"must be one of {', '.join(names)}")
     return names[value]
@@ -271,7 +272,7 @@ def engine_kind(value: Any, read: ConfigReader) -> str:
     return _translate({"vllm": "vllm", "hf": "transformers"}, value)
 
 
-def tool_parser(value: str, read: ConfigReader) -> dict[str, Any]:
+def tool_parser(value: str, read: ConfigReader) -> JsonObject:
     """Return the engine's arguments for parsing tool calls."""
     if read(f"{ROLLOUT}.name") == "hf":
         return {"tool_parser": _translate(TOOL_PARSERS, value)}
@@ -290,7 +291,7 @@ def vllm_arg(name: str) -> Converter:
     return convert
 
 
-def vllm_args(args: dict[str, Any], read: ConfigReader) -> dict[str, Any]:
+def vllm_args(args: JsonObject, read: ConfigReader) -> JsonObject:
     """Return arguments of vLLM, after checking that vLLM is the engine."""
     if not isinstance(args, dict):
         raise UnsupportedValueError("must be a mapping of vLLM's arguments")
@@ -320,7 +321,7 @@ def seed(value: int | None, read: ConfigReader) -> int | None:
     return value
 
 
-def sampling(value: float, read: ConfigReader) -> dict[str, Any]:
+def sampling(value: float, read: ConfigReader) -> JsonObject:
     """Return the sampling parameters of agents."""
     if isinstance(value, str | bool) or not 0 < value < math.inf:
         raise UnsupportedValueError(

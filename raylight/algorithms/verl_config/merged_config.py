@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 DEFAULTS_FILE = "trainer/config/_generated_ppo_trainer.yaml"
 """File in verl's package that holds its defaults."""
@@ -39,7 +40,7 @@ def verl_defaults() -> Any:
     return OmegaConf.load(path)
 
 
-def flatten(config: Any, opaque_keys: Collection[str]) -> dict[str, Any]:
+def flatten(config: Any, opaque_keys: Collection[str]) -> JsonObject:
     """Return a configuration as a mapping from dotted keys to values.
 
     Args:
@@ -53,7 +54,7 @@ def flatten(config: Any, opaque_keys: Collection[str]) -> dict[str, Any]:
         config = _resolve_omegaconf(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"VERL takes verl's configuration as a dict, and got {type(config).__name__}")
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in _leaves(config, "", opaque_keys):
         if key in flat and flat[key] != value:
             raise ConfigError(f"{key} has two values, {flat[key]!r} and {value!r}; remove one")

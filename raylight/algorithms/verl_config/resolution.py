@@ -14,6 +14,7 @@ from raylight.algorithms.verl_config.merged_config import MergedConfig, flatten,
 from raylight.base_config import excerpt
 from raylight.errors import ConfigError
 from raylight.experience.settings.policy_settings import TABLES
+from raylight.types import JsonObject
 
 OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}
 """Keys whose value is a mapping with keys of its own."""
@@ -42,7 +43,7 @@ class Resolution:
 
     settings: dict[str, ResolvedSetting] = field(default_factory=dict)
 
-    def section(self, name: str) -> dict[str, Any]:
+    def section(self, name: str) -> JsonObject:
         """Return the settings of a section by name; arguments of the engine are collected under `args`."""
         values: dict[str, Any] = {}
         for target, setting in self.settings.items():
@@ -57,7 +58,7 @@ class Resolution:
         """Return the value of a setting, or None."""
         return self.settings[target].value if target in self.settings else None
 
-    def algorithm_settings(self) -> dict[str, Any]:
+    def algorithm_settings(self) -> JsonObject:
         """Return the arguments of a PolicyAlgorithm."""
         critic = self.section("critic")
         return self.section("algorithm") | ({"critic": critic} if critic else {})
@@ -133,7 +134,7 @@ def resolve(config: Any, *, strict: bool) -> Resolution:
     return resolution
 
 
-def _check_numbers(flat: dict[str, Any]) -> None:
+def _check_numbers(flat: JsonObject) -> None:
     """Raise a ConfigError for a number that no setting can have, also in a key that is not read."""
     wrong = [
         f"{key} is {excerpt(value)}"

@@ -13,6 +13,7 @@ from raylight.base_config import Config
 from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig
 from raylight.engines.registry import has_vllm
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 LEARNER_GPU_SHARE, ENGINE_GPU_SHARE = 0.6, 0.4
 """GPU fractions of a learner and of an engine's worker, which share a GPU as in verl. Every GPU has a
@@ -74,7 +75,7 @@ def combine_settings(resolution: Resolution, trainer: RunSettings, strict: bool)
     )
 
 
-def _engine_settings(resolution: Resolution, strict: bool) -> tuple[dict[str, Any], list[str]]:
+def _engine_settings(resolution: Resolution, strict: bool) -> tuple[JsonObject, list[str]]:
     """Return the engine's settings on a GPU, and notes for the user."""
     engine = resolution.section("engine") | {"num_gpus": ENGINE_GPU_SHARE}
     if engine.get("kind") != "vllm":
@@ -98,9 +99,7 @@ def _engine_settings(resolution: Resolution, strict: bool) -> tuple[dict[str, An
     ]
 
 
-def _cpu_settings(
-    engine: dict[str, Any], learner: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any], str]:
+def _cpu_settings(engine: JsonObject, learner: JsonObject) -> tuple[JsonObject, JsonObject, str]:
     """Return the engine's and the learner's settings for a cluster without GPUs, and a note for the user."""
     args = {name: value for name, value in engine.get("args", {}).items() if name not in GPU_ONLY_ARGS}
     cpu = {"num_gpus": 0, "replicas": 1, "sleep_while_learning": False}
@@ -111,9 +110,7 @@ def _cpu_settings(
     return engine | cpu | {"args": args}, learner | {"num_gpus": 0, "ulysses": 1}, note
 
 
-def _merge_section(
-    resolution: Resolution, section: str, cls: type[C], values: dict[str, Any], trainer: C
-) -> C:
+def _merge_section(resolution: Resolution, section: str, cls: type[C], values: JsonObject, trainer: C) -> C:
     """Return a section's settings: the Trainer's, and the configuration's where the Trainer has none.
 
     Raises:
@@ -132,7 +129,7 @@ def _merge_section(
     return cls(**merged)
 
 
-def _merge_args(resolution: Resolution, args: dict[str, Any], trainer_args: dict[str, Any]) -> dict[str, Any]:
+def _merge_args(resolution: Resolution, args: JsonObject, trainer_args: JsonObject) -> JsonObject:
     for name in args.keys() & trainer_args.keys():
         if args[name] != trainer_args[name]:
             _check_not_set(resolution, f"engine.args.{name}", args[name], trainer_args[name])

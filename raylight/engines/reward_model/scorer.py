@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from raylight.errors import RewardModelError
 from raylight.rewards.scoring_model import RewardModelInput
+from raylight.types import JsonObject
 
 
 class ScoringEngine(Protocol):
@@ -94,7 +95,7 @@ def conversation_tokens(tokenizer: Any, conversation: RewardModelInput) -> list[
     return ids
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+def _for_template(message: Mapping[str, Any]) -> JsonObject:
     """Convert a message for the template: content as one string, arguments of calls as mappings."""
     content = message.get("content")
     if isinstance(content, list):

@@ -16,13 +16,10 @@ from raylight.engines.transformers.chat import begin_chat
 from raylight.engines.transformers.completions import begin_completion
 from raylight.engines.transformers.prompt import encode, read_prompt
 from raylight.engines.transformers.reply import Reply, resolve_adapter, sse
-from raylight.engines.transformers.requests import (
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-)
+from raylight.engines.transformers.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from raylight.http.errors import RequestError, error_response
 from raylight.http.request import json_request, until_disconnect
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine
@@ -76,7 +73,7 @@ def _sampling_route(engine: TransformersEngine, begin: Begin) -> Callable[[Reque
 
 
 def _route(
-    engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], Awaitable[dict[str, Any]]]
+    engine: TransformersEngine, compute: Callable[[TransformersEngine, Any], Awaitable[JsonObject]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def respond(request: Request) -> Response:
         return JSONResponse(await compute(engine, await _body(request)))
@@ -84,7 +81,7 @@ def _route(
     return respond
 
 
-async def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+async def _tokenize(engine: TransformersEngine, body: Any) -> JsonObject:
     if isinstance(body, dict) and "messages" in body:
         chat = TokenizeChatRequest.read(body)
         tokens = (await read_prompt(engine, chat)).ids
@@ -103,7 +100,7 @@ async def _tokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
     }
 
 
-async def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
+async def _detokenize(engine: TransformersEngine, body: Any) -> JsonObject:
     request = DetokenizeRequest.read(body)
     resolve_adapter(engine, request.model)
     if any(not 0 <= token < engine.vocab_size for token in request.tokens):
@@ -112,7 +109,7 @@ async def _detokenize(engine: TransformersEngine, body: Any) -> dict[str, Any]:
 
 
 def _models_route(engine: TransformersEngine) -> Callable[[Request], Awaitable[Response]]:
-    def card(name: str, parent: str | None) -> dict[str, Any]:
+    def card(name: str, parent: str | None) -> JsonObject:
         return {
             "id": name,
             "object": "model",

@@ -24,6 +24,7 @@ from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import Vocabulary
 from raylight.engines.transformers.tools import MessagePiece
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 from raylight.types.request_fields import log_dropped
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ async def _grammar(engine: TransformersEngine, request: ChatRequest, prompt_end:
     )
 
 
-def _tags(engine: TransformersEngine, request: ChatRequest) -> dict[str, Any] | None:
+def _tags(engine: TransformersEngine, request: ChatRequest) -> JsonObject | None:
     """Return the structural tag of an answer that calls tools; None if the answer may be any text.
 
     Raises:
@@ -147,16 +148,16 @@ class _Choice:
     parser: MessageParser | HarmonyParser
     end_of_reasoning: str
     text: dict[str, str] = field(default_factory=lambda: {"reasoning": "", "content": ""})
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
     started: bool = False
     reasoning_tokens: int = 0
     """Tokens of the reasoning so far, with its markers."""
     thought: bool = False
     """True once the reasoning is finished."""
 
-    def delta(self, new: Increment, parallel: bool) -> dict[str, Any]:
+    def delta(self, new: Increment, parallel: bool) -> JsonObject:
         """Return the increment as the `delta` of a chunk."""
-        delta: dict[str, Any] = {} if self.started else {"role": "assistant", "content": ""}
+        delta: JsonObject = {} if self.started else {"role": "assistant", "content": ""}
         self.started = True
         for piece in self.parser.feed(new.text, new.reason is not None):
             if piece.call is None:
@@ -171,16 +172,16 @@ class _Choice:
             self.thought, self.reasoning_tokens = True, self.reader.count_until(self.end_of_reasoning)
         return delta
 
-    def _add_call(self, piece: MessagePiece, delta: dict[str, Any]) -> None:
+    def _add_call(self, piece: MessagePiece, delta: JsonObject) -> None:
         assert piece.call is not None
         message = piece.call.as_message_part()
         delta.setdefault("tool_calls", []).append({"index": len(self.calls), **message})
         self.calls.append(message)
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """Return the complete message."""
         content, reasoning = self.text["content"], self.text["reasoning"]
-        message: dict[str, Any] = {
+        message: JsonObject = {
             "role": "assistant",
             "content": content or (None if self.calls or reasoning else ""),
         }
@@ -223,7 +224,7 @@ class ChatReply:
         self._thinks = prompt_end is not None
         self._parallel = request.parallel_tool_calls is not False
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> JsonObject:
         await self.choices.end()
         body = {
             **self._envelope.fields(),
@@ -232,7 +233,7 @@ class ChatReply:
         }
         return body | ({"prompt_token_ids": self._prompt} if self._request.return_token_ids else {})
 
-    def _complete_choice(self, index: int) -> dict[str, Any]:
+    def _complete_choice(self, index: int) -> JsonObject:
         choice = self._choices[index]
         new = choice.reader.read()
         assert new is not None
@@ -245,7 +246,7 @@ class ChatReply:
             **self._ids(new),
         }
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[JsonObject]:
         request = self._request
         first = {"prompt_token_ids": self._prompt} if request.return_token_ids else {}
         async for _ in self.choices.progress():
@@ -258,7 +259,7 @@ class ChatReply:
         if request.includes_usage:
             yield {**self._envelope.fields(".chunk"), "choices": [], "usage": self._usage()}
 
-    def _chunk_choice(self, index: int, choice: _Choice) -> dict[str, Any] | None:
+    def _chunk_choice(self, index: int, choice: _Choice) -> JsonObject | None:
         """Return a choice's part of a chunk; None if there is nothing to send."""
         new = choice.reader.read()
         if new is None:
@@ -280,10 +281,10 @@ class ChatReply:
             **self._ids(new),
         }
 
-    def _ids(self, new: Increment) -> dict[str, Any]:
+    def _ids(self, new: Increment) -> JsonObject:
         return {"token_ids": new.ids} if self._request.return_token_ids else {}
 
-    def _logprobs(self, choice: _Choice, new: Increment) -> dict[str, Any] | None:
+    def _logprobs(self, choice: _Choice, new: Increment) -> JsonObject | None:
         if not self._request.logprobs:
             return None
         return {
@@ -291,7 +292,7 @@ class ChatReply:
             "refusal": None,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         counts = usage(self.choices.sequences, [self._prompt])
         if not self._thinks:
             return counts
@@ -299,10 +300,10 @@ class ChatReply:
         return counts | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
 
 
-def token_logprobs(sequence: Sequence, new: Increment, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+def token_logprobs(sequence: Sequence, new: Increment, vocabulary: Vocabulary) -> list[JsonObject]:
     """Return the log-probability of each new token, and of the most probable tokens at its position."""
 
-    def item(token: int, logprob: float) -> dict[str, Any]:
+    def item(token: int, logprob: float) -> JsonObject:
         word = vocabulary.word(token)
         return {"token": word, "logprob": finite(logprob), "bytes": list(word.encode())}
 

@@ -18,6 +18,7 @@ from raylight.engines.transformers.reply import (
 )
 from raylight.engines.transformers.requests import CompletionRequest
 from raylight.engines.transformers.sequence import Choices
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine
@@ -75,12 +76,12 @@ class CompletionReply:
         self._readers = [ChoiceReader(s, engine.vocabulary) for s in choices.sequences]
         self._offsets = [0] * len(self._readers)
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> JsonObject:
         await self.choices.end()
         choices = [self._choice(index, reader) for index, reader in enumerate(self._readers)]
         return {**self._envelope.fields(), "choices": choices, "usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[JsonObject]:
         async for _ in self.choices.progress():
             for index, reader in enumerate(self._readers):
                 choice = self._choice(index, reader)
@@ -90,13 +91,13 @@ class CompletionReply:
         if self._request.includes_usage:
             yield {**self._envelope.fields(), "choices": [], "usage": self._usage()}
 
-    def _choice(self, index: int, reader: ChoiceReader) -> dict[str, Any] | None:
+    def _choice(self, index: int, reader: ChoiceReader) -> JsonObject | None:
         """Return the new part of a choice; None if there is nothing to send."""
         new = reader.read()
         with_ids = self._request.return_token_ids
         if new is None or not (new.text or new.reason or with_ids or self._request.logprobs is not None):
             return None
-        choice: dict[str, Any] = {
+        choice: JsonObject = {
             "index": index,
             "text": new.text,
             "logprobs": self._logprobs(index, reader, new),
@@ -107,7 +108,7 @@ class CompletionReply:
             choice["prompt_token_ids"] = None if new.first else reader.sequence.sample.prompt_ids.tolist()
         return choice
 
-    def _logprobs(self, index: int, reader: ChoiceReader, new: Increment) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, reader: ChoiceReader, new: Increment) -> JsonObject | None:
         if self._request.logprobs is None:
             return None
         vocabulary, sequence = self._engine.vocabulary, reader.sequence

@@ -13,6 +13,7 @@ from raylight.engines.transformers.harmony import HARMONY_FORMAT, Harmony, Harmo
 from raylight.engines.transformers.text import overlap
 from raylight.engines.transformers.tools import FORMATS, MessagePiece, ToolCall, ToolFormat
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 PARSERS: dict[str, ToolFormat] = {**FORMATS, "harmony": HARMONY_FORMAT}
 """Values of the engine's argument `tool_parser` -> the format of tool calls."""
@@ -75,8 +76,8 @@ def find_style(
 
 
 def think_first(
-    structure: dict[str, Any], prompt_end: str, reasoning: ReasoningNotation = THINK
-) -> tuple[dict[str, Any], str]:
+    structure: JsonObject, prompt_end: str, reasoning: ReasoningNotation = THINK
+) -> tuple[JsonObject, str]:
     """Return the structural tag of an answer that may think before it has a structure, and an empty thought
     with all that may be between it and the structure.
 
@@ -95,7 +96,7 @@ def think_first(
         "content": {"type": "any_text"},
         "end": reasoning.close,
     }
-    first: dict[str, Any] = {
+    first: JsonObject = {
         "type": "sequence",
         "elements": [thought, {"type": "regex", "pattern": reasoning.gap}],
     }

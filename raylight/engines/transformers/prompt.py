@@ -10,6 +10,7 @@ from raylight.engines.transformers.requests import ChatMessage, ImagePart, Messa
 from raylight.errors import ImageError
 from raylight.http.errors import RequestError
 from raylight.images.image import Image, read_data_url
+from raylight.types import JsonObject
 from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of
 from raylight.types.images import PlacedImage
 
@@ -140,7 +141,7 @@ def encode(engine: TransformersEngine, text: str, add_special_tokens: bool) -> l
         raise RequestError(f"the text cannot be encoded: {error}") from error
 
 
-def _for_template(engine: TransformersEngine, message: ChatMessage) -> dict[str, Any]:
+def _for_template(engine: TransformersEngine, message: ChatMessage) -> JsonObject:
     """Convert a message for the template: content as one string, arguments of calls as mappings."""
     converted = message.model_dump(exclude_none=True)
     if message.role == "developer":
@@ -158,6 +159,6 @@ def _for_template(engine: TransformersEngine, message: ChatMessage) -> dict[str,
     return converted
 
 
-def _text_of(message: dict[str, Any]) -> str:
+def _text_of(message: JsonObject) -> str:
     content = message["content"]
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

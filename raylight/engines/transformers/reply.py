@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from raylight.engines.capture_context import CURRENT
 from raylight.engines.transformers.requests import SamplingBody
@@ -16,6 +16,7 @@ from raylight.engines.transformers.sequence import Choices, Sequence
 from raylight.engines.transformers.text import TextStream, Vocabulary
 from raylight.http.errors import RequestError, UnknownModelError
 from raylight.http.sse import sse_bytes
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.engine import TransformersEngine
@@ -31,11 +32,11 @@ class Reply(Protocol):
     streams: bool
     """True if the client asked for a stream."""
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> JsonObject:
         """Return the whole response, once it is complete."""
         ...
 
-    def events(self) -> AsyncIterator[dict[str, Any]]:
+    def events(self) -> AsyncIterator[JsonObject]:
         """Yield the response in chunks."""
         ...
 
@@ -108,7 +109,7 @@ class Envelope:
         name = capture.keys[0].call_id if capture and capture.keys else uuid.uuid4().hex
         self._id, self._kind, self._model, self._created = f"{prefix}-{name}", kind, model, int(time.time())
 
-    def fields(self, suffix: str = "") -> dict[str, Any]:
+    def fields(self, suffix: str = "") -> JsonObject:
         """Return the fields, with `suffix` added to the value of `object`."""
         return {"id": self._id, "object": self._kind + suffix, "created": self._created, "model": self._model}
 
@@ -141,7 +142,7 @@ def usage(sequences: list[Sequence], prompts: list[list[int]]) -> dict[str, int]
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def usage_field(request: SamplingBody, count: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def usage_field(request: SamplingBody, count: Callable[[], JsonObject]) -> JsonObject:
     """Return the field `usage` of a chunk with a choice, if its request asks for one.
 
     Args:
@@ -157,7 +158,7 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-async def sse(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def sse(events: AsyncIterator[JsonObject]) -> AsyncIterator[bytes]:
     """Encode chunks as server-sent events.
 
     An error becomes an event too, because the status has been sent already.

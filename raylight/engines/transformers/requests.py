@@ -12,6 +12,7 @@ from raylight.engines.transformers.sampling import SamplingParams
 from raylight.http.body import invalid_body, without_labels
 from raylight.http.bounds import check_bounds
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 from raylight.types.chat_messages import is_reasoning, reasoning_of
 from raylight.types.request_fields import log_dropped
 
@@ -51,7 +52,7 @@ class SampledStreamOptions(Body):
 
 class JsonSchema(Body):
     name: str
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -225,7 +226,7 @@ class ChatMessage(BaseModel):
 class ToolFunction(Body):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -250,7 +251,7 @@ class MessagesBody(Body):
     tools: list[FunctionTool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     reasoning_effort: str | None = None
 
     @property

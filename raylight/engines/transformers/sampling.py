@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raylight.engines.capture_context import CONSTRAINED
-from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW, IntArray
+from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW, IntArray, JsonObject
 
 History = tuple[IntArray, list[int]]
 """Prompt and output tokens of a row."""
@@ -64,7 +64,7 @@ class SamplingParams:
             or self.repetition_penalty != 1
         )
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return temperature, max_tokens, and all other parameters that differ from their defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "grammar"}
         defaults = vars(SamplingParams(self.max_tokens))

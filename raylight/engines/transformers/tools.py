@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from raylight.engines.transformers.schema_values import parse_json, typed_value
+from raylight.types import JsonObject
 
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
@@ -35,7 +36,7 @@ class ToolCall:
     arguments: str
     id: str = field(default_factory=new_id)
 
-    def as_message_part(self) -> dict[str, Any]:
+    def as_message_part(self) -> JsonObject:
         """Return the call as an entry of a chat message's `tool_calls`."""
         return {
             "id": self.id,
@@ -79,7 +80,7 @@ class ToolFormat(Protocol):
         """
         ...
 
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
+    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> JsonObject | None:
         """Return the structural tag of an answer whose calls fit their schemas; None if not supported.
 
         Args:
@@ -124,7 +125,7 @@ class Markers:
     def texts(self) -> tuple[str, ...]:
         return (self.open, self.close, *self.others)
 
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
+    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> JsonObject | None:
         if (tag := self.tag) is None:
             return None
         tags = [
@@ -136,7 +137,7 @@ class Markers:
             }
             for name, schema in tools.items()
         ]
-        calls: dict[str, Any] = {
+        calls: JsonObject = {
             "type": "tags_with_separator",
             "tags": tags,
             "separator": tag.separator,
@@ -198,7 +199,7 @@ class LlamaJson(JsonCalls):
             text = text[end:].lstrip().removeprefix(";").lstrip()
         return calls or None
 
-    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> dict[str, Any] | None:
+    def grammar(self, tools: Mapping[str, Any], required: bool, parallel: bool) -> JsonObject | None:
         if not required:
             return None
         calls = [

@@ -13,12 +13,13 @@ from typing import Any
 from raylight.config import EngineConfig
 from raylight.engines.families import Style, find_style
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 WORKER_EXTENSION = "raylight.engines.vllm.transfer_worker.TransferWorkerExtension"
 SCHEDULER = "raylight.engines.vllm.scheduler.recording_scheduler"
 LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution really sampled from; others cannot be trained on."""
-FIXED: dict[str, Any] = {
+FIXED: JsonObject = {
     "logprobs_mode": LOGPROBS_MODE,
     "worker_extension_cls": WORKER_EXTENSION,
     "enable_log_outputs": False,
@@ -58,7 +59,7 @@ ARGS_CLASSES = {
 """File of vLLM -> its dataclasses whose fields are arguments."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """vLLM's limits of the rank of adapters."""
-LORA_DEFAULTS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 64}
+LORA_DEFAULTS: JsonObject = {"enable_lora": True, "max_lora_rank": 64}
 UNKNOWN_CALLS = (
     "the model's tool calls stay text, because vLLM has no parser that is known to fit them: %s; set "
     "engine.args.tool_call_parser and enable_auto_tool_choice=True if one of vLLM's does"
@@ -152,7 +153,7 @@ def vllm_args(
     gpus: float,
     max_adapters: int,
     backend: str = "gloo",
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the arguments of vLLM's engine and frontend, without the model and its name.
 
     Args:
@@ -170,7 +171,7 @@ def vllm_args(
     check_args(args)
     config, style = AutoConfig.from_pretrained(path), model_style(path, args.get("chat_template"))
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    defaults: dict[str, Any] = {
+    defaults: JsonObject = {
         "dtype": dtype,
         "max_model_len": min(max_model_len, limit or max_model_len),
         "max_num_seqs": max_concurrent,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from raylight.config import EngineConfig, cpu_threads
 from raylight.engines.start_stages import VARIABLE as STAGES_VARIABLE
 from raylight.engines.vllm.args import runs_in_core, workers_per_replica
+from raylight.types import JsonObject
 
 CPU_CACHE_GIB = 1
 """Key-value cache of a CPU replica in GiB, unless `VLLM_CPU_KVCACHE_SPACE` is set."""
@@ -53,7 +53,7 @@ def place(config: EngineConfig) -> Placement:
     )
 
 
-def serve_options(config: EngineConfig, model_path: str) -> dict[str, Any]:
+def serve_options(config: EngineConfig, model_path: str) -> JsonObject:
     """Return Ray Serve's options of a deployment whose replicas run vLLM."""
     placement = place(config)
     return {

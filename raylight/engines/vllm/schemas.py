@@ -16,6 +16,7 @@ from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_
 
 from raylight.engines.grammar import Grammars
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 
 CHECKED = 4096
 """Schemas whose check is remembered."""
@@ -46,7 +47,7 @@ class SchemaCheck:
             if (problem := self._problems[key]) is not None:
                 raise RequestError(f"{field}: {problem}")
 
-    async def _find_problem(self, schema: dict[str, Any]) -> str | None:
+    async def _find_problem(self, schema: JsonObject) -> str | None:
         if has_xgrammar_unsupported_json_features(schema):
             return None  # vLLM constrains the answer with another library
         try:
@@ -58,7 +59,7 @@ class SchemaCheck:
         return None
 
 
-def constraining_schemas(body: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def constraining_schemas(body: Mapping[str, Any]) -> Iterator[tuple[str, JsonObject]]:
     """Yield the schemas that constrain an answer, each with its field."""
     formats = body.get("response_format"), body.get("structured_outputs")
     json_schema = formats[0].get("json_schema") if isinstance(formats[0], dict) else None

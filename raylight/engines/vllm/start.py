@@ -18,6 +18,7 @@ from raylight.engines.vllm.args import model_style, vllm_args
 from raylight.engines.vllm.cache_connectors import check_connectors
 from raylight.engines.vllm.engine import VllmEngine
 from raylight.engines.vllm.placement import Placement, environment, place
+from raylight.types import JsonObject
 from raylight.weights.transports import vllm_backend
 
 
@@ -82,7 +83,7 @@ def llm_config(
         env: environment of the workers.
     """
     runs_here = placement.actor_gpus > 0 or not any("GPU" in bundle for bundle in placement.bundles)
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "model_loading_config": {"model_id": model, "model_source": path},
         # Ray's kind "cpu" means: no Ray executor, and no task that looks at a GPU before the engine starts
         "accelerator_config": {"kind": "cpu"} if runs_here else None,

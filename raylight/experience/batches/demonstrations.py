@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from raylight.errors import DatasetError
+from raylight.types import JsonObject
 from raylight.types.chat_messages import is_reasoning, reasoning_fields, reasoning_of
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -29,8 +30,8 @@ class Demonstration:
         tools: tools as a request has them.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[JsonObject]
+    tools: list[JsonObject] = field(default_factory=list)
 
     @classmethod
     def parse(cls, value: Any, source: str) -> Self:
@@ -196,7 +197,7 @@ class _Template:
         self.source = source
         self._end = str(tokenizer.eos_token or "")
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, prompt: bool) -> str:
+    def render(self, messages: list[JsonObject], tools: list[JsonObject], *, prompt: bool) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -206,7 +207,7 @@ class _Template:
         except Exception as error:  # a template is the model authors' program and may raise anything
             raise DatasetError(f"{self.source}: the chat template rejects the messages: {error}") from error
 
-    def answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: str) -> str:
+    def answer(self, messages: list[JsonObject], tools: list[JsonObject], prompt: str) -> str:
         """Return the text that the model has to sample after the prompt, with the end token."""
         whole = self.render(messages, tools, prompt=False)
         if not whole.startswith(prompt):
@@ -233,7 +234,7 @@ class _Template:
                 )
         return text + end
 
-    def check_texts(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+    def check_texts(self, messages: list[JsonObject], tools: list[JsonObject]) -> None:
         """Reject texts with control tokens, which would end a turn or begin another one."""
         text = json.dumps([messages, tools], ensure_ascii=False)
         for token in getattr(self._tokenizer, "all_special_tokens", ()):
@@ -260,7 +261,7 @@ def _is_learned(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def _message(value: Any, source: str) -> dict[str, Any]:
+def _message(value: Any, source: str) -> JsonObject:
     """Return a message for the template: content as one string, the arguments of tool calls as dicts."""
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         roles = ", ".join(sorted(ROLES))
@@ -295,7 +296,7 @@ def _text(content: Any, source: str) -> str:
     return "\n".join(map(str, texts))
 
 
-def _call(call: Any, source: str) -> dict[str, Any]:
+def _call(call: Any, source: str) -> JsonObject:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DatasetError(

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
 
 from raylight.experience.batches.batch import BatchReport
 from raylight.experience.batches.lengths import count_by_length
 from raylight.experience.opponents import model_of_call
-from raylight.types import FinishedRollout, RolloutTokens, TokenTotals
+from raylight.types import FinishedRollout, JsonObject, RolloutTokens, TokenTotals
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,11 @@ class Ledger:
         """Return the metrics of tokens by model; none in a run with one model."""
         return {f"ledger/model/{name}": float(count) for name, count in sorted(self._models.items())}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Return the sums as plain JSON."""
         return asdict(self._taken) | {"lengths": dict(self._lengths), "models": dict(self._models)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Continue from the result of `state_dict`; an empty one is that of the first step."""
         sums = dict(state)
         self._lengths = Counter(sums.pop("lengths", {}))

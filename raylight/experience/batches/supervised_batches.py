@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from raylight.errors import ConfigError, RowTooLongError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.batches.demonstrations import DemonstrationRow
 from raylight.experience.batches.token_budgets import LongRows
-from raylight.types import IntArray, MaskArray, Trajectory
+from raylight.types import IntArray, JsonObject, MaskArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +136,7 @@ class SupervisedData:
     ) -> None:
         self.train, self.held_out, self.notes = list(train), list(held_out), list(notes)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> JsonObject:
         """Return the number of examples and a digest of their tokens, which a resumed run compares."""
         digest = hashlib.sha256()
         for example in self.train:
@@ -191,7 +190,7 @@ class BatchSchedule:
             self._epoch, self._current = epoch, self._batches(epoch)
         return self._current[step - 1 - self._first_steps[epoch]]
 
-    def fingerprint(self, step: int) -> dict[str, Any]:
+    def fingerprint(self, step: int) -> JsonObject:
         """Return the examples of a step in short; empty for step 0 and after the last one."""
         if not 0 < step <= self.steps:
             return {}

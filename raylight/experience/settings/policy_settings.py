@@ -17,6 +17,7 @@ from raylight.experience.settings import advantages, losses
 from raylight.experience.settings.advantages import ADVANTAGES, AnyAdvantage, BaselineKind, DivergenceKind
 from raylight.experience.settings.correction_settings import CorrectionSettings
 from raylight.experience.settings.losses import LOSSES, AnyLoss
+from raylight.types import JsonObject
 
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 KlType = Literal["k1", "k2", "k3"]
@@ -109,7 +110,7 @@ class ModelConfig(Config):
         return self
 
     @property
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self) -> JsonObject:
         """Settings of the update that differ from the algorithm's."""
         return self.model_dump(exclude={"adapter", "trained"}, exclude_none=True)
 

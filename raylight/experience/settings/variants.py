@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from raylight.base_config import Config
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 Function = Callable[..., Any]
 
@@ -121,7 +122,7 @@ class VariantTable:
         """Return the variant that a mapping of `nest` describes; anything else as it is."""
         return self.variant(value["name"])(**value) if isinstance(value, Mapping) else value
 
-    def nest(self, model: type[BaseModel], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    def nest(self, model: type[BaseModel], values: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
         """Move flat keys of a model's arguments into the variant that they belong to.
 
         A model may also declare flat keys as fields, whose defaults hold where the arguments have none. What
@@ -172,7 +173,7 @@ class VariantTable:
         flat = {key: value for key, value in given.items() if key in reads}
         return rest | {self.field: nested | flat | {"name": name}}, unread
 
-    def nested_form(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def nested_form(self, settings: Mapping[str, Any]) -> JsonObject:
         """Return an algorithm's resolved settings as they are today, if version 0.2 wrote them flat."""
         if not isinstance(settings.get(self.selector), str):
             return dict(settings)
@@ -187,7 +188,7 @@ class VariantTable:
         """The flat keys, that of the choice by name included."""
         return {*self._readers(), self.selector}
 
-    def _own_variant(self, model: type[BaseModel]) -> dict[str, Any]:
+    def _own_variant(self, model: type[BaseModel]) -> JsonObject:
         """Return the name of a model's default variant, and what it sets."""
         field = model.model_fields[self.field]
         default = field.get_default(call_default_factory=True)
@@ -195,7 +196,7 @@ class VariantTable:
             return {"name": names_of(field.annotation)[0]}  # type: ignore[arg-type]
         return {"name": default.name, **default.model_dump(exclude_unset=True)}
 
-    def _settings_of(self, given: Any) -> dict[str, Any]:
+    def _settings_of(self, given: Any) -> JsonObject:
         if given is None:
             return {}
         if isinstance(given, str):

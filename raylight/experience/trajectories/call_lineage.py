@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from raylight.experience.trajectories.call_relations import find_drift
 from raylight.experience.trajectories.off_policy import untrainable_parameters
 from raylight.experience.trajectories.row_rules import DEFAULT_RULES, RowRules, is_masked, trained_rows
 from raylight.experience.trajectories.trajectory import Relation, common_prefix
 from raylight.traces.trained_agents import filter_generations
-from raylight.types import CONTINUED, FinishedRollout, Generation, IntArray
+from raylight.types import CONTINUED, FinishedRollout, Generation, IntArray, JsonObject
 
 Origin: TypeAlias = Literal["prompt", "output", "new"]
 
@@ -53,7 +53,7 @@ class CallLineage:
     """First difference between the messages; empty if there is none."""
     segments: list[PromptSegment]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the lineage as JSON values."""
         values = {
             name: getattr(self, name) for name in ("number", "row", "trained", "kind", "related", "shared")

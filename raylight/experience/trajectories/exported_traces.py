@@ -11,9 +11,9 @@ from typing import Any
 from raylight.experience.trajectories.row_rules import DEFAULT_RULES, RowRules, learned_branches, learned_rows
 from raylight.experience.trajectories.trajectory import select_rows
 from raylight.semconv import CALL_ID, DIALECT, INPUT_MESSAGES, OUTPUT_MESSAGES, TOOL_DEFINITIONS
-from raylight.types import FinishedRollout, Trajectory
+from raylight.types import FinishedRollout, JsonObject, Trajectory
 
-Record = dict[str, Any]
+Record = JsonObject
 """A line of an export."""
 
 
@@ -29,9 +29,9 @@ class Conversation:
         row: tokens of the row.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[JsonObject]
     sampled: list[int]
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     row: Trajectory
 
     def to_json(self) -> Record:
@@ -129,7 +129,7 @@ def _conversation(row: Trajectory, spans: Sequence[Mapping[str, Any]]) -> Conver
     return Conversation(marked, sampled, json.loads(str(last.get(TOOL_DEFINITIONS) or "[]")), row)
 
 
-def _is_answer(messages: list[dict[str, Any]], place: int) -> bool:
+def _is_answer(messages: list[JsonObject], place: int) -> bool:
     return place < len(messages) and messages[place].get("role") == "assistant"
 
 

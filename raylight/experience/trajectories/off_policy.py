@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raylight.errors import OffPolicySamplingError
-from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW, Generation
+from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW, Generation, JsonObject
 
 OffPolicySampling = Literal["error", "mask"]
 NEUTRAL: dict[str, tuple[float, ...]] = {
@@ -30,7 +30,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 PENALTIES = frozenset(name for name in NEUTRAL if name.endswith("_penalty"))
 
 
-def off_policy_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def off_policy_parameters(sampling: Mapping[str, Any]) -> JsonObject:
     """Return the recorded sampling parameters that change the policy's distribution; empty for none.
 
     Temperature 0 is one of them: it takes the most probable token. A bias that bans tokens, or all others, is
@@ -55,7 +55,7 @@ def is_replayable(sampling: Mapping[str, Any]) -> bool:
     return bool(changed) and changed <= NEUTRAL.keys() and is_known
 
 
-def untrainable_parameters(call: Generation, replays: bool = True) -> dict[str, Any]:
+def untrainable_parameters(call: Generation, replays: bool = True) -> JsonObject:
     """Return the sampling parameters of a call for which its tokens cannot be trained; empty for none.
 
     Args:

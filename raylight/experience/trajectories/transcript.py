@@ -25,7 +25,7 @@ from raylight.traces.attributes import agent_of, response_id_of
 from raylight.traces.rewards import get_any_rewards
 from raylight.traces.span_tree import SpanTree
 from raylight.traces.trained_agents import AgentFilter
-from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, Rollout, Span
+from raylight.types import TRAINABLE_AGENTS, FinishedRollout, Generation, JsonObject, Rollout, Span
 
 MAX_VALUE_CHARS = 400
 """Characters of an attribute that a short transcript shows."""
@@ -48,7 +48,7 @@ def transcript(finished: FinishedRollout, *, full: bool = False, rules: RowRules
 
 def transcript_json(
     finished: FinishedRollout, *, full: bool = False, rules: RowRules = DEFAULT_RULES
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the calls of a rollout's latest attempt as JSON values, with its rewards and its failure.
 
     Args:
@@ -210,7 +210,7 @@ def _by_end(spans: Sequence[Span]) -> list[Span]:
     return [spans[index] for index in sorted(range(len(spans)), key=ends.__getitem__)]
 
 
-def _losses(rollout: Rollout) -> dict[str, Any]:
+def _losses(rollout: Rollout) -> JsonObject:
     """Return the counts of spans and rewards that the latest attempt recorded and that were not kept."""
     return (rollout.attempt.metadata if rollout.attempt else None) or {}
 
@@ -259,7 +259,7 @@ def _is_same_conversation(some: list[Any], others: list[Any]) -> bool:
     )
 
 
-def _message(message: dict[str, Any], indent: str) -> str:
+def _message(message: JsonObject, indent: str) -> str:
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else _parts(content)
     lines = f"[{message.get('role')}] {text}".rstrip().split("\n")

@@ -27,6 +27,7 @@ from raylight._utils.files import atomic_folder
 from raylight.engines.protocol import LoraAdapter
 from raylight.errors import ConfigError
 from raylight.learner.model.model_check import weight_files
+from raylight.types import JsonObject
 from raylight.weights.peft_files import missing_files, read_adapter
 from raylight.weights.source import WeightSource, base_model, gather
 
@@ -50,7 +51,7 @@ def gather_model(engine: Any) -> dict[str, torch.Tensor] | None:
     return weights or None
 
 
-def gather_adapter(engine: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+def gather_adapter(engine: Any) -> tuple[JsonObject, dict[str, torch.Tensor]] | None:
     """Return the adapter's configuration and float32 CPU weights, as in peft's files, on rank 0."""
     config = engine.module.peft_config["default"].to_dict()
     weights = {}

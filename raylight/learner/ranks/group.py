@@ -26,6 +26,7 @@ from raylight.learner.protocol import Learner, LearnerSettings
 from raylight.learner.ranks.actor import SENDING_GROUP, WATCHDOG_GROUP, WATCHDOG_THREADS, LearnerActor
 from raylight.learner.state.checkpoints import TrainingStates
 from raylight.learner.state.shared_storage import check_shared
+from raylight.types import JsonObject
 from raylight.weights.sender import PublicationSettings
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class LearnerGroup(Learner):
         await self._call("save", folder, found)
 
     async def save_state(
-        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+        self, url: str, step: int, metadata: JsonObject, keep: int, timeout_s: float
     ) -> None:
         """Copy the training state of a step; each rank writes its part."""
         await self.finish_saving(timeout_s)

@@ -16,6 +16,7 @@ from raylight.experience.batches.token_records import RowRecord
 from raylight.experience.settings.policy_settings import PolicySettings
 from raylight.learner.protocol import Learner, LearnerSettings
 from raylight.learner.state.checkpoints import TrainingStates
+from raylight.types import JsonObject
 
 if TYPE_CHECKING:
     from raylight.engines.transformers.trainable import TrainableEngine
@@ -119,7 +120,7 @@ class LocalLearner(Learner):
         await self._engine.run_between_steps(lambda: self._rank.save(folder))
 
     async def save_state(
-        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+        self, url: str, step: int, metadata: JsonObject, keep: int, timeout_s: float
     ) -> None:
         """Copy the training state of a step, and write it in the background, after the last one."""
         await self.finish_saving(timeout_s)

@@ -17,6 +17,7 @@ from raylight.learner.state import state, state_files
 from raylight.learner.state.checkpoints import BackgroundWriter, TrainingStates
 from raylight.learner.updates.policy_set import PolicySet
 from raylight.learner.updates.trained_model import TrainedModel
+from raylight.types import JsonObject
 
 WRITING_TIMEOUT = datetime.timedelta(days=1)
 """Longest wait of a rank that has written its part of a state for the others. `checkpoint.write_timeout_s`
@@ -71,7 +72,7 @@ class ModelRank:
                 weights.save_model(engine, str(Path(folder, name)), adapters.get(name))
 
     def save_state(
-        self, url: str, step: int, content: str, metadata: dict[str, Any], keep: int, timeout_s: float
+        self, url: str, step: int, content: str, metadata: JsonObject, keep: int, timeout_s: float
     ) -> None:
         """Copy this rank's part of the training state, and write it in the background.
 

@@ -14,6 +14,7 @@ from raylight.errors import ConfigError, TransferBrokenError, WeightSyncError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.learner.protocol import Learner
 from raylight.learner.state.checkpoints import TrainingStates
+from raylight.types import JsonObject
 from raylight.weights.client import call_coordinator, call_until_answered
 from raylight.weights.orders import Phase
 from raylight.weights.sender import PublicationSettings
@@ -78,7 +79,7 @@ class SimulatedLearner(Learner):
         await asyncio.to_thread(os.makedirs, folder, exist_ok=True)
 
     async def save_state(
-        self, url: str, step: int, metadata: dict[str, Any], keep: int, timeout_s: float
+        self, url: str, step: int, metadata: JsonObject, keep: int, timeout_s: float
     ) -> None:
         """Save the position of the run, from which it resumes."""
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
 from raylight._utils.disk import disk_errors
 from raylight._utils.files import sync_folder, write_atomic
 from raylight.errors import CheckpointError, ConfigError
+from raylight.types import JsonObject
 
 COMPLETE = "COMPLETE"
 CONTENT = "content"
@@ -58,7 +58,7 @@ class TrainingStates:
         """Return the steps with a complete state, in ascending order."""
         return [step for step in self._all_steps() if self._fs.exists(f"{self._folder(step)}/{COMPLETE}")]
 
-    def metadata(self, step: int) -> dict[str, Any]:
+    def metadata(self, step: int) -> JsonObject:
         """Return the metadata written with a state."""
         return {name: value for name, value in self._marker(step).items() if name != CONTENT}
 
@@ -105,7 +105,7 @@ class TrainingStates:
                 "permissions and free space, or choose another checkpoint.path"
             ) from error
 
-    def complete(self, step: int, metadata: dict[str, Any], content: str | None = None) -> None:
+    def complete(self, step: int, metadata: JsonObject, content: str | None = None) -> None:
         """Mark a state as complete, and remove a former state of this step and remains of interrupted writes.
 
         Args:
@@ -153,7 +153,7 @@ class TrainingStates:
             return []
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def _marker(self, step: int) -> dict[str, Any]:
+    def _marker(self, step: int) -> JsonObject:
         with self._fs.open(f"{self._folder(step)}/{COMPLETE}", "rb") as file:
             text = file.read()
         try:
@@ -172,7 +172,7 @@ class TrainingStates:
         if self._fs.exists(self._folder(step)):  # an object store has no empty folders
             self._fs.rm(self._folder(step), recursive=True)
 
-    def _write_marker(self, step: int, marker: dict[str, Any]) -> None:
+    def _write_marker(self, step: int, marker: JsonObject) -> None:
         """Write the marker atomically; an object store does so by itself."""
         path, text = f"{self._folder(step)}/{COMPLETE}", json.dumps(marker)
         if not self._local:

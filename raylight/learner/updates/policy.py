@@ -28,6 +28,7 @@ from raylight.learner.tokens.rows import (
 )
 from raylight.learner.updates.critic import Critic
 from raylight.learner.updates.trained_model import TrainedModel
+from raylight.types import JsonObject
 
 
 class Policy(TrainedModel):
@@ -67,11 +68,11 @@ class Policy(TrainedModel):
         if self._distiller is not None:
             self._distiller.load_images(files)
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> JsonObject:
         """Return the version, the KL coefficient, and the count of non-finite gradients."""
         return super().progress() | {"kl_coef": self._kl.adapted_coef}
 
-    def restore_progress(self, progress: dict[str, Any]) -> None:
+    def restore_progress(self, progress: JsonObject) -> None:
         """Continue from the numbers that `progress` returned."""
         super().restore_progress(progress)
         self._kl.restore(progress["kl_coef"])

@@ -17,6 +17,7 @@ from raylight.learner.model import weights
 from raylight.learner.model.engines import build_policy, build_reference, build_reward_model
 from raylight.learner.model.fsdp import RaylightEngine
 from raylight.learner.tokens.rows import TrainRow, make_probe_row
+from raylight.types import JsonObject
 
 
 class TrainedModel:
@@ -60,11 +61,11 @@ class TrainedModel:
         """The engines that are trained, by name."""
         return {"policy": self.engine}
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> JsonObject:
         """Return the numbers beside the tensors that training changes."""
         return {"version": self.version, "non_finite": self._gradients.consecutive}
 
-    def restore_progress(self, progress: dict[str, Any]) -> None:
+    def restore_progress(self, progress: JsonObject) -> None:
         """Continue from the numbers that `progress` returned."""
         self.version, self._gradients.consecutive = progress["version"], progress["non_finite"]
 
@@ -93,7 +94,7 @@ class TrainedModel:
         tensors = weights.gather_model(self.engine)
         return None if tensors is None else weights.copy_to_numpy(tensors)
 
-    def export_adapter(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    def export_adapter(self) -> tuple[JsonObject, dict[str, np.ndarray]] | None:
         """Return the adapter's peft configuration and float32 arrays by peft's names; rank 0 only."""
         adapter = weights.gather_adapter(self.engine)
         return None if adapter is None else (adapter[0], weights.copy_to_numpy(adapter[1]))

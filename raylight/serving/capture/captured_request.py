@@ -34,7 +34,7 @@ from raylight.serving.dialects.answers import Answer, AnswerReader, Choice
 from raylight.serving.dialects.registry import DIALECTS
 from raylight.serving.dialects.translate import ANSWER_ID
 from raylight.store.payloads import json_text
-from raylight.types import AUXILIARY, Attributes, CallKey, Generation, Span, TokenSets
+from raylight.types import AUXILIARY, Attributes, CallKey, Generation, JsonObject, Span, TokenSets
 from raylight.types.spans import TraceStatus
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ def records_of(
 def _generation(
     context: CaptureContext, key: CallKey, sample: Sample, model: str, end_time: float, delivered: bool
 ) -> Generation:
-    notes: dict[str, Any] = {OVERRIDDEN: dict(context.overridden)} if context.overridden else {}
+    notes: JsonObject = {OVERRIDDEN: dict(context.overridden)} if context.overridden else {}
     if context.requested_model is not None:
         notes[AUXILIARY] = context.requested_model
     lists: dict[str, Any] = {name: getattr(sample, name) for name in SAMPLED}

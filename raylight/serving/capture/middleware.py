@@ -43,7 +43,7 @@ from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect
 from raylight.serving.dialects.request_images import IMAGES_KEY, Images
 from raylight.serving.dialects.translate import DIALECT_KEY
 from raylight.store.reading import ChatTurn
-from raylight.types import DRIFTS, REPEATED, HistoryNote
+from raylight.types import DRIFTS, REPEATED, HistoryNote, JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class CaptureMiddleware:
         """
         if attempt in self._finished:
             raise AttemptFinishedError
-        headers, overridden = dict(scope["headers"]), dict[str, Any]()
+        headers, overridden = dict(scope["headers"]), JsonObject()
         if attempt.trains and self._training_temperature is not None:
             fields, overridden = override(request.fields, self._training_temperature)
             request = JsonRequest(fields, receive)
@@ -212,7 +212,7 @@ class CaptureMiddleware:
             self._recorder.close(captured.records(self._engine.model), files)
 
     def _context(
-        self, attempt: AttemptScope, scope: AsgiScope, body: dict[str, Any], overridden: dict[str, Any]
+        self, attempt: AttemptScope, scope: AsgiScope, body: JsonObject, overridden: JsonObject
     ) -> CaptureContext:
         """Return the context in which the engine samples for a request.
 
@@ -279,7 +279,7 @@ class CaptureMiddleware:
         return prompt.tokens
 
 
-def count_choices(body: dict[str, Any], chat: bool) -> int:
+def count_choices(body: JsonObject, chat: bool) -> int:
     """Return the number of choices that a request asks for, over all its prompts.
 
     Raises:
@@ -308,7 +308,7 @@ REMOVED = (*NEUTRAL, "seed")
 """Parameters that are removed. A seed would give all rollouts of a group the same random numbers."""
 
 
-def override(fields: dict[str, Any], temperature: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def override(fields: JsonObject, temperature: float) -> tuple[JsonObject, JsonObject]:
     """Return a request's fields with the training sampling, and the requested values that were replaced.
 
     The temperature is replaced, and `top_p`, `top_k`, `min_p`, penalties, biases that ban nothing and the
@@ -324,7 +324,7 @@ def override(fields: dict[str, Any], temperature: float) -> tuple[dict[str, Any]
     return kept | {"temperature": temperature}, replaced
 
 
-def _bias(fields: dict[str, Any]) -> dict[str, Any] | None:
+def _bias(fields: JsonObject) -> JsonObject | None:
     """Return the request's bias if it is well-formed; engines reject others."""
     bias = fields.get("logit_bias")
     well_formed = isinstance(bias, dict) and all(isinstance(value, int | float) for value in bias.values())

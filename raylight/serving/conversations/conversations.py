@@ -31,7 +31,7 @@ from raylight.serving.conversations.message_forms import (
 from raylight.serving.conversations.rendering import Renderer, UnsupportedTemplate
 from raylight.serving.conversations.rewrites import Rewrites
 from raylight.serving.conversations.turn_tree import Branches, Message, StoredTurn, TokenPrefix, prune
-from raylight.types import DRIFTS, HistoryNote, IntArray
+from raylight.types import DRIFTS, HistoryNote, IntArray, JsonObject
 
 if TYPE_CHECKING:
     from raylight.images.model_inputs import ModelImages
@@ -93,7 +93,7 @@ class SentConversation:
     """Digest of all inputs of the chat template beside the messages. The model's name is not part of it: a
     policy may be served under a new name (the next version of its adapter) and continue a conversation."""
     tools: Any
-    variables: dict[str, Any]
+    variables: JsonObject
     """Variables of the chat template."""
     problem: str = ""
     """Reason for which the request cannot be spliced."""
@@ -157,7 +157,7 @@ class Conversations:
         messages, tools = body.get("messages"), body.get("tools") or None
         problem, root = "", b""
         forms: list[MessageForm] = []
-        variables: dict[str, Any] = {}
+        variables: JsonObject = {}
         if _changes_prompt(body):
             problem = "the request has fields that change the prompt"
         else:
@@ -365,7 +365,7 @@ class Conversations:
         with suppress(ValueError):  # larger than the whole capacity
             self._attempts[_attempt_key(scope)] = attempt
 
-    def _variables(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _variables(self, body: Mapping[str, Any]) -> JsonObject:
         """Return the template's variables, with the same defaults as vLLM."""
         requested, effort = body.get("chat_template_kwargs") or {}, body.get("reasoning_effort")
         if effort is None:

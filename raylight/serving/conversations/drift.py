@@ -8,7 +8,7 @@ from typing import Any
 
 from raylight.serving.conversations.message_forms import MessageForm
 from raylight.serving.conversations.turn_tree import Branches, StoredTurn
-from raylight.types import DRIFTS, DriftKind, HistoryKind, HistoryNote
+from raylight.types import DRIFTS, DriftKind, HistoryKind, HistoryNote, JsonObject
 
 MAX_TURNS = 2000
 """Most stored turns in which a message is looked for."""
@@ -127,8 +127,8 @@ def _descendants(branches: Branches) -> Iterator[tuple[int, StoredTurn, StoredTu
         depth += 1
 
 
-def _by_name(tools: Any) -> dict[str, Any]:
-    named: dict[str, Any] = {}
+def _by_name(tools: Any) -> JsonObject:
+    named: JsonObject = {}
     for tool in tools if isinstance(tools, list) else []:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         named[str(function.get("name") if isinstance(function, dict) else tool)] = tool

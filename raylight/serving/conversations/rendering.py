@@ -19,12 +19,8 @@ from raylight.errors import ImageError
 from raylight.images.image import Image
 from raylight.images.messages import image_url_of, image_urls, recorded_digest
 from raylight.serving.conversations.message_forms import text_of
-from raylight.types.chat_messages import (
-    arguments_for_template,
-    reasoning_fields,
-    reasoning_of,
-    text_part,
-)
+from raylight.types import JsonObject
+from raylight.types.chat_messages import arguments_for_template, reasoning_fields, reasoning_of, text_part
 
 if TYPE_CHECKING:
     from raylight.images.model_inputs import ModelImages
@@ -57,7 +53,7 @@ MAX_SHAPES = 1000
 """Shapes whose verification is remembered."""
 NO_TURN_END = "the end of a turn with tool calls cannot be found in the rendered text"
 
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = JsonObject
 
 
 class UnsupportedTemplate(Exception):
@@ -87,7 +83,7 @@ class _TemplateInput:
     answer: Message
     new: list[Message]
     tools: Any
-    kwargs: dict[str, Any]
+    kwargs: JsonObject
     images: list[Image]
     """Images of the new messages, in order."""
 

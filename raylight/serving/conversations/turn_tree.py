@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from sys import getsizeof
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from raylight.serving.conversations.message_forms import MessageForm
-from raylight.types import HistoryNote, IntArray
+from raylight.types import HistoryNote, IntArray, JsonObject
 
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = JsonObject
 
 OVERHEAD = 1_000
 """Memory of a turn beside its text, its calls and its tokens, in bytes."""

@@ -60,6 +60,7 @@ from ray.serve.schema import LoggingConfig  # noqa: E402
 from raylight._utils.no_proxy import LOOPBACK  # noqa: E402
 from raylight.errors import EngineStartError  # noqa: E402
 from raylight.serving.deploy.ingress_host import ANY_HOST, Host, IngressPlan  # noqa: E402
+from raylight.types import JsonObject  # noqa: E402
 
 logger = logging.getLogger(__name__)
 START_LOST = ("Address already in use", "HAProxy crashed during startup")
@@ -187,7 +188,7 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def alive_nodes() -> list[dict[str, Any]]:
+def alive_nodes() -> list[JsonObject]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
@@ -205,7 +206,7 @@ def is_joinable() -> bool:
     return not started_here and head_node()["NodeManagerAddress"] not in LOOPBACK
 
 
-def head_node() -> dict[str, Any]:
+def head_node() -> JsonObject:
     """Return the head node: Serve's ingress always runs there."""
     nodes = alive_nodes()
     return next((node for node in nodes if "node:__internal_head__" in node["Resources"]), nodes[0])

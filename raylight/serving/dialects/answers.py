@@ -16,7 +16,9 @@ import msgspec
 
 from raylight.http.errors import RequestError
 from raylight.http.sse import SseReader
-from raylight.types.chat_messages import dicts_in, normalize_message, tool_call
+from raylight.types import JsonObject
+from raylight.types.chat_messages import normalize_message, tool_call
+from raylight.types.json_object import dicts_in
 
 DONE = "[DONE]"
 """Data of the last event of a stream."""
@@ -29,7 +31,7 @@ class Choice:
     """One choice: a message of chat, or a text of completions."""
 
     index: int
-    message: dict[str, Any] | None = None
+    message: JsonObject | None = None
     """The message as `normalize_message` returns it."""
     text: str | None = None
     finish_reason: str | None = None
@@ -124,7 +126,7 @@ class AnswerReader:
                 choice.text = (choice.text or "") + piece.text
 
 
-def _whole_choice(choice: dict[str, Any]) -> Choice:
+def _whole_choice(choice: JsonObject) -> Choice:
     message, text = choice.get("message"), choice.get("text")
     return Choice(
         _index_of(choice),
@@ -134,7 +136,7 @@ def _whole_choice(choice: dict[str, Any]) -> Choice:
     )
 
 
-def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+def _merge_delta(message: JsonObject, delta: JsonObject) -> None:
     """Add a delta to a message: texts are joined, tool calls merged by their index, other fields replaced."""
     for name, value in delta.items():
         if name == "tool_calls":
@@ -146,7 +148,7 @@ def _merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
             message[name] = value
 
 
-def _merge_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:
+def _merge_call(calls: list[JsonObject], piece: JsonObject) -> None:
     index = piece.get("index", len(calls))
     call = next((call for call in calls if call["index"] == index), None)
     if call is None:
@@ -181,7 +183,7 @@ def _decode_chunk(data: str) -> _Chunk | None:
     return None
 
 
-def _decode(data: str | bytes) -> dict[str, Any]:
+def _decode(data: str | bytes) -> JsonObject:
     """Decode a JSON object; anything else, such as an answer that was cut, becomes an empty one."""
     try:
         decoded = decode_json(data)
@@ -190,11 +192,11 @@ def _decode(data: str | bytes) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-def _index_of(choice: dict[str, Any]) -> int:
+def _index_of(choice: JsonObject) -> int:
     return index if isinstance(index := choice.get("index"), int) else 0
 
 
-def _id_of(answer: dict[str, Any]) -> str | None:
+def _id_of(answer: JsonObject) -> str | None:
     return found if isinstance(found := answer.get("id"), str) else None
 
 
@@ -228,9 +230,9 @@ class Turn:
     finish_reason: str | None = None
     stop_word: str | None = None
     """The stop word that ended the turn, if the engine names it."""
-    usage: dict[str, Any] = field(default_factory=dict)
+    usage: JsonObject = field(default_factory=dict)
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """Return the turn as a chat message that a later request can send back."""
         calls = [
             tool_call(block.call_id, block.name, block.text) for block in self.blocks if block.kind == "call"
@@ -294,7 +296,7 @@ class BlockReader:
         self._call_index: int | None = None
         self._held_back: list[tuple[BlockKind, str]] = []
 
-    def feed(self, chunk: dict[str, Any]) -> list[Step]:
+    def feed(self, chunk: JsonObject) -> list[Step]:
         """Return the steps of a chunk.
 
         Raises:
@@ -310,7 +312,7 @@ class BlockReader:
         """Return the steps at the end of the answer."""
         return list(self._stop())
 
-    def _read_choice(self, choice: dict[str, Any]) -> Iterator[Step]:
+    def _read_choice(self, choice: JsonObject) -> Iterator[Step]:
         delta = choice.get("delta") or {}
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
             yield from self._add_text("reasoning", reasoning)
@@ -329,7 +331,7 @@ class BlockReader:
             yield self._start(kind)
         yield self._grow(text)
 
-    def _add_call_piece(self, piece: dict[str, Any]) -> Iterator[Step]:
+    def _add_call_piece(self, piece: JsonObject) -> Iterator[Step]:
         index, function = piece["index"], piece.get("function") or {}
         if self._call_index is None or index > self._call_index:
             yield from self._stop()
@@ -360,7 +362,7 @@ class BlockReader:
                 yield from self._add_text(kind, text)
 
 
-def read_turn(answer: dict[str, Any]) -> Turn:
+def read_turn(answer: JsonObject) -> Turn:
     """Return the turn of a whole chat answer, which is read as a stream of one chunk.
 
     Raises:
@@ -378,14 +380,14 @@ def read_turn(answer: dict[str, Any]) -> Turn:
     return reader.turn
 
 
-def _read_head(turn: Turn, answer: dict[str, Any]) -> None:
+def _read_head(turn: Turn, answer: JsonObject) -> None:
     turn.id = turn.id or str(answer["id"]).removeprefix("chatcmpl-")
     turn.model = turn.model or answer["model"]
     turn.created = turn.created or int(answer.get("created") or 0)
     turn.usage = answer.get("usage") or turn.usage
 
 
-def _read_end(turn: Turn, choice: dict[str, Any]) -> None:
+def _read_end(turn: Turn, choice: JsonObject) -> None:
     turn.finish_reason = choice.get("finish_reason") or turn.finish_reason
     if isinstance(word := choice.get("stop_reason"), str):
         turn.stop_word = word

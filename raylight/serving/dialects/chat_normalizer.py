@@ -17,6 +17,7 @@ from jinja2 import TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from raylight.http.errors import RequestError
+from raylight.types import JsonObject
 from raylight.types.request_fields import log_dropped
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -214,7 +215,7 @@ def _is_system(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "system"
 
 
-def _text(message: dict[str, Any]) -> str:
+def _text(message: JsonObject) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
@@ -257,7 +258,7 @@ class ChatNormalizer:
         self._system = None if tokenizer is None else SystemMessages(tokenizer)
         self._read = _variables(template or "")
 
-    def normalize(self, body: dict[str, Any], client_name: Callable[[str], str] = str) -> dict[str, Any]:
+    def normalize(self, body: JsonObject, client_name: Callable[[str], str] = str) -> JsonObject:
         """Return a request in normal form; the same object if it is in it already.
 
         Args:
@@ -275,7 +276,7 @@ class ChatNormalizer:
             body = body if messages is body.get("messages") else body | {"messages": messages}
         return body if self._template is None else self._resolve_hints(body, client_name)
 
-    def _resolve_hints(self, body: dict[str, Any], client_name: Callable[[str], str]) -> dict[str, Any]:
+    def _resolve_hints(self, body: JsonObject, client_name: Callable[[str], str]) -> JsonObject:
         given = body.get("chat_template_kwargs")
         variables = dict(given) if isinstance(given, dict) else {}
         if HINTS.isdisjoint(body) and "enable_thinking" not in variables:
@@ -303,7 +304,7 @@ class ChatNormalizer:
             kept.pop("chat_template_kwargs")
         return kept | ({"chat_template_kwargs": variables} if variables else {})
 
-    def _set(self, variables: dict[str, Any], names: tuple[str, ...], value: Any) -> bool:
+    def _set(self, variables: JsonObject, names: tuple[str, ...], value: Any) -> bool:
         """Set the first of some variables that the template reads; return False if it reads none of them."""
         name = next((name for name in names if name in self._read), None)
         if name is not None:
@@ -327,7 +328,7 @@ def _is_hint(name: str, value: Any) -> bool:
     return name in HINTS and (value is None or isinstance(value, forms.get(name, object)))
 
 
-def _efforts(body: Mapping[str, Any]) -> dict[str, Any]:
+def _efforts(body: Mapping[str, Any]) -> JsonObject:
     """Return the efforts of reasoning that a request asks for; None if its `reasoning` names none."""
     efforts = {}
     if body.get("reasoning_effort") is not None:
@@ -370,7 +371,7 @@ def _without_cache_hints(value: Any, places: Places) -> Any:
     return {name: entry for name, entry in (value | inner).items() if name != CACHE_HINT}
 
 
-def _resolve_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
+def _resolve_allowed_tools(body: JsonObject) -> JsonObject:
     """Return a request whose `tool_choice` of type `allowed_tools` has become its tools and a mode.
 
     Raises:
@@ -397,7 +398,7 @@ def _resolve_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "tools": kept, "tool_choice": allowed["mode"]}
 
 
-def _without_empty_tools(body: dict[str, Any]) -> dict[str, Any]:
+def _without_empty_tools(body: JsonObject) -> JsonObject:
     if body.get("tools"):
         return body
     empty = ("tools", "tool_choice") if body.get("tool_choice") in ("auto", "none") else ("tools",)

@@ -11,10 +11,11 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import CONTEXT_LENGTH, RequestError, error_body
+from raylight.types import JsonObject
 
 MessageSource = Mapping[str, str]
 """Paths in the agent's request by paths within one chat message: "" is the message, "content[0]" a part."""
@@ -84,7 +85,7 @@ def _begins(path: str, name: str) -> bool:
     return path.startswith(name) and (not name or path[len(name) : len(name) + 1] in ("", ".", "["))
 
 
-Event = dict[str, Any]
+Event = JsonObject
 """Data of a server-sent event. Its `type`, if it has one, becomes the name of the event."""
 
 
@@ -98,7 +99,7 @@ class AnswerStream(ABC):
     answer_id: str = ""
 
     @abstractmethod
-    def feed(self, chunk: dict[str, Any]) -> list[Event]:
+    def feed(self, chunk: JsonObject) -> list[Event]:
         """Return the events of a chunk.
 
         Raises:
@@ -137,12 +138,12 @@ class Translation(ABC):
     engine_path: ClassVar[str] = "/v1/chat/completions"
     dropped_tools: Sequence[str] = ()
 
-    def __init__(self, engine_request: dict[str, Any], field_names: FieldNames | None = None) -> None:
+    def __init__(self, engine_request: JsonObject, field_names: FieldNames | None = None) -> None:
         self.engine_request = engine_request
         self.field_names = field_names or FieldNames({})
 
     @abstractmethod
-    def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def write_answer(self, answer: JsonObject) -> JsonObject:
         """Return the dialect's answer for the engine's.
 
         Raises:
@@ -185,7 +186,7 @@ class Dialect(ABC):
             raise TypeError(f"dialect {cls.__name__} does not define {' and '.join(missing)}")
 
     @abstractmethod
-    def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+    def translate(self, path: str, body: JsonObject, scope: AttemptScope | None) -> Translation:
         """Translate a request to one of the dialect's routes.
 
         Args:
@@ -197,7 +198,7 @@ class Dialect(ABC):
         """
 
     @classmethod
-    def error_body(cls, error: RequestError) -> dict[str, Any]:
+    def error_body(cls, error: RequestError) -> JsonObject:
         """Return the body of an error answer; by default in the shape of OpenAI.
 
         The gateway sets its `request_id`, if it has one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from raylight.engines.capture_context import AttemptScope
 from raylight.http.errors import CONTEXT_LENGTH, KINDS, RequestError, anthropic_message
@@ -17,6 +17,7 @@ from raylight.serving.dialects.messages_request import (
     provider_tools,
     sign,
 )
+from raylight.types import JsonObject
 from raylight.types.chat_messages import INVALID_JSON
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -47,7 +48,7 @@ class MessagesDialect(Dialect):
     id_prefix = "msg_"
     error_statuses: ClassVar[Mapping[int, int]] = {503: 529}
 
-    def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+    def translate(self, path: str, body: JsonObject, scope: AttemptScope | None) -> Translation:
         if body.get("thread") is not None:
             raise RequestError(
                 "thread: this endpoint holds no conversations; send all messages of the conversation in each "
@@ -63,7 +64,7 @@ class MessagesDialect(Dialect):
         return translation
 
     @classmethod
-    def error_body(cls, error: RequestError) -> dict[str, Any]:
+    def error_body(cls, error: RequestError) -> JsonObject:
         default = "invalid_request_error" if error.status < 500 else "api_error"
         too_long = error.code == CONTEXT_LENGTH
         message = anthropic_message(error.message) if too_long else error.message
@@ -78,7 +79,7 @@ class MessagesDialect(Dialect):
 class MessagesTranslation(Translation):
     """A request to `/v1/messages`."""
 
-    def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def write_answer(self, answer: JsonObject) -> JsonObject:
         turn = read_turn(answer)
         content = [_content_block(block, _input(block.text)) for block in turn.blocks]
         return _message(turn) | {"content": content, "usage": _usage(turn)} | _stop(turn)
@@ -92,7 +93,7 @@ class TokenCount(Translation):
 
     engine_path = "/tokenize"
 
-    def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def write_answer(self, answer: JsonObject) -> JsonObject:
         if not isinstance(answer.get("count"), int):
             raise RequestError("the engine's answer has no count of tokens", 502)
         return {"input_tokens": answer["count"]}
@@ -108,7 +109,7 @@ class MessagesStream(AnswerStream):
         self._reader = BlockReader()
         self._started = False
 
-    def feed(self, chunk: dict[str, Any]) -> list[Event]:
+    def feed(self, chunk: JsonObject) -> list[Event]:
         steps = self._reader.feed(chunk)
         start = [] if self._started else [self._start()]
         self._started = True
@@ -126,7 +127,7 @@ class MessagesStream(AnswerStream):
 
     def _start(self) -> Event:
         turn = self._reader.turn
-        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        empty: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
         return {"type": "message_start", "message": _message(turn) | empty | {"usage": _usage(turn)}}
 
 
@@ -148,12 +149,12 @@ def _signature_delta(block: Block) -> list[Event]:
     return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
 
 
-def _message(turn: Turn) -> dict[str, Any]:
+def _message(turn: Turn) -> JsonObject:
     """Return the fields of a message that do not depend on its content."""
     return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": turn.model}
 
 
-def _content_block(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
+def _content_block(block: Block, arguments: JsonObject) -> JsonObject:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
@@ -165,7 +166,7 @@ def _content_block(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def _input(arguments: str) -> JsonObject:
     """Decode the arguments of a call.
 
     Text that is no JSON object is kept verbatim, so that the next turn can quote it.
@@ -177,7 +178,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return decoded if isinstance(decoded, dict) else {INVALID_JSON: arguments}
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
+def _usage(turn: Turn) -> JsonObject:
     """Return counts of tokens. As in Anthropic's API, tokens from the prefix cache count separately."""
     cached = turn.cached_tokens
     return {
@@ -189,7 +190,7 @@ def _usage(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _stop(turn: Turn) -> dict[str, Any]:
+def _stop(turn: Turn) -> JsonObject:
     """Return the stop reason of a complete turn.
 
     Raises:

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, mod
 from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
 from raylight.serving.dialects.dialect import FieldNames, MessageSource
+from raylight.types import JsonObject
 from raylight.types.chat_messages import (
     INVALID_JSON,
     image_part,
@@ -53,7 +54,7 @@ class CacheableBlock(RequestModel):
 class MessagesTool(CacheableBlock):
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     type: Literal["custom"] = "custom"
     strict: bool | None = None
     eager_input_streaming: bool | None = None
@@ -115,9 +116,9 @@ def given_tools(
     }
 
 
-def as_function(tool: MessagesTool) -> dict[str, Any]:
+def as_function(tool: MessagesTool) -> JsonObject:
     """Return a tool as one of a chat request."""
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
     if tool.strict is not None:
@@ -221,7 +222,7 @@ class ToolUseBlock(CacheableBlock):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
     caller: DirectCaller | None = None
 
 
@@ -299,7 +300,7 @@ class OtherThinking(RequestModel):
 
 class JsonFormat(RequestModel):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(RequestModel):
@@ -324,9 +325,9 @@ class CountTokensRequest(RequestModel):
     cache_control: Any = None
     context_management: Any = None
 
-    def to_chat(self) -> dict[str, Any]:
+    def to_chat(self) -> JsonObject:
         """Return the fields of a chat request that make the same prompt."""
-        chat: dict[str, Any] = {"model": self.model, "messages": [chat for chat, _ in self._messages()]}
+        chat: JsonObject = {"model": self.model, "messages": [chat for chat, _ in self._messages()]}
         if tools := self._given_tools():
             chat["tools"] = [as_function(tool) for tool in tools.values()]
         if self.thinking:
@@ -361,7 +362,7 @@ class CountTokensRequest(RequestModel):
     def _sources(self) -> list[MessageSource]:
         return [source for _, source in self._messages()]
 
-    def _messages(self) -> list[tuple[dict[str, Any], MessageSource]]:
+    def _messages(self) -> list[tuple[JsonObject, MessageSource]]:
         """Return the messages of the chat request, each with its source in this request."""
         system = [(_system_message(self.system), {"": "system"})] if self.system else []
         numbered = enumerate(self.messages)
@@ -389,7 +390,7 @@ class MessagesRequest(CountTokensRequest):
         }
         return FieldNames(names | self._tool_paths(), self._sources)
 
-    def to_chat(self) -> dict[str, Any]:
+    def to_chat(self) -> JsonObject:
         """Return the chat request.
 
         Raises:
@@ -421,7 +422,7 @@ class MessagesRequest(CountTokensRequest):
         return chat
 
 
-def _tool_choice(choice: AnyToolChoice | NamedToolChoice | NoToolChoice | None) -> dict[str, Any]:
+def _tool_choice(choice: AnyToolChoice | NamedToolChoice | NoToolChoice | None) -> JsonObject:
     if choice is None:
         return {}
     if isinstance(choice, NoToolChoice):
@@ -434,7 +435,7 @@ def _tool_choice(choice: AnyToolChoice | NamedToolChoice | NoToolChoice | None) 
 
 def _to_chat(
     message: UserMessage | AssistantMessage | SystemMessage, path: str
-) -> list[tuple[dict[str, Any], MessageSource]]:
+) -> list[tuple[JsonObject, MessageSource]]:
     if isinstance(message, UserMessage):
         return _user_to_chat(message, path)
     if isinstance(message, AssistantMessage):
@@ -442,14 +443,14 @@ def _to_chat(
     return [(_system_message(message.content), {"": path})]
 
 
-def _system_message(texts: list[TextBlock]) -> dict[str, Any]:
+def _system_message(texts: list[TextBlock]) -> JsonObject:
     return {"role": "system", "content": "\n".join(block.text for block in texts)}
 
 
-def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any], MessageSource]]:
+def _user_to_chat(message: UserMessage, path: str) -> list[tuple[JsonObject, MessageSource]]:
     """Translate a user's message. Each tool result becomes a message, before all other blocks."""
-    results: list[tuple[dict[str, Any], MessageSource]] = []
-    others: list[tuple[dict[str, Any], str]] = []
+    results: list[tuple[JsonObject, MessageSource]] = []
+    others: list[tuple[JsonObject, str]] = []
     for index, block in enumerate(message.content):
         place = f"{path}.content[{index}]"
         if isinstance(block, ToolResultBlock):
@@ -463,14 +464,14 @@ def _user_to_chat(message: UserMessage, path: str) -> list[tuple[dict[str, Any],
     return [*results, (user, {"": path} | places)]
 
 
-def _result_to_chat(block: ToolResultBlock, place: str) -> tuple[dict[str, Any], MessageSource]:
+def _result_to_chat(block: ToolResultBlock, place: str) -> tuple[JsonObject, MessageSource]:
     content = join_parts([_part(part) for part in block.content])
     if block.is_error:
         content = f"Error: {content}" if isinstance(content, str) else [*content, text_part("(an error)")]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}, {"": place}
 
 
-def _part(block: TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock) -> dict[str, Any]:
+def _part(block: TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock) -> JsonObject:
     if isinstance(block, TextBlock | DocumentBlock):
         return text_part(block.text)
     if isinstance(block, ToolReferenceBlock):
@@ -481,7 +482,7 @@ def _part(block: TextBlock | ImageBlock | DocumentBlock | ToolReferenceBlock) ->
     return image_part(f"data:{source.media_type};base64,{source.data}")
 
 
-def _assistant_to_chat(message: AssistantMessage, path: str) -> tuple[dict[str, Any], MessageSource]:
+def _assistant_to_chat(message: AssistantMessage, path: str) -> tuple[JsonObject, MessageSource]:
     blocks = message.content
     numbered = [(i, block) for i, block in enumerate(blocks) if isinstance(block, ToolUseBlock)]
     calls = [tool_call(block.id, block.name, _arguments(block.input)) for _, block in numbered]
@@ -492,7 +493,7 @@ def _assistant_to_chat(message: AssistantMessage, path: str) -> tuple[dict[str, 
     return normalize_message(chat), {"": path} | places
 
 
-def _arguments(value: dict[str, Any]) -> str:
+def _arguments(value: JsonObject) -> str:
     """Return the arguments of a call as the model wrote them."""
     if list(value) == [INVALID_JSON] and isinstance(value[INVALID_JSON], str):
         return value[INVALID_JSON]

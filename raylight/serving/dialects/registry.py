@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from raylight.engines.capture_context import AttemptScope
 from raylight.semconv import CHAT_SPAN, COMPLETION_SPAN
 from raylight.serving.dialects.dialect import Dialect, Translation
 from raylight.serving.dialects.messages import MessagesDialect
 from raylight.serving.dialects.responses import ResponsesDialect
+from raylight.types import JsonObject
 
 
 class NativeDialect(Dialect):
@@ -16,7 +15,7 @@ class NativeDialect(Dialect):
 
     native = True
 
-    def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+    def translate(self, path: str, body: JsonObject, scope: AttemptScope | None) -> Translation:
         raise NotImplementedError(f"requests to {path} go to the engine untranslated")
 
 

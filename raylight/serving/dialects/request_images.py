@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -20,6 +19,7 @@ from raylight.http.request import JsonRequest, json_request
 from raylight.images.image import LIMITS, Image, ImageLimits, kept_image, read_data_url, unread_image
 from raylight.images.messages import image_urls, recorded_digest, recorded_url, replace_urls
 from raylight.images.urls import ImageFetcher
+from raylight.types import JsonObject
 
 IMAGES_KEY = "raylight.images"
 """Key of the ASGI scope that holds the images of a request, by digest."""
@@ -49,7 +49,7 @@ class ImageReader:
         self._fetcher = fetcher
         self._is_remote = is_remote
 
-    async def take(self, body: dict[str, Any]) -> tuple[dict[str, Any], Images]:
+    async def take(self, body: JsonObject) -> tuple[JsonObject, Images]:
         """Return a chat request with digests in place of its images' URLs, and the images.
 
         Raises:

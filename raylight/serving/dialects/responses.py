@@ -21,6 +21,7 @@ from raylight.serving.dialects.responses_request import (
     custom_input,
     item_id,
 )
+from raylight.types import JsonObject
 
 TEXT_NAMES = {
     "text": "output_text",
@@ -52,7 +53,7 @@ class ResponsesDialect(Dialect):
     def __init__(self, history: ResponseHistory | None = None) -> None:
         self._history = history or ResponseHistory()
 
-    def translate(self, path: str, body: dict[str, Any], scope: AttemptScope | None) -> Translation:
+    def translate(self, path: str, body: JsonObject, scope: AttemptScope | None) -> Translation:
         request = ResponsesRequest.read(self._history.resolve_references(scope, body))
         return ResponsesTranslation(request, self._history, scope)
 
@@ -85,13 +86,13 @@ class ResponsesTranslation(Translation):
         self.model = str(chat.get("model", ""))
         super().__init__(chat, request.field_names(len(earlier), self.tools))
 
-    def write_answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+    def write_answer(self, answer: JsonObject) -> JsonObject:
         return self.complete(read_turn(answer))
 
     def start_stream(self) -> ResponsesStream:
         return ResponsesStream(self)
 
-    def complete(self, turn: Turn) -> dict[str, Any]:
+    def complete(self, turn: Turn) -> JsonObject:
         """Return the response of a complete turn, and remember it unless the request forbids that.
 
         Raises:
@@ -110,7 +111,7 @@ class ResponsesTranslation(Translation):
             self._history.remember_items(self._scope, response["output"])
         return response
 
-    def response(self, turn: Turn, status: str) -> dict[str, Any]:
+    def response(self, turn: Turn, status: str) -> JsonObject:
         """Return a response without output."""
         head = {
             "id": f"resp_{turn.id}",
@@ -119,7 +120,7 @@ class ResponsesTranslation(Translation):
             "model": turn.model,
             "status": status,
         }
-        empty: dict[str, Any] = {"output": [], "error": None, "incomplete_details": None, "usage": None}
+        empty: JsonObject = {"output": [], "error": None, "incomplete_details": None, "usage": None}
         return head | empty | self._request.echo()
 
 
@@ -131,7 +132,7 @@ class ResponsesStream(AnswerStream):
         self._reader = BlockReader()
         self._sequence_number = 0
 
-    def feed(self, chunk: dict[str, Any]) -> list[Event]:
+    def feed(self, chunk: JsonObject) -> list[Event]:
         steps = self._reader.feed(chunk)
         return [*self._start(), *(event for step in steps for event in self._events(step))]
 
@@ -173,10 +174,10 @@ class ResponsesStream(AnswerStream):
     def _events(self, step: Step) -> list[Event]:
         turn, block, tools = self._reader.turn, step.block, self._translation.tools
         kind, is_call = _kind(tools, block), block.kind == "call"
-        position: dict[str, Any] = {"output_index": block.index, "item_id": _id_of(turn, block, kind)}
+        position: JsonObject = {"output_index": block.index, "item_id": _id_of(turn, block, kind)}
         if not is_call:
             position["content_index"] = 0
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        logprobs: JsonObject = {"logprobs": []} if block.kind == "text" else {}
         text, part = f"response.{TEXT_NAMES[kind]}", "response.content_part"
         if step.kind == "delta":
             if kind == "custom":  # its input is a part of the arguments, and known at their end
@@ -219,7 +220,7 @@ def _id_of(turn: Turn, block: Block, kind: str) -> str:
     return item_id(ID_PREFIXES[kind], turn.id, block.index)
 
 
-def _item(tools: GivenTools, turn: Turn, block: Block, status: str) -> dict[str, Any]:
+def _item(tools: GivenTools, turn: Turn, block: Block, status: str) -> JsonObject:
     """Return the output item of a block."""
     head = {"id": _id_of(turn, block, _kind(tools, block)), "status": status}
     if block.kind == "call":
@@ -237,7 +238,7 @@ def _item(tools: GivenTools, turn: Turn, block: Block, status: str) -> dict[str,
     return head | {"type": "message", "role": "assistant", "content": [text]}
 
 
-def _usage(turn: Turn) -> dict[str, Any]:
+def _usage(turn: Turn) -> JsonObject:
     return {
         "input_tokens": turn.prompt_tokens,
         "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
@@ -258,25 +259,25 @@ class ResponseHistory:
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._conversations: LRUCache[tuple[AttemptScope | None, str], list[dict[str, Any]]] = LRUCache(
+        self._conversations: LRUCache[tuple[AttemptScope | None, str], list[JsonObject]] = LRUCache(
             capacity, getsizeof=_size
         )
-        self._items: LRUCache[tuple[AttemptScope | None, str], dict[str, Any]] = LRUCache(
+        self._items: LRUCache[tuple[AttemptScope | None, str], JsonObject] = LRUCache(
             capacity, getsizeof=_size
         )
 
-    def remember(self, scope: AttemptScope | None, response_id: str, messages: list[dict[str, Any]]) -> None:
+    def remember(self, scope: AttemptScope | None, response_id: str, messages: list[JsonObject]) -> None:
         """Keep the chat messages up to a response, without instructions, which hold for one request only."""
         with suppress(ValueError):  # one conversation is larger than the cache
             self._conversations[scope, response_id] = messages
 
-    def remember_items(self, scope: AttemptScope | None, items: list[dict[str, Any]]) -> None:
+    def remember_items(self, scope: AttemptScope | None, items: list[JsonObject]) -> None:
         """Keep the output items of a response."""
         for item in items:
             with suppress(ValueError):  # one item is larger than the cache
                 self._items[scope, item["id"]] = item
 
-    def find(self, scope: AttemptScope | None, response_id: str) -> list[dict[str, Any]]:
+    def find(self, scope: AttemptScope | None, response_id: str) -> list[JsonObject]:
         """Return the messages up to a response.
 
         Raises:
@@ -288,7 +289,7 @@ class ResponseHistory:
             error = _missing("previous_response_id", f"response {response_id!r:.200}")
             raise RequestError(error, code="previous_response_not_found") from None
 
-    def resolve_references(self, scope: AttemptScope | None, body: dict[str, Any]) -> dict[str, Any]:
+    def resolve_references(self, scope: AttemptScope | None, body: JsonObject) -> JsonObject:
         """Return a request in whose input earlier items stand for the references to them.
 
         Raises:

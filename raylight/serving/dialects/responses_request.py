@@ -27,13 +27,8 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from raylight.http.body import RequestModel
 from raylight.http.errors import RequestError
 from raylight.serving.dialects.dialect import FieldNames, MessageSource
-from raylight.types.chat_messages import (
-    image_part,
-    join_parts,
-    normalize_message,
-    text_part,
-    tool_call,
-)
+from raylight.types import JsonObject
+from raylight.types.chat_messages import image_part, join_parts, normalize_message, text_part, tool_call
 from raylight.types.request_fields import log_dropped
 
 DEFAULT_NAMESPACE = "functions"
@@ -46,11 +41,11 @@ class PlainTool(RequestModel):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = Field(default=None, exclude=True)
     allowed_callers: list[Literal["direct"]] | None = Field(default=None, exclude=True)
-    output_schema: dict[str, Any] | None = Field(default=None, exclude=True)
+    output_schema: JsonObject | None = Field(default=None, exclude=True)
     """Schema of the tool's results, which chat has no field for; ignored."""
 
 
@@ -130,7 +125,7 @@ class GivenTools:
     """
 
     def __init__(self, tools: Sequence[tuple[str, Sequence[Any]]]) -> None:
-        self.functions: list[dict[str, Any]] = []
+        self.functions: list[JsonObject] = []
         self.dropped: list[str] = []
         self._by_name: dict[str, GivenTool] = {}
         for path, given in tools:
@@ -189,7 +184,7 @@ def _flatten(tool: Any, path: str) -> Iterator[tuple[PlainTool | CustomTool, str
         yield inner, f"{path}.tools[{index}]", tool.name
 
 
-def _function(tool: PlainTool | CustomTool, name: str) -> dict[str, Any]:
+def _function(tool: PlainTool | CustomTool, name: str) -> JsonObject:
     if isinstance(tool, PlainTool):
         return tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}
     description = tool.description or ""
@@ -371,7 +366,7 @@ class _AssistantTurn:
     """The id of the answer in its items' ids; None if they are not ours."""
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)
     """Paths of its calls in the request, by those in its message."""
 
@@ -397,7 +392,7 @@ class _AssistantTurn:
         else:
             self.reasoning += [part.text for part in item.content or item.summary]
 
-    def message(self) -> tuple[dict[str, Any], MessageSource]:
+    def message(self) -> tuple[JsonObject, MessageSource]:
         """Return the turn as a chat message, with its source."""
         texts = {"content": "".join(self.texts), "reasoning_content": "".join(self.reasoning)}
         message = normalize_message({"role": "assistant", **texts, "tool_calls": self.calls})
@@ -420,9 +415,9 @@ def answer_id_of(item_id: str | None) -> str | None:
     return answer_id if dot and prefix in ID_PREFIXES.values() and index.isdigit() else None
 
 
-def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
+def to_messages(items: list[Any]) -> list[tuple[JsonObject, MessageSource]]:
     """Return the chat messages of input items, each with its source in the request."""
-    messages: list[tuple[dict[str, Any], MessageSource]] = []
+    messages: list[tuple[JsonObject, MessageSource]] = []
     turn: _AssistantTurn | None = None
     for index, item in enumerate(items):
         path = f"input[{index}]"
@@ -440,9 +435,7 @@ def to_messages(items: list[Any]) -> list[tuple[dict[str, Any], MessageSource]]:
     return messages + ([turn.message()] if turn else [])
 
 
-def _input_message(
-    item: InputMessageItem | ToolOutputItem, path: str
-) -> tuple[dict[str, Any], MessageSource]:
+def _input_message(item: InputMessageItem | ToolOutputItem, path: str) -> tuple[JsonObject, MessageSource]:
     if isinstance(item, InputMessageItem):
         role = "user" if item.role == "user" else "system"
         return {"role": role, "content": join_parts([_part(part) for part in item.content])}, {"": path}
@@ -451,7 +444,7 @@ def _input_message(
     return {"role": "tool", "tool_call_id": item.call_id, "content": content}, places
 
 
-def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:
+def _part(part: InputText | OutputText | InputImage) -> JsonObject:
     return image_part(part.image_url, part.detail) if isinstance(part, InputImage) else text_part(part.text)
 
 
@@ -498,7 +491,7 @@ class TextFormat(RequestModel):
 class SchemaFormat(RequestModel):
     type: Literal["json_schema"]
     name: str
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -576,7 +569,7 @@ class ResponsesRequest(RequestModel):
         ]
         return GivenTools([("tools", self.tools), *added])
 
-    def to_chat(self, messages: list[dict[str, Any]], tools: GivenTools) -> dict[str, Any]:
+    def to_chat(self, messages: list[JsonObject], tools: GivenTools) -> JsonObject:
         """Return the chat request.
 
         Args:
@@ -585,7 +578,7 @@ class ResponsesRequest(RequestModel):
         if self.truncation != "disabled":
             log_dropped("truncation", "no engine here does: a conversation that is too long is an error")
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        settings: dict[str, Any] = {
+        settings: JsonObject = {
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -596,11 +589,11 @@ class ResponsesRequest(RequestModel):
             "reasoning_effort": self._effort(),
             "verbosity": self.text.verbosity,
         }
-        chat: dict[str, Any] = {"model": self.model, "messages": system + messages}
+        chat: JsonObject = {"model": self.model, "messages": system + messages}
         chat |= {name: value for name, value in settings.items() if value is not None}
         return chat | ({"stream": True, "stream_options": {"include_usage": True}} if self.stream else {})
 
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[JsonObject]:
         """Return the input as chat messages."""
         return [message for message, _ in to_messages(self.input)]
 
@@ -621,7 +614,7 @@ class ResponsesRequest(RequestModel):
         names = CHAT_FIELDS | tools.paths()
         return FieldNames(names, lambda: [*before, *(source for _, source in to_messages(self.input))])
 
-    def echo(self) -> dict[str, Any]:
+    def echo(self) -> JsonObject:
         """Return the fields of a response that repeat its request."""
         choice = self.tool_choice
         echoed_choice: Any = choice.type if choice else "auto"
@@ -645,7 +638,7 @@ class ResponsesRequest(RequestModel):
             "store": False,
         }
 
-    def _chat_tool_choice(self) -> str | dict[str, Any] | None:
+    def _chat_tool_choice(self) -> str | JsonObject | None:
         if isinstance(self.tool_choice, OneToolChoice):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         if isinstance(self.tool_choice, AllowedToolsChoice):
@@ -654,7 +647,7 @@ class ResponsesRequest(RequestModel):
         return self.tool_choice.type if self.tool_choice else None
 
 
-def _response_format(text_format: TextFormat | SchemaFormat) -> dict[str, Any] | None:
+def _response_format(text_format: TextFormat | SchemaFormat) -> JsonObject | None:
     if isinstance(text_format, SchemaFormat):
         return {
             "type": "json_schema",

@@ -8,11 +8,12 @@ from typing import Any
 
 from raylight.images.messages import image_url_of
 from raylight.serving.dialects.dialect import MessageSource
+from raylight.types import JsonObject
 from raylight.types.chat_messages import join_parts, text_part, tool_call
 
 FIRST, SECOND = (f"Zq{uuid.uuid4().hex}" for _ in range(2))
 """Words that are unique in a rendered text."""
-CALL: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [tool_call("call_0", "f", "{}")]}
+CALL: JsonObject = {"role": "assistant", "content": "", "tool_calls": [tool_call("call_0", "f", "{}")]}
 CALL["tool_calls"][0]["function"]["arguments"] = {}  # templates take them decoded
 
 
@@ -35,7 +36,7 @@ class ToolImages:
             return messages, None
         placed: list[Any] = []
         sources: list[MessageSource] = []
-        moved: list[tuple[dict[str, Any], str]] = []
+        moved: list[tuple[JsonObject, str]] = []
         for index, message in enumerate(messages):
             path = f"messages[{index}]"
             if moved and not _is(message, "tool"):
@@ -72,7 +73,7 @@ class ToolImages:
             and '"type"' not in shown
         )
 
-    def _render(self, content: list[dict[str, Any]]) -> str:
+    def _render(self, content: list[JsonObject]) -> str:
         """Return the rendered text of a tool's result; "" if the template raises."""
         result = {"role": "tool", "tool_call_id": "call_0", "content": content}
         try:
@@ -91,7 +92,7 @@ def _has_images(message: Any) -> bool:
     return isinstance(content, list) and any(image_url_of(part) is not None for part in content)
 
 
-def _parts(message: dict[str, Any], path: str) -> list[tuple[Any, str]]:
+def _parts(message: JsonObject, path: str) -> list[tuple[Any, str]]:
     """Return the parts of a message's content with their paths."""
     content = message.get("content")
     if isinstance(content, str):
@@ -100,7 +101,7 @@ def _parts(message: dict[str, Any], path: str) -> list[tuple[Any, str]]:
     return [(part, f"{path}.content[{place}]") for place, part in numbered]
 
 
-def _user(parts: list[tuple[Any, str]]) -> dict[str, Any]:
+def _user(parts: list[tuple[Any, str]]) -> JsonObject:
     return {"role": "user", "content": [part for part, _ in parts]}
 
 

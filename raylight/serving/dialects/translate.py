@@ -34,6 +34,7 @@ from raylight.serving.dialects.dialect import Dialect, Event, Translation
 from raylight.serving.dialects.registry import ChatDialect, CompletionsDialect, dialect_of
 from raylight.serving.dialects.request_images import IMAGES_KEY, ImageReader, Images
 from raylight.serving.dialects.tool_images import ToolImages
+from raylight.types import JsonObject
 from raylight.types.request_fields import log_dropped
 
 KEEP_ALIVE_S = 15.0
@@ -196,7 +197,7 @@ class TranslationMiddleware:
             request = JsonRequest(fields, receive)
         await self._app(request.put_into({**scope, IMAGES_KEY: images}), request, send)
 
-    async def _normalize(self, translation: Translation) -> tuple[dict[str, Any], Images]:
+    async def _normalize(self, translation: Translation) -> tuple[JsonObject, Images]:
         """Return the engine's request in normal form, and its images.
 
         Raises:
@@ -229,7 +230,7 @@ def _check_route(dialect: type[Dialect], path: str, method: str) -> None:
         raise RequestError(f"{path} takes POST, not {method:.20}", 405)
 
 
-def _inner_scope(scope: AsgiScope, path: str) -> dict[str, Any]:
+def _inner_scope(scope: AsgiScope, path: str) -> JsonObject:
     headers = _without(scope["headers"], b"content-type", b"transfer-encoding", b"accept-encoding")
     headers += [(b"content-type", b"application/json")]
     return {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}
@@ -297,12 +298,12 @@ class _AnswerSender:
         if not more:
             await self._send_json(self._translate(b"".join(self._body)))
 
-    async def _send_json(self, answer: dict[str, Any]) -> None:
+    async def _send_json(self, answer: JsonObject) -> None:
         body = json.dumps(answer).encode()
         await self._send_start(b"application/json", (b"content-length", str(len(body)).encode()))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _translate(self, body: bytes) -> dict[str, Any]:
+    def _translate(self, body: bytes) -> JsonObject:
         """Return the dialect's answer, or its error body for an error or an unreadable answer."""
         try:
             if self._status >= 400:
@@ -360,7 +361,7 @@ def _encode(events: list[Event]) -> bytes:
     return b"".join(sse_bytes(event, event.get("type")) for event in events)
 
 
-def _decode_engine_json(body: bytes | str) -> dict[str, Any]:
+def _decode_engine_json(body: bytes | str) -> JsonObject:
     try:
         decoded = decode_json(body)
     except (ValueError, RecursionError) as error:

@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raylight.engines.capture_context import REQUESTED_MODEL_KEY, SCOPE
 from raylight.http.request import JsonRequest, json_request
 from raylight.http.sse import is_event_stream
+from raylight.types import JsonObject
 
 MODELS = "/v1/models"
 """Path of the list of models."""
@@ -20,7 +20,7 @@ MODEL_FIELD = re.compile(rb'"model": ?"(?:[^"\\]|\\.)*"')
 """The model in an event. In JSON within JSON, such as the arguments of a call, the quotes are escaped."""
 
 
-async def list_models(app: ASGIApp, scope: Scope, receive: Receive) -> list[dict[str, Any]]:
+async def list_models(app: ASGIApp, scope: Scope, receive: Receive) -> list[JsonObject]:
     """Return the engine's entries of `/v1/models`; none if it has no such route.
 
     Args:
@@ -39,7 +39,7 @@ async def list_models(app: ASGIApp, scope: Scope, receive: Receive) -> list[dict
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
-def describe_model(entry: dict[str, Any]) -> dict[str, Any]:
+def describe_model(entry: JsonObject) -> JsonObject:
     """Return an entry of the list with the fields that Anthropic's and OpenAI's clients read."""
     created = datetime.fromtimestamp(entry.get("created") or 0, UTC)
     anthropic = {

@@ -33,7 +33,7 @@ from raylight.semconv import ANNOTATION, MESSAGE, MESSAGE_BODY, reward_attribute
 from raylight.serving.gateway.routes import Route
 from raylight.store.client import Session, StoreClient
 from raylight.traces.rewards import named_rewards
-from raylight.types import ATTEMPT_FINISHED, Attempt, AttemptStatus, Failure, Span
+from raylight.types import ATTEMPT_FINISHED, Attempt, AttemptStatus, Failure, JsonObject, Span
 
 NO_PLACE = (
     "the run has no place for another session now: as many are open as its staleness, or the number of open "
@@ -101,8 +101,8 @@ class SessionService:
         self._secret, self._model, self._clock = secret, model, clock
 
     async def answer(
-        self, method: str, session_id: str | None, action: str, fields: dict[str, Any], root: str
-    ) -> tuple[int, dict[str, Any]]:
+        self, method: str, session_id: str | None, action: str, fields: JsonObject, root: str
+    ) -> tuple[int, JsonObject]:
         """Return the status and the body of an answer.
 
         Args:
@@ -126,7 +126,7 @@ class SessionService:
         except RaylightError as error:
             _reject(error)
 
-    async def _begin(self, request: SessionRequest, root: str) -> dict[str, Any]:
+    async def _begin(self, request: SessionRequest, root: str) -> JsonObject:
         compares = self._rules.group_size > 1
         if compares and request.group is None:
             raise RequestError(
@@ -155,7 +155,7 @@ class SessionService:
             "lease_s": session.config.unresponsive_seconds,
         }
 
-    async def _reward(self, session_id: str, request: RewardRequest) -> dict[str, Any]:
+    async def _reward(self, session_id: str, request: RewardRequest) -> JsonObject:
         if (request.reward is None) == (request.failed is None):
             raise RequestError("give either reward or failed", param="reward")
         rewards = {} if request.reward is None else _read_rewards(request.reward)
@@ -189,7 +189,7 @@ class SessionService:
             truncated = await self._store.find_truncation(session.state)
         await self._store.finish_attempt(session.state, status, failure, spans, truncated=truncated)
 
-    async def _cancel(self, session_id: str) -> dict[str, Any]:
+    async def _cancel(self, session_id: str) -> JsonObject:
         session = await self._store.get_session(session_id)
         if _attempt(session).status not in ATTEMPT_FINISHED:
             failure = Failure(kind="cancelled", error="Cancelled: the client cancelled the session")
@@ -200,7 +200,7 @@ class SessionService:
             raise RequestError(f"the session has ended already: it is {answer['status']}", 409)
         return answer
 
-    async def _describe(self, session: Session) -> dict[str, Any]:
+    async def _describe(self, session: Session) -> JsonObject:
         """Return the state of a session."""
         attempt = _attempt(session)
         status, rewards = _status(session), dict[str, float]()
@@ -220,7 +220,7 @@ class SessionService:
             "expires": None if attempt.status in ATTEMPT_FINISHED else session.expires,
         }
 
-    def _span(self, session: Session, name: str, attributes: dict[str, Any]) -> Span:
+    def _span(self, session: Session, name: str, attributes: JsonObject) -> Span:
         """Return a span; one of the same name, of a repeated request, has the same id and is stored once."""
         now = self._clock()
         return Span.from_attributes(
@@ -276,7 +276,7 @@ def root_url(scheme: str, headers: dict[bytes, bytes], root_path: str) -> str:
     return f"{forwarded if forwarded in ('http', 'https') else scheme}://{host}{root_path.rstrip('/')}"
 
 
-def _parse(kind: type[Any], fields: dict[str, Any]) -> Any:
+def _parse(kind: type[Any], fields: JsonObject) -> Any:
     """Return a body as its type."""
     try:
         return kind.model_validate(fields)

@@ -23,6 +23,7 @@ from raylight.learner.model.packing import PACKED_VISION_MODELS, can_pack, keeps
 from raylight.trainer.cluster_fit.cluster_shape import ClusterShape, this_machine
 from raylight.trainer.cluster_fit.engine_nodes import ask_nodes, check_image_scaling, engine_on_nodes
 from raylight.trainer.spec.settings import ServingSettings, TrainingSettings
+from raylight.types import JsonObject
 
 SHARES = (0.6, 0.4)
 """GPU fractions of a learner and of an engine's worker that share a GPU. Two of the smaller kind would fit on
@@ -271,7 +272,7 @@ def engine_on_gpu(engine: EngineConfig, learner: LearnerConfig | None, context: 
     engine = _with_defaults(engine, dtype="bfloat16", max_model_len=max(longest, 8))
     if engine.kind != "vllm" or engine.num_gpus >= 1:
         return engine
-    args: dict[str, Any] = {"gpu_memory_utilization": engine.num_gpus}
+    args: JsonObject = {"gpu_memory_utilization": engine.num_gpus}
     if engine.sleep_while_learning:
         args["enable_sleep_mode"] = True
     return engine.model_copy(update={"args": args | engine.args})
@@ -420,7 +421,7 @@ def count_parameters(folder: Path) -> int | None:
     return total or None
 
 
-def _language_config(folder: Path) -> dict[str, Any]:
+def _language_config(folder: Path) -> JsonObject:
     """Return the configuration of a model's language part; an empty one for the model of an engine of the
     user's own, which may have no file."""
     file = folder / "config.json"

@@ -26,6 +26,7 @@ from raylight.trainer.cluster_fit.role_needs import (
 )
 from raylight.trainer.cluster_fit.shortages import Shortage, find_shortages
 from raylight.trainer.spec.settings import ServingSettings, TrainedSettings
+from raylight.types import JsonObject
 
 LORA_RANK = 16
 """Rank of the adapter that a remedy proposes."""
@@ -185,7 +186,7 @@ class _Change:
         values: new value of each setting, by dotted name.
     """
 
-    values: dict[str, Any]
+    values: JsonObject
 
     def apply(self, run: PlannedRun) -> PlannedRun:
         """Return the run with the change."""

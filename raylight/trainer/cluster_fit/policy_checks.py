@@ -16,6 +16,7 @@ from raylight.errors import ConfigError
 from raylight.experience.settings.correction_settings import default_limit
 from raylight.traces.trained_agents import AgentFilter
 from raylight.trainer.spec.settings import ServingSettings
+from raylight.types import JsonObject
 from raylight.weights.peft_files import ADAPTER_FILES, missing_files
 from raylight.weights.transports import choose_transport, find_transport
 
@@ -163,7 +164,7 @@ def engine_with_adapter(
     Raises:
         ConfigError: the adapter does not fit the model.
     """
-    update: dict[str, Any] = {"max_adapters": max(engine.max_adapters, adapters)}
+    update: JsonObject = {"max_adapters": max(engine.max_adapters, adapters)}
     if engine.kind == "vllm":
         from raylight.learner.model.adapter import adapted_layers
 

@@ -20,6 +20,7 @@ from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.ray_session.connection import reserve
 from raylight.trainer.spec.resume import ResumePoint, resume_point_of
 from raylight.trainer.spec.settings import CommonSettings, LearningSettings
+from raylight.types import JsonObject
 
 
 class NodeDrains(Exception):
@@ -229,7 +230,7 @@ class LearnerRanks:
         """
         await self.group.save(folder, None if pinned is None else pinned.payload_refs)
 
-    async def save_state(self, step: int, metadata: dict[str, Any]) -> None:
+    async def save_state(self, step: int, metadata: JsonObject) -> None:
         """Write the training state after a step, in the background.
 
         Args:

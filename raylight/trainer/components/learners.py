@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 from raylight._utils.aio import cancel_all
 from raylight.experience.batches.batch import TrainBatch
@@ -18,6 +17,7 @@ from raylight.trainer.components.publication import Publications
 from raylight.trainer.components.serving import Serving
 from raylight.trainer.spec.resume import ResumePoint
 from raylight.trainer.spec.settings import TrainedSettings
+from raylight.types import JsonObject
 from raylight.weights.client import CoordinatorClient
 
 
@@ -122,7 +122,7 @@ class Learners(LearnerRanks):
             self.version += 1
         return metrics
 
-    def _report_no_sleep(self, reasons: dict[str, Any]) -> None:
+    def _report_no_sleep(self, reasons: JsonObject) -> None:
         """Show once which replicas cannot sleep, and why."""
         awake = {replica: reason for replica, reason in reasons.items() if reason}
         if awake and not self._reported_no_sleep:

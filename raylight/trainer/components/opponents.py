@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from raylight._utils.files import atomic_folder
 from raylight.config import MODEL_NAME
@@ -12,7 +11,7 @@ from raylight.errors import CheckpointError
 from raylight.experience.opponents import OPPONENT, OpponentPool, SelfPlay
 from raylight.experience.trajectories.rewards import effective_reward
 from raylight.trainer.components.publication import Publications
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, JsonObject
 from raylight.weights.peft_files import missing_files, read_adapter, write_adapter
 from raylight.weights.protocol import LoraAdapter
 
@@ -37,7 +36,7 @@ class ServedOpponents:
         """Name under which each version is served, by its step."""
         self._releases = 0
 
-    async def restore(self, state: dict[str, Any]) -> None:
+    async def restore(self, state: JsonObject) -> None:
         """Continue from a state, and serve its opponents.
 
         Raises:

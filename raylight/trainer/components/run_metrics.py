@@ -12,6 +12,7 @@ from raylight.ray_metrics.reporter import REPORT_S, Measurement, MetricReporter
 from raylight.ray_metrics.table import ROWS
 from raylight.store.client import StoreClient
 from raylight.trainer.components import Component
+from raylight.types import JsonObject
 from raylight.types.rollouts import RolloutStatus
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class StepMetrics:
         """Last values by name in `metrics.jsonl`."""
         self._reporter = MetricReporter(lambda: self._measured.copy().values(), run)
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         self._reporter.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from raylight._utils.files import replace_folder, restore_folder, write_atomic
 from raylight.algorithms.policy import PolicyAlgorithm
@@ -13,6 +12,7 @@ from raylight.errors import ConfigError
 from raylight.trainer.components.learner_ranks import LearnerRanks
 from raylight.trainer.components.publication import PinnedAdapter
 from raylight.trainer.output.report import Metrics, Report
+from raylight.types import JsonObject
 
 BEST_JSON = "best.json"
 
@@ -37,7 +37,7 @@ class ModelSelection:
     ) -> None:
         self._learners, self._report, self._evaluates = learners, report, evaluates
         self._selection = algorithm
-        self._best: dict[str, Any] | None = None
+        self._best: JsonObject | None = None
         """Content of `best.json`."""
         self._reference: float | None = None
         """Value that an evaluation must exceed by `min_delta` to count as an improvement."""
@@ -67,11 +67,11 @@ class ModelSelection:
             f"{self._best['step']}"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Return the state that `load_state_dict` takes, as plain JSON."""
         return {"best": self._best, "reference": self._reference, "stale": self._stale}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Continue from a state. A model in `best/` that was saved after the state remains the best until a
         better one.
 
@@ -137,7 +137,7 @@ class ModelSelection:
         else:
             self._stale += 1
 
-    def _is_comparable(self, best: dict[str, Any]) -> bool:
+    def _is_comparable(self, best: JsonObject) -> bool:
         """Return True if the best model was chosen by the current metric and mode."""
         return (best["metric"], best["mode"]) == (self._selection.best, self._selection.best_mode)
 

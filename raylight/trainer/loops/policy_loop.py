@@ -36,7 +36,7 @@ from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.training_groups import TrainingGroups
 from raylight.trainer.output.report import Metrics, Report
 from raylight.trainer.spec.resume import ResumePoint
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, JsonObject
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class PolicyLoop(StepLoop):
         train_tasks: TaskSet,
         val_tasks: list[Any],
         report: Report,
-        config: dict[str, Any],
+        config: JsonObject,
         stop: StopRequest | None = None,
         groups: type[TrainingGroups] = TrainingGroups,
     ) -> None:
@@ -347,7 +347,7 @@ class PolicyLoop(StepLoop):
             await self._end_evaluation()
         await super()._finish()
 
-    def _progress(self, step: int) -> dict[str, Any]:
+    def _progress(self, step: int) -> JsonObject:
         return {
             "groups": self._groups.taken_up_to(step),
             "tasks": self._groups.sampler_state(),

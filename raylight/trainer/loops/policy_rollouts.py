@@ -29,6 +29,7 @@ from raylight.types import (
     TRAINABLE_AGENTS,
     EnqueueRolloutRequest,
     FinishedRollout,
+    JsonObject,
     ResourcesUpdate,
     Rollout,
 )
@@ -82,7 +83,7 @@ class PolicyRollouts:
             self._val_id = await self._add_resources(self._algorithm.val_sampling_parameters)
 
     async def _add_resources(
-        self, sampling: dict[str, Any], names: Mapping[str, str] = MappingProxyType({})
+        self, sampling: JsonObject, names: Mapping[str, str] = MappingProxyType({})
     ) -> str:
         """Add resources whose models have these sampling parameters, without leaving them the latest; return
         their id.
@@ -112,15 +113,15 @@ class PolicyRollouts:
     def group_requests(self, group: int, draw: Draw) -> list[EnqueueRolloutRequest]:
         """Return the requests of a training group, for `enqueue`."""
         ids = self.group_ids(group)
-        metadata: dict[str, Any] = {} if draw.source is None else {SOURCE: draw.source}
+        metadata: JsonObject = {} if draw.source is None else {SOURCE: draw.source}
         metadata |= {DRAW: draw.place} if draw.place else {}
         resources_id = self._resources.resources_id
         if self.opponents is not None:
             step = self.opponents.pool.draw(group)
             metadata |= {OPPONENT: step}
             resources_id = self._against[self.opponents.names[step]]
-        own: dict[str, Any] = {"resources_id": resources_id, "metadata": metadata}
-        greedy: dict[str, Any] = {"resources_id": self._greedy_id, "metadata": metadata | {GREEDY: True}}
+        own: JsonObject = {"resources_id": resources_id, "metadata": metadata}
+        greedy: JsonObject = {"resources_id": self._greedy_id, "metadata": metadata | {GREEDY: True}}
         return [
             EnqueueRolloutRequest(
                 input=draw.task,
@@ -133,7 +134,7 @@ class PolicyRollouts:
             for sample, rollout_id in enumerate(ids)
         ]
 
-    async def stored_draws(self, groups: list[int]) -> dict[int, dict[str, Any]]:
+    async def stored_draws(self, groups: list[int]) -> dict[int, JsonObject]:
         """Return the draws of those of these groups whose rollouts the store has, by group."""
         firsts = {self.group_ids(group)[0]: group for group in groups}
         stored = await self._store.query_rollouts(rollout_id_in=list(firsts))
@@ -259,7 +260,7 @@ async def cancel_left(run: PolicyComponents) -> None:
             await asyncio.wait_for(cancel_undecided(run.store, run.start), CANCEL_TIMEOUT_S)
 
 
-def _source_of(tasks: list[Any], index: int) -> dict[str, Any]:
+def _source_of(tasks: list[Any], index: int) -> JsonObject:
     """Return the metadata with the source of a validation task."""
     source = tasks.sources[index] if isinstance(tasks, SourcedTasks) else None
     return {} if source is None else {SOURCE: source}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any
 
 from raylight.errors import LearnerLostError
 from raylight.trainer.components.learner_ranks import LearnerRanks
@@ -17,6 +16,7 @@ from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.output.report import Report
 from raylight.trainer.spec.resume import ResumePoint, state_metadata
 from raylight.trainer.spec.settings import LearningSettings
+from raylight.types import JsonObject
 
 
 class StepLoop(ABC):
@@ -39,7 +39,7 @@ class StepLoop(ABC):
         start: ResumePoint,
         report: Report,
         training: LearningSettings,
-        config: dict[str, Any],
+        config: JsonObject,
         selection: ModelSelection,
     ) -> None:
         self._ranks, self._start, self._report = ranks, start, report
@@ -62,7 +62,7 @@ class StepLoop(ABC):
         with `_finish` if there is none."""
 
     @abstractmethod
-    def _progress(self, step: int) -> dict[str, Any]:
+    def _progress(self, step: int) -> JsonObject:
         """Return the values of `PROGRESS_KEYS` after a step, without the version."""
 
     @property

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any
 
 from raylight.experience.batches.supervised_batches import (
     SupervisedData,
@@ -22,6 +21,7 @@ from raylight.trainer.loops.model_selection import ModelSelection
 from raylight.trainer.loops.step_loop import StepLoop
 from raylight.trainer.loops.supervised_data import batch_schedule
 from raylight.trainer.output.report import Metrics, Report
+from raylight.types import JsonObject
 
 
 class SupervisedLoop(StepLoop):
@@ -32,7 +32,7 @@ class SupervisedLoop(StepLoop):
     """
 
     def __init__(
-        self, run: SupervisedComponents, data: SupervisedData, report: Report, config: dict[str, Any]
+        self, run: SupervisedComponents, data: SupervisedData, report: Report, config: JsonObject
     ) -> None:
         training = run.settings.training
         selection = ModelSelection(run.ranks, training.algorithm, report, bool(data.held_out))
@@ -104,7 +104,7 @@ class SupervisedLoop(StepLoop):
         await self._selection.compare(step, metrics)
         return metrics | {"time/val_s": time.perf_counter() - started}
 
-    def _progress(self, step: int) -> dict[str, Any]:
+    def _progress(self, step: int) -> JsonObject:
         return {
             "groups": {},
             "tasks": self._schedule.fingerprint(step),

@@ -18,7 +18,7 @@ import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from raylight._utils.aio import BroadcastCondition, cancel_all, task_group
 from raylight.experience.batches.batch import BatchRules
@@ -28,7 +28,7 @@ from raylight.trainer.loops.awaited_rollouts import Progress, end_unresponsive, 
 from raylight.trainer.loops.pacer import Pacer
 from raylight.trainer.loops.policy_rollouts import PolicyRollouts, cancel_left
 from raylight.trainer.output.report import Metrics
-from raylight.types import DRAW, FinishedRollout, StepGroups, TokenTotals
+from raylight.types import DRAW, FinishedRollout, JsonObject, StepGroups, TokenTotals
 
 
 def choose_groups(
@@ -73,7 +73,7 @@ class TakenGroups:
     def __len__(self) -> int:
         return self.next - len(self.open)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the arguments of an equal object."""
         return {"next_group": self.next, "open_groups": sorted(self.open)}
 
@@ -159,7 +159,7 @@ class TrainingGroups:
         stored = await self._run.store.query_steps(self._run.start.lineage)
         self._records |= {later: groups for later, groups in stored.items() if later > step}
 
-    def taken_up_to(self, step: int) -> dict[str, Any]:
+    def taken_up_to(self, step: int) -> JsonObject:
         """Return the groups that were taken up to a step that is logged, or about to be, as plain JSON."""
         for later in range(self._logged_step + 1, step + 1):
             self._logged.add(self._records.pop(later))
@@ -256,7 +256,7 @@ class TrainingGroups:
                 rewards = [reward for reward in own if reward is not None]
                 self._sampler.observe(group, statistics.fmean(rewards) if rewards else None)
 
-    def sampler_state(self) -> dict[str, Any]:
+    def sampler_state(self) -> JsonObject:
         """Return the state of the sampler of tasks, as plain JSON."""
         return self._sampler.state_dict()
 

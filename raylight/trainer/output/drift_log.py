@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from raylight.experience.trajectories.call_relations import Drift, RelationReport
+from raylight.types import JsonObject
 
 
 class DriftLog:
@@ -33,7 +33,7 @@ class DriftLog:
             f"--rollout {drift.call.rollout_id}` shows the first one"
         )
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Return the number of drifted calls of each kind, with the first one."""
         return {
             kind: {

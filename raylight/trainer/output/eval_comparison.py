@@ -6,10 +6,10 @@ import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from raylight.errors import ConfigError
 from raylight.trainer.output.scores import Spread, spread
+from raylight.types import JsonObject
 
 SETTINGS = ("samples", "sampling", "pass_reward", "failure_reward")
 """Settings of an evaluation on which its scores depend."""
@@ -27,7 +27,7 @@ class SavedEvaluation:
     agent: str
     model: str
     rewards: dict[str, float]
-    config: dict[str, Any]
+    config: JsonObject
 
     @property
     def mean(self) -> Spread:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from raylight.trainer.output.scores import NORMAL_95
+from raylight.types import JsonObject
 
 MAX_BINS = 30
 
 
-def plot_rewards(history: list[dict[str, float]], path: Path, best: dict[str, Any] | None = None) -> None:
+def plot_rewards(history: list[dict[str, float]], path: Path, best: JsonObject | None = None) -> None:
     """Plot training and validation reward over steps, and below them the seconds of each stage.
 
     Args:

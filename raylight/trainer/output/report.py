@@ -27,7 +27,7 @@ from raylight.trainer.output.loggers.protocol import VAL_STEP, evaluated_step
 from raylight.trainer.output.loggers.registry import find_loggers
 from raylight.trainer.output.loggers.run_files import PLOT_FILE, read_history
 from raylight.trainer.output.loggers.tracker import TRACKER_FOLDER
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, JsonObject
 
 MAX_SHOWN_ERRORS = 10
 """Number of distinct rollout errors that are shown with a traceback and listed in the summary."""
@@ -108,7 +108,7 @@ class Report(ProgressReporter):
         self,
         folder: Path,
         display: Display,
-        config: dict[str, Any],
+        config: JsonObject,
         started: float | None = None,
         last_logged_step: int | None = None,
         loggers: Iterable[Any] | None = None,
@@ -121,7 +121,7 @@ class Report(ProgressReporter):
         """Sentences about the calls of the last batch, by the kind of the advisory."""
         self._reported_no_records = False
         self._records = TokenRecords(folder)
-        self.best: dict[str, Any] | None = None
+        self.best: JsonObject | None = None
         """The best evaluation so far: its metric, mode, step, value and metrics."""
         try:
             self._prepare_folder(config, fresh=last_logged_step is None)
@@ -149,7 +149,7 @@ class Report(ProgressReporter):
         self._loggers = LoggerGroup(find_loggers(loggers), folder, display, tuple(history))
         self._loggers.start(config)
 
-    def _prepare_folder(self, config: dict[str, Any], fresh: bool) -> None:
+    def _prepare_folder(self, config: JsonObject, fresh: bool) -> None:
         """Create the folder and remove results of an earlier run in it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if fresh and (self.folder / "config.yaml").exists():
@@ -232,7 +232,7 @@ class Report(ProgressReporter):
                     f"without them: {error}"
                 )
 
-    def finish(self, counts: dict[str, int]) -> dict[str, Any]:
+    def finish(self, counts: dict[str, int]) -> JsonObject:
         """Write the summary of a run that trains a model, and finish the loggers; return the summary.
 
         Args:
@@ -262,14 +262,14 @@ class Report(ProgressReporter):
         rows = [row for row in self._history if row.get("val/rollouts")]
         return rows[-1]["val/failed"] / rows[-1]["val/rollouts"] if rows else None
 
-    def finish_supervised(self, counts: dict[str, int]) -> dict[str, Any]:
+    def finish_supervised(self, counts: dict[str, int]) -> JsonObject:
         """Write the summary of a run that trains a model on given examples, and finish the loggers; return
         the summary."""
         validated = any("val/loss" in row for row in self._history)
         key = "val/loss" if validated else "train/loss"
         return self._write_summary(self._describe_training("loss", key, counts))
 
-    def _describe_training(self, name: str, key: str, counts: dict[str, int]) -> dict[str, Any]:
+    def _describe_training(self, name: str, key: str, counts: dict[str, int]) -> JsonObject:
         """Return what the summaries of all runs that train a model have.
 
         Args:
@@ -294,7 +294,7 @@ class Report(ProgressReporter):
             "counts": counts,
         }
 
-    def finish_plain(self, counts: dict[str, int]) -> dict[str, Any]:
+    def finish_plain(self, counts: dict[str, int]) -> JsonObject:
         """Write the summary of a run that trains no model, and finish the loggers; return the summary."""
         by_status = {
             name.removeprefix("rollouts_"): counts[name]
@@ -333,7 +333,7 @@ class Report(ProgressReporter):
     def _seconds(self) -> float:
         return round(time.perf_counter() - self._started, 2)
 
-    def _write_summary(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def _write_summary(self, summary: JsonObject) -> JsonObject:
         write_atomic(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         self.close()
         return summary

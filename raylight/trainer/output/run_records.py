@@ -18,7 +18,7 @@ from raylight.store.reading import StoreReader
 from raylight.store.service import StoreService
 from raylight.trainer.output.stored_rollouts import store_file
 from raylight.trainer.ray_session.blocking import run_blocking
-from raylight.types import FINISHED, FinishedRollout
+from raylight.types import FINISHED, FinishedRollout, JsonObject
 
 MAX_CONFIG_BYTES, MAX_CONFIG_VALUES = 2 * 1024 * 1024, 100_000
 """Limits of a `config.yaml`; 100 characters count as a value."""
@@ -96,7 +96,7 @@ def print_traces(
     return len(rollouts)
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
+def read_config(folder: Path) -> JsonObject | None:
     """Return the content of a run's `config.yaml`; None if it cannot be read, or is none."""
     try:
         text = read_bounded(folder / "config.yaml", MAX_CONFIG_BYTES).decode()

@@ -8,7 +8,7 @@ from typing import Any
 
 from raylight.traces.messages import TraceToMessages
 from raylight.trainer.output.loggers import SampledRollout
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, JsonObject
 
 MAX_EXAMPLES = 8
 """Rollouts of an evaluation in a table."""
@@ -44,7 +44,7 @@ def sampled_rollout(item: FinishedRollout) -> SampledRollout:
     )
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def _message_text(message: JsonObject) -> str:
     """Return the text of a message, or its tool calls."""
     content = message.get("content") or message.get("tool_calls") or ""
     return content if isinstance(content, str) else _as_json(content)

@@ -36,6 +36,7 @@ from raylight.trainer.ray_session.local_cluster import (
     loopback_address,
     start_local_cluster,
 )
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -
     # gRPC would send the metrics of Ray's processes to the proxy
     bypass_proxies([ray.util.get_node_ip_address()])
     wanted = address or os.environ.get("RAY_ADDRESS") or None
-    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+    options: JsonObject = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
     named = wanted not in (None, "auto", "local")
     found = is_reachable(wanted) if named and wanted else running_cluster() is not None
     if wanted not in (None, "local") and not found:
@@ -150,7 +151,7 @@ def _connect(address: str | None, log_to_driver: bool, start_timeout_s: float) -
     return _describe_connection(address, local)
 
 
-def _join(address: str | None, options: dict[str, Any]) -> None:
+def _join(address: str | None, options: JsonObject) -> None:
     where = address or "on this machine"
     try:
         with loopback_address(address):

@@ -29,7 +29,7 @@ from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.run_resources import must_have_endpoints, with_policy
 from raylight.trainer.spec.settings import RolloutSettings, ServedSettings
-from raylight.types import FinishedRollout
+from raylight.types import FinishedRollout, JsonObject
 
 SERVING_ARGUMENTS = frozenset({"engine", "port", "seed"})
 """Arguments of a Trainer that an algorithm with its own loop and a served model reads."""
@@ -113,13 +113,13 @@ class CustomRun(RunSpec[RolloutSettings, RolloutComponents, Report]):
         self.settings, notes = fit_served(self.settings, self.requested.engine, facts)
         return notes
 
-    def config(self, given: GivenSettings) -> dict[str, Any]:
+    def config(self, given: GivenSettings) -> JsonObject:
         return run_config(self.settings, given, describe_algorithm(self.algorithm), self.inputs)
 
     def loop(self, components: RolloutComponents, report: Report) -> AlgorithmLoop:
         return AlgorithmLoop(self, components, report)
 
-    def summary(self, loop: AlgorithmLoop, report: Report, counts: dict[str, int]) -> dict[str, Any]:
+    def summary(self, loop: AlgorithmLoop, report: Report, counts: dict[str, int]) -> JsonObject:
         return report.finish(counts) if self.trains else report.finish_plain(counts)
 
 

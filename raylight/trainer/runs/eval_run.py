@@ -36,7 +36,7 @@ from raylight.trainer.runs.run_spec import RunSpec
 from raylight.trainer.spec.inputs import check_validation_size, fixed_model
 from raylight.trainer.spec.run_resources import with_policy
 from raylight.trainer.spec.settings import RolloutSettings, ServedSettings, ServingSettings
-from raylight.types import EnqueueRolloutRequest, FinishedRollout, RolloutConfig
+from raylight.types import EnqueueRolloutRequest, FinishedRollout, JsonObject, RolloutConfig
 from raylight.weights.peft_files import missing_files
 
 ADAPTER_NAME = "adapter"
@@ -55,7 +55,7 @@ class EvalSettings(Config):
     each of several models that the agent calls."""
     samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     """Rollouts per task."""
-    sampling: dict[str, Any] = Field(default_factory=dict)
+    sampling: JsonObject = Field(default_factory=dict)
     """Content of `llm.sampling_parameters`, such as `{"temperature": 0.0}`. Agents must pass it to their
     client themselves."""
     failure_reward: float | None = Field(default=None, ge=-MAX_REWARD, le=MAX_REWARD)
@@ -120,7 +120,7 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
     def loop(self, components: RolloutComponents, report: ProgressReporter) -> EvalLoop:
         return EvalLoop(self, components, report)
 
-    def summary(self, loop: EvalLoop, report: ProgressReporter, counts: dict[str, int]) -> dict[str, Any]:
+    def summary(self, loop: EvalLoop, report: ProgressReporter, counts: dict[str, int]) -> JsonObject:
         """Score the rollouts; return the content of `eval.json`.
 
         Writes `eval.json` (all scores, and the configuration) and `eval.png` (the rewards) to the run
@@ -142,7 +142,7 @@ class EvalRun(RunSpec[ServedSettings, RolloutComponents, ProgressReporter]):
         plot_histogram(rewards_by_name(finished), self.folder / "eval.png")
         return figures
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         """Return the resolved configuration of the evaluation."""
         serving, own = self.settings.serving, self.chosen.model_dump(mode="json")
         own["model"] = serving.model_path or self.chosen.model
@@ -250,7 +250,7 @@ def describe_evaluation(
     finished: list[FinishedRollout],
     seconds: float,
     note: str | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the content of `eval.json`."""
     config = run.resolved()
     primary = next((next(iter(item.rewards)) for item in finished if item.rewards), None)
@@ -300,7 +300,7 @@ def find_adapter(folder: str) -> str:
     return path
 
 
-def eval_line(item: FinishedRollout, task: int, sample: int) -> dict[str, Any]:
+def eval_line(item: FinishedRollout, task: int, sample: int) -> JsonObject:
     """Return the content of a rollout's line in `eval.jsonl`.
 
     Args:
@@ -336,7 +336,7 @@ def _text(messages: str) -> str | None:
     return content
 
 
-def ignored_sampling(finished: Iterable[FinishedRollout], wanted: dict[str, Any]) -> str | None:
+def ignored_sampling(finished: Iterable[FinishedRollout], wanted: JsonObject) -> str | None:
     """Return a note about sampling parameters that the agent did not pass on, by the recorded calls; None if
     it did."""
     calls = [call.sampling for item in finished for call in item.generations]
@@ -368,7 +368,7 @@ def rewards_by_name(finished: Iterable[FinishedRollout]) -> dict[str, list[float
     return rewards
 
 
-def _spread(spread: Spread) -> dict[str, Any]:
+def _spread(spread: Spread) -> JsonObject:
     interval = spread.interval
     return {
         "mean": spread.mean,

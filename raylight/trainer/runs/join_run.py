@@ -22,6 +22,7 @@ from raylight.trainer.output.loggers import Display
 from raylight.trainer.ray_session.cluster_monitor import component_stack, until_lost
 from raylight.trainer.ray_session.connection import ray_session
 from raylight.trainer.spec.arguments import TrainerArguments
+from raylight.types import JsonObject
 
 END_TIMEOUT_S = 10.0
 """Time to wait for the end of a run after its store is gone, in seconds."""
@@ -69,7 +70,7 @@ class RemoteRunnerProcess:
         self._run_name, self._payload = run_name, payload
         self._config, self._arguments = config, arguments
 
-    async def work(self) -> dict[str, Any]:
+    async def work(self) -> JsonObject:
         """Execute rollouts until the run ends; return the numbers of lost and replaced runners.
 
         Raises:
@@ -90,7 +91,7 @@ class RemoteRunnerProcess:
             display.stage(f"looking for run {self._run_name}")
             return await until_lost(self._join(display), "Start the runners again after the run")
 
-    async def _join(self, display: Display) -> dict[str, Any]:
+    async def _join(self, display: Display) -> JsonObject:
         """Execute rollouts on the connected cluster until the run ends."""
         rendezvous = await find_rendezvous(self._run_name, self._config.start_timeout_s)
         try:

@@ -31,22 +31,14 @@ from raylight.trainer.components.run_components import PolicyComponents
 from raylight.trainer.loops.policy_loop import PolicyLoop, StopRequest
 from raylight.trainer.loops.session_groups import SessionGroups
 from raylight.trainer.output.report import Report
-from raylight.trainer.runs.run_spec import (
-    TrainingRun,
-    check_has_run,
-    run_config,
-)
+from raylight.trainer.runs.run_spec import TrainingRun, check_has_run, run_config
 from raylight.trainer.spec.arguments import GivenSettings
 from raylight.trainer.spec.inputs import Inputs, as_tasks, as_train_set, check_validation_size, resolve_model
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.run_resources import with_policy
-from raylight.trainer.spec.settings import (
-    RolloutSettings,
-    ServingSettings,
-    TrainedSettings,
-    TrainingSettings,
-)
+from raylight.trainer.spec.settings import RolloutSettings, ServingSettings, TrainedSettings, TrainingSettings
+from raylight.types import JsonObject
 
 SESSION_TASKS = ShuffledTasks([None])
 """Tasks of an `OnlineRun`: an agent outside the run brings its own, so a place in the queue has none."""
@@ -67,7 +59,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
         self.settings, notes = fit_trained(self.settings, self.requested, facts)
         return notes
 
-    def config(self, given: GivenSettings) -> dict[str, Any]:
+    def config(self, given: GivenSettings) -> JsonObject:
         settings, is_verl = self.settings, isinstance(self.algorithm, VERL)
         algorithm = describe_algorithm(settings.training.algorithm)
         if not is_verl:
@@ -83,7 +75,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
                 del content["output_dir"]
         return content
 
-    def summary(self, loop: Any, report: Report, counts: dict[str, int]) -> dict[str, Any]:
+    def summary(self, loop: Any, report: Report, counts: dict[str, int]) -> JsonObject:
         return report.finish(counts)
 
 

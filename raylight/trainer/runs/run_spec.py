@@ -36,11 +36,8 @@ from raylight.trainer.spec.resume import (
     prepare_states,
 )
 from raylight.trainer.spec.run_file import describe_component, describe_data, describe_resources
-from raylight.trainer.spec.settings import (
-    CommonSettings,
-    SupervisedRunSettings,
-    TrainedSettings,
-)
+from raylight.trainer.spec.settings import CommonSettings, SupervisedRunSettings, TrainedSettings
+from raylight.types import JsonObject
 
 SECTIONS = ("engine", "learner", "runner", "checkpoint", "store")
 """Settings of a run that a run file has under the same names."""
@@ -118,7 +115,7 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
     def prepare_states(self) -> None:
         """Remove training states that the run will write again."""
 
-    def config(self, given: GivenSettings) -> dict[str, Any]:
+    def config(self, given: GivenSettings) -> JsonObject:
         """Return the content of config.yaml: a run file that starts the run again (see `RunFile`)."""
         raise NotImplementedError
 
@@ -131,7 +128,7 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
         """Return the work of the run."""
 
     @abstractmethod
-    def summary(self, loop: Any, report: Reporter, counts: dict[str, int]) -> dict[str, Any]:
+    def summary(self, loop: Any, report: Reporter, counts: dict[str, int]) -> JsonObject:
         """Write and return the summary.
 
         Args:
@@ -139,7 +136,7 @@ class RunSpec(ABC, Generic[Settings, Components, Reporter]):
             counts: counters of the components.
         """
 
-    async def work(self, report: Reporter, owns_cluster: bool) -> dict[str, Any]:
+    async def work(self, report: Reporter, owns_cluster: bool) -> JsonObject:
         """Start the components, work, and stop them; return the summary.
 
         Args:
@@ -171,7 +168,7 @@ class TrainingRun(RunSpec[Trained, Components, Report]):
         return True
 
     @property
-    def state_config(self) -> dict[str, Any]:
+    def state_config(self) -> JsonObject:
         """The configuration that is stored with a training state."""
         return self.settings.resolved() | {"tasks": self.tasks.fingerprint()}
 
@@ -204,8 +201,8 @@ class TrainingRun(RunSpec[Trained, Components, Report]):
 
 
 def run_config(
-    settings: CommonSettings, given: GivenSettings, algorithm: dict[str, Any], inputs: Inputs | None
-) -> dict[str, Any]:
+    settings: CommonSettings, given: GivenSettings, algorithm: JsonObject, inputs: Inputs | None
+) -> JsonObject:
     """Return the content of config.yaml of a run.
 
     Args:
@@ -213,7 +210,7 @@ def run_config(
         inputs: None if agents outside the run bring the tasks, or the algorithm has its own examples.
     """
     facts = settings.resolved()
-    content: dict[str, Any] = {}
+    content: JsonObject = {}
     if inputs is not None:
         content["agent"] = describe_component(inputs.agent_spec)
         content["data"] = {"train": describe_data(inputs.train), "val": describe_data(inputs.val)}

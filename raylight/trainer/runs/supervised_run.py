@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from raylight._utils.broken_packages import check_packages
 from raylight.algorithms.policy import RunSettings
@@ -24,6 +24,7 @@ from raylight.trainer.spec.inputs import resolve_model
 from raylight.trainer.spec.resume import Resume
 from raylight.trainer.spec.run_file import describe_algorithm
 from raylight.trainer.spec.settings import SupervisedRunSettings, SupervisedTraining
+from raylight.types import JsonObject
 
 
 @dataclass(kw_only=True)
@@ -80,7 +81,7 @@ class SupervisedRun(TrainingRun[SupervisedRunSettings, SupervisedComponents]):
         self.settings = fit_supervised(self.settings, facts)
         return ()
 
-    def config(self, given: GivenSettings) -> dict[str, Any]:
+    def config(self, given: GivenSettings) -> JsonObject:
         training = self.settings.training
         algorithm = describe_algorithm(training.algorithm) | {"model": training.model_path}
         return run_config(self.settings, given, algorithm, None)
@@ -88,5 +89,5 @@ class SupervisedRun(TrainingRun[SupervisedRunSettings, SupervisedComponents]):
     def loop(self, components: SupervisedComponents, report: Report) -> SupervisedLoop:
         return SupervisedLoop(components, self.tasks, report, self.state_config)
 
-    def summary(self, loop: SupervisedLoop, report: Report, counts: dict[str, int]) -> dict[str, Any]:
+    def summary(self, loop: SupervisedLoop, report: Report, counts: dict[str, int]) -> JsonObject:
         return report.finish_supervised(counts)

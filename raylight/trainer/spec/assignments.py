@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from raylight.errors import ConfigError
+from raylight.types import JsonObject
 
 
-def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str]) -> None:
+def apply_assignment(settings: JsonObject, text: str, sections: Sequence[str]) -> None:
     """Apply one `--set NAME=VALUE` to nested settings, in place.
 
     Args:
@@ -46,7 +47,7 @@ def apply_assignment(settings: dict[str, Any], text: str, sections: Sequence[str
     set_nested(settings, path, _as_number(parsed) if isinstance(parsed, str) else parsed, f"--set {text}")
 
 
-def set_nested(settings: dict[str, Any], path: Sequence[str], value: Any, described: str) -> None:
+def set_nested(settings: JsonObject, path: Sequence[str], value: Any, described: str) -> None:
     """Set a value in nested settings, in place.
 
     Raises:

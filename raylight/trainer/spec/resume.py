@@ -21,6 +21,7 @@ from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError, StoreError
 from raylight.experience.settings.policy_settings import TABLES
 from raylight.learner.state.checkpoints import TrainingStates, locate_state
+from raylight.types import JsonObject
 
 Resume = bool | str | Path
 """False starts fresh. True and "auto" continue the run in output_dir; "auto" starts fresh if there is none. A
@@ -58,7 +59,7 @@ PROGRESS_KEYS = (
     "opponents",
 )
 """Fields of a ResumePoint that are stored with a training state."""
-ADDED_KEYS: dict[str, Any] = {"opponents": {}}
+ADDED_KEYS: JsonObject = {"opponents": {}}
 """Values of those that an older state lacks."""
 STORE_TIMEOUT_S = 30.0
 
@@ -93,13 +94,13 @@ class ResumePoint:
     state_url: str = ""
     step: int = 0
     version: int = 0
-    groups: dict[str, Any] = field(default_factory=dict)
-    tasks: dict[str, Any] = field(default_factory=dict)
+    groups: JsonObject = field(default_factory=dict)
+    tasks: JsonObject = field(default_factory=dict)
     observed_step: int = 0
-    ledger: dict[str, Any] = field(default_factory=dict)
+    ledger: JsonObject = field(default_factory=dict)
     steps_without_signal: int = 0
-    evaluation: dict[str, Any] | None = None
-    opponents: dict[str, Any] = field(default_factory=dict)
+    evaluation: JsonObject | None = None
+    opponents: JsonObject = field(default_factory=dict)
     parent_lineage: str | None = None
     same_run: bool = False
     completed_step: int = 0
@@ -130,7 +131,7 @@ def fresh_start() -> ResumePoint:
 
 
 def find_resume_point(
-    resume: Resume, state_url: str, config: dict[str, Any], highest_version: int
+    resume: Resume, state_url: str, config: JsonObject, highest_version: int
 ) -> ResumePoint:
     """Return the starting point that the user's `resume` asks for.
 
@@ -164,8 +165,8 @@ def find_resume_point(
 def resume_after(
     state_url: str,
     step: int,
-    metadata: dict[str, Any],
-    config: dict[str, Any],
+    metadata: JsonObject,
+    config: JsonObject,
     highest_version: int,
     same_run: bool = True,
 ) -> ResumePoint:
@@ -225,7 +226,7 @@ def check_no_other_run(start: ResumePoint, state_url: str) -> None:
         )
 
 
-def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -> None:
+def prepare_states(start: ResumePoint, state_url: str, config: JsonObject) -> None:
     """Remove training states after the starting point. For a run without any, write one that refers to the
     initial model."""
     states = TrainingStates(state_url)
@@ -235,7 +236,7 @@ def prepare_states(start: ResumePoint, state_url: str, config: dict[str, Any]) -
         states.complete(0, state_metadata(start, config, **progress))
 
 
-def state_metadata(start: ResumePoint, config: dict[str, Any], **progress: Any) -> dict[str, Any]:
+def state_metadata(start: ResumePoint, config: JsonObject, **progress: Any) -> JsonObject:
     """Return the JSON that is stored with a training state.
 
     Args:
@@ -244,7 +245,7 @@ def state_metadata(start: ResumePoint, config: dict[str, Any], **progress: Any) 
     return {"lineage": start.lineage, **progress, "config": config}
 
 
-def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+def changed_settings(before: JsonObject, now: JsonObject) -> dict[str, str]:
     """Return the settings that differ, by dotted name, each as `old -> new`.
 
     Raises:
@@ -269,7 +270,7 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, s
     return changed
 
 
-def _todays_form(config: dict[str, Any]) -> dict[str, Any]:
+def _todays_form(config: JsonObject) -> JsonObject:
     """Return a stored configuration with today's names and values in place of those of version 0.2."""
     algorithm = dict(config.get("algorithm") or {})
     for table in TABLES:
@@ -285,7 +286,7 @@ def _todays_form(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_progress(metadata: dict[str, Any]) -> dict[str, Any]:
+def _read_progress(metadata: JsonObject) -> JsonObject:
     """Return the values of `PROGRESS_KEYS`; raise ConfigError if another version wrote other keys."""
     metadata = ADDED_KEYS | metadata
     if missing := [name for name in PROGRESS_KEYS if name not in metadata]:
@@ -302,7 +303,7 @@ def _is_fixed(name: str) -> bool:
     return name in fixed or (name.startswith("learner.lora") and name != "learner.lora.serve")
 
 
-def affects_updates(name: str, config: dict[str, Any]) -> bool:
+def affects_updates(name: str, config: JsonObject) -> bool:
     """Return True if a setting affects the weights after a step, or which rollouts a step has."""
     section, _, rest = name.partition(".")
     if name == "total_steps":
@@ -326,16 +327,16 @@ def highest_logged_step(metrics: Path) -> int:
     return max((int(row["step"]) for row in _logged_rows(metrics)), default=0)
 
 
-def _logged_rows(metrics: Path) -> list[dict[str, Any]]:
+def _logged_rows(metrics: Path) -> list[JsonObject]:
     if not metrics.exists():
         return []
     complete_lines = metrics.read_text().split("\n")[:-1]  # a kill may have cut off the last one
     return [json.loads(line) for line in complete_lines]
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: JsonObject, prefix: str = "") -> JsonObject:
     """Return nested settings by dotted name."""
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
             flat |= flatten(value, f"{prefix}{name}.")

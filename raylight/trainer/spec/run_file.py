@@ -38,6 +38,7 @@ from raylight.config import CheckpointConfig, EngineConfig, LearnerConfig, Runne
 from raylight.errors import ConfigError
 from raylight.trainer.spec.assignments import apply_assignment, set_nested
 from raylight.trainer.spec.task_files import FileTasks, read_tasks
+from raylight.types import JsonObject
 
 SECRET = "**********"
 UPSTREAM_KEY = "RAYLIGHT_UPSTREAM_KEY"
@@ -57,15 +58,15 @@ class DataFiles(Config):
 class RunFile(Config):
     """All settings of a run. Fields have the meaning of the arguments of `Trainer`."""
 
-    agent: str | dict[str, Any] | None = None
+    agent: str | JsonObject | None = None
     """Dotted name of the agent, or a dict of the dotted name of its class as `type` with arguments.
     An algorithm without rollouts has none."""
     data: DataFiles = DataFiles()
-    algorithm: dict[str, Any]
+    algorithm: JsonObject
     """Name of the algorithm as `name` (a public name such as GRPO, or a dotted name) with its settings."""
     seed: Seed | None = None
     output_dir: str | None = None
-    resources: dict[str, Any] | None = None
+    resources: JsonObject | None = None
     """Initial resources by name; a dict with `resource_type` (llm, proxy_llm, prompt_template) is a resource
     of this type."""
     engine: EngineConfig | None = None
@@ -73,21 +74,21 @@ class RunFile(Config):
     runner: RunnerConfig | None = None
     checkpoint: CheckpointConfig | None = None
     store: StoreConfig | None = None
-    tracer: str | dict[str, Any] | None = None
-    adapter: str | dict[str, Any] | None = None
-    llm_proxy: str | dict[str, Any] | None = None
-    hooks: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
-    group_reward: str | dict[str, Any] | None = None
-    loggers: list[str | dict[str, Any]] | None = None
+    tracer: str | JsonObject | None = None
+    adapter: str | JsonObject | None = None
+    llm_proxy: str | JsonObject | None = None
+    hooks: str | JsonObject | list[str | JsonObject] | None = None
+    group_reward: str | JsonObject | None = None
+    loggers: list[str | JsonObject] | None = None
     address: str | None = None
     progress: bool = True
     ui: bool = False
     log_to_driver: bool = False
-    run: dict[str, Any] | None = None
+    run: JsonObject | None = None
     """Facts about a run, which it writes to its config.yaml and which are not read: name, versions, total
     steps."""
 
-    def trainer_arguments(self, components: Sequence[str] = COMPONENTS) -> dict[str, Any]:
+    def trainer_arguments(self, components: Sequence[str] = COMPONENTS) -> JsonObject:
         """Return the arguments for `Trainer`.
 
         Args:
@@ -127,7 +128,7 @@ class RunFile(Config):
         val = read_data(self.data.val, "data.val") if self.data.val else None
         return read_data(self.data.train, "data.train"), val
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         """Return the file's content with all defaults, without `run` and without secrets.
 
         Nothing is imported: the settings of an algorithm that a dotted name stands for remain as given.
@@ -169,7 +170,7 @@ def planned_trainer(run_file: RunFile, show: Callable[[str], None]) -> raylight.
             return trainer
 
 
-def build_algorithm(given: dict[str, Any]) -> PolicyAlgorithm | SupervisedAlgorithm | Algorithm:
+def build_algorithm(given: JsonObject) -> PolicyAlgorithm | SupervisedAlgorithm | Algorithm:
     """Return an algorithm from its name and its settings.
 
     Raises:
@@ -235,7 +236,7 @@ def _is_agent(source: str | Path) -> bool:
     return ":" in str(source) and not Path(source).expanduser().exists()
 
 
-def _agent_settings(agent: str) -> dict[str, Any]:
+def _agent_settings(agent: str) -> JsonObject:
     """Return the settings of a run that trains an agent; a file is named by its absolute path."""
     module, _, name = agent.partition(":")
     if module.endswith(".py"):
@@ -243,7 +244,7 @@ def _agent_settings(agent: str) -> dict[str, Any]:
     return {"agent": agent, "algorithm": {"name": "GRPO"}}
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> JsonObject:
     """Return the settings of a YAML file.
 
     Raises:
@@ -314,7 +315,7 @@ def read_data(source: str | Path, name: str, limit: int | None = None) -> FileTa
     return FileTasks(list(tasks)[:limit], source if limit is None else None)
 
 
-def _read_resources(resources: dict[str, Any] | None) -> NamedResources:
+def _read_resources(resources: JsonObject | None) -> NamedResources:
     """Return resources of their types."""
     built = {}
     for name, value in (resources or {}).items():
@@ -333,7 +334,7 @@ def _read_resources(resources: dict[str, Any] | None) -> NamedResources:
 # what a run writes
 
 
-def describe_algorithm(algorithm: PolicyAlgorithm | SupervisedAlgorithm | Algorithm) -> dict[str, Any]:
+def describe_algorithm(algorithm: PolicyAlgorithm | SupervisedAlgorithm | Algorithm) -> JsonObject:
     """Return the name and the settings of an algorithm, from which `RunFile` builds it again."""
     cls = type(algorithm)
     name = cls.__name__ if getattr(algorithms, cls.__name__, None) is cls else dotted_name(algorithm)
@@ -356,7 +357,7 @@ def _describe_source(source: Any) -> str | None:
     return str(path.absolute()) if path.exists() else str(source)
 
 
-def describe_resources(resources: NamedResources) -> dict[str, Any]:
+def describe_resources(resources: NamedResources) -> JsonObject:
     """Return resources as YAML values, without API keys."""
     described = {}
     for name, value in resources.items():

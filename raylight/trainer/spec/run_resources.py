@@ -10,6 +10,7 @@ from raylight.agent.litagent import LitAgent
 from raylight.agent.resources import LLM, NamedResources
 from raylight.errors import ConfigError
 from raylight.experience.opponents import OPPONENT
+from raylight.types import JsonObject
 
 
 def merge_resources(agent: LitAgent, overrides: NamedResources) -> NamedResources:
@@ -95,7 +96,7 @@ def _named(llm: LLM, resource: str, model: str, models: Sequence[str]) -> LLM:
 
 
 def with_sampling(
-    resources: NamedResources, parameters: dict[str, Any], models: Mapping[str, str]
+    resources: NamedResources, parameters: JsonObject, models: Mapping[str, str]
 ) -> NamedResources:
     """Return resources whose served models have other sampling parameters; those not named stay.
 

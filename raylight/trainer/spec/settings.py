@@ -31,7 +31,7 @@ from raylight.rewards.scoring_model import ScoringModel
 from raylight.runner.actor import RunnerPayload
 from raylight.serving.gateway.sessions import SessionRules
 from raylight.store.client import StoreClient
-from raylight.types import RolloutConfig
+from raylight.types import JsonObject, RolloutConfig
 
 PACKAGES = ("ray", "torch", "transformers", "verl")
 """Required packages whose versions are part of a run's configuration."""
@@ -50,9 +50,9 @@ class ServingSettings:
     """Names of several models that the engines serve as adapters of this one; empty if there is one."""
     route: str | None = None
     """HTTP route of the model; None derives it from the run's name."""
-    sampling_parameters: dict[str, Any] = field(default_factory=dict)
+    sampling_parameters: JsonObject = field(default_factory=dict)
     """Default sampling parameters of the model; an agent's own declaration wins."""
-    sampling_overrides: dict[str, Any] = field(default_factory=dict)
+    sampling_overrides: JsonObject = field(default_factory=dict)
     """Sampling parameters that win over an agent's own declaration."""
     training_temperature: float | None = None
     """Temperature of all calls of training rollouts; None leaves the sampling to the agents."""
@@ -101,7 +101,7 @@ class LearningSettings:
         """Settings of the model, or of each of several, that the learners read."""
         return self.algorithm.policy_settings()
 
-    def resolved(self, model_path: str) -> dict[str, Any]:
+    def resolved(self, model_path: str) -> JsonObject:
         """Return the part of the run's resolved configuration that is about training.
 
         Args:
@@ -192,7 +192,7 @@ class CommonSettings(ABC):
         return {"output_dir": Path(self.folder)}
 
     @abstractmethod
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         """Return the run's resolved configuration."""
 
 
@@ -202,7 +202,7 @@ class SupervisedRunSettings(CommonSettings):
 
     training: SupervisedTraining
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> JsonObject:
         training = self.training.resolved(self.training.model_path)
         return {"name": self.name, "seed": self.seed, **training, "versions": package_versions()}
 
@@ -238,8 +238,8 @@ class RolloutSettings(CommonSettings):
         """The fixed models that score for the served one."""
         return tuple(one.serving for one in self.reward_models)
 
-    def resolved(self) -> dict[str, Any]:
-        content = {"name": self.name} | self._resolved_model()
+    def resolved(self) -> JsonObject:
+        content: JsonObject = {"name": self.name} | self._resolved_model()
         if self.reward_models:
             content["reward_models"] = [
                 {"name": one.model.name} | one.model.config.model_dump(mode="json", exclude_unset=True)
@@ -252,7 +252,7 @@ class RolloutSettings(CommonSettings):
             "versions": package_versions(),
         }
 
-    def _resolved_model(self) -> dict[str, Any]:
+    def _resolved_model(self) -> JsonObject:
         """Return the part of the resolved configuration that is about the served model."""
         return {}
 
@@ -263,7 +263,7 @@ class ServedSettings(RolloutSettings):
 
     serving: ServingSettings
 
-    def _resolved_model(self) -> dict[str, Any]:
+    def _resolved_model(self) -> JsonObject:
         return {
             "seed": self.seed,
             "model": self.serving.model_path,
@@ -287,7 +287,7 @@ class TrainedSettings(ServedSettings):
         """True if learners and engines are on the same GPUs."""
         return 0 < self.training.learner.num_gpus < 1 and self.serving.engine.num_gpus > 0
 
-    def _resolved_model(self) -> dict[str, Any]:
+    def _resolved_model(self) -> JsonObject:
         training = self.training
         return {
             "seed": self.seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,9 +10,10 @@ from rich.table import Table
 
 from raylight.trainer.output.eval_comparison import SavedEvaluation, compare
 from raylight.trainer.output.scores import Spread
+from raylight.types import JsonObject
 
 
-def print_summary(summary: dict[str, Any], folder: str) -> None:
+def print_summary(summary: JsonObject, folder: str) -> None:
     """Print the reward or the loss before and after training, and the files of the run."""
     table = Table(title="raylight", title_style="bold", show_header=True)
     table.add_column("")
@@ -35,13 +35,13 @@ def print_summary(summary: dict[str, Any], folder: str) -> None:
     )
 
 
-def _describe_rollouts(summary: dict[str, Any]) -> str:
+def _describe_rollouts(summary: JsonObject) -> str:
     failed = f", {summary['rollouts_failed']} failed" if summary["rollouts_failed"] else ""
     lost = f" ({summary['rollouts_lost']} because of the infrastructure)" if summary["rollouts_lost"] else ""
     return f"{summary['rollouts']} rollouts{failed}{lost}, "
 
 
-def print_run(summary: dict[str, Any], folder: str) -> None:
+def print_run(summary: JsonObject, folder: str) -> None:
     """Print the rollout counts of an algorithm with its own loop, and the files of the run."""
     console = Console()
     by_status = ", ".join(f"{count} {status}" for status, count in summary["by_status"].items())
@@ -51,7 +51,7 @@ def print_run(summary: dict[str, Any], folder: str) -> None:
     _print_files(console, folder, "config.yaml", "summary.json", "store.db")
 
 
-def print_scores(figures: dict[str, Any], folder: str) -> None:
+def print_scores(figures: JsonObject, folder: str) -> None:
     """Print the scores of an evaluation.
 
     Args:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import Tracker, points
+from raylight.types import JsonObject
 
 OFFLINE_ID = "offline-"
 """Start of the ids of tasks that no server has."""
@@ -19,7 +18,7 @@ class ClearmlTracker(Tracker):
     frameworks are not captured.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         from clearml import Task
 
         saved = self.saved_id

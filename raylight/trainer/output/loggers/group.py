@@ -11,6 +11,7 @@ from raylight.components import build_component
 from raylight.errors import ConfigError, summarize_ray_error
 from raylight.trainer.output.loggers.protocol import Display, MetricLogger, Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import FINISH_TIMEOUT_S, Tracker, TrackerError, TrackerThread
+from raylight.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class LoggerGroup:
                     )
             self._loggers.append(TrackerThread(built) if isinstance(built, Tracker) else built)
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         self._call("start", config)
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Any
 
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import Tracker, points
 from raylight.trainer.spec.resume import flatten
+from raylight.types import JsonObject
 
 MAX_PARAMS = 100
 """Parameters that MLflow takes in one request."""
@@ -26,7 +26,7 @@ class MlflowTracker(Tracker):
     Further settings are `tracking_uri` and those of `MlflowClient.create_run`, such as `tags`.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from raylight.advisories import Advisory
+from raylight.types import JsonObject
 
 Metrics = dict[str, float]
 
@@ -37,7 +38,7 @@ class MetricLogger(Protocol):
     - `fail(reason: str)` is called before `finish` if the run ended with an error.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         """Begin a run, or continue one that is resumed.
 
         Args:

@@ -8,10 +8,10 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from raylight._utils.files import write_atomic
 from raylight.trainer.output.loggers.protocol import VAL_STEP, Display, Metrics, evaluated_step
+from raylight.types import JsonObject
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "reward.png"
@@ -36,7 +36,7 @@ class ConsoleLogger:
     def __init__(self, display: Display) -> None:
         self._display = display
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         pass
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -59,7 +59,7 @@ class JsonlLogger:
         self._history = history
         self._unwritten = b""
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         write_atomic(self._file, "".join(map(_json_line, self._history)))
         self._history = ()
 
@@ -90,7 +90,7 @@ class PlotLogger:
         self._folder = folder
         self._rows = [_plotted(row) for row in history]
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         pass
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import Tracker, points
+from raylight.types import JsonObject
 
 
 class SwanlabTracker(Tracker):
@@ -17,7 +17,7 @@ class SwanlabTracker(Tracker):
     process of the run is a run in SwanLab.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         import swanlab
 
         settings = {"mode": os.environ.get("SWANLAB_MODE", "online"), **self.settings}

@@ -9,6 +9,7 @@ import yaml
 
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import Tracker, points
+from raylight.types import JsonObject
 
 
 class TensorboardTracker(Tracker):
@@ -17,7 +18,7 @@ class TensorboardTracker(Tracker):
     Further settings, such as `flush_secs`, are those of `torch.utils.tensorboard.SummaryWriter`.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         is_resumed = self.saved_id is not None

@@ -11,6 +11,7 @@ from typing import Any
 
 from raylight._utils.files import write_atomic
 from raylight.trainer.output.loggers.protocol import VAL_STEP, Metrics, SampledRollout, evaluated_step
+from raylight.types import JsonObject
 
 TRACKER_FOLDER = "trackers"
 """Folder of the run directory with the ids of the run in its trackers."""
@@ -41,7 +42,7 @@ class Tracker:
         self.failure: str | None = None
         """Reason why the run ended with an error."""
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         """Begin a run in the tracker, or continue the one in `saved_id`."""
         raise NotImplementedError
 
@@ -125,7 +126,7 @@ class TrackerThread:
         """True if the tracker shows rollouts."""
         return type(self._tracker).rollouts is not Tracker.rollouts
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         self._thread.start()
         self._call("start", config)
 

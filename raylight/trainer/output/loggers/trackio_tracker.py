@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import Tracker, points
+from raylight.types import JsonObject
 
 
 class TrackioTracker(Tracker):
@@ -15,7 +14,7 @@ class TrackioTracker(Tracker):
     Further settings are those of `trackio.init`. Trackio marks no run as failed.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         import trackio
 
         self._run = trackio.init(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from raylight.trainer.output.loggers.protocol import Metrics, SampledRollout
 from raylight.trainer.output.loggers.tracker import Tracker, points
+from raylight.types import JsonObject
 
 
 class WandbTracker(Tracker):
@@ -16,7 +16,7 @@ class WandbTracker(Tracker):
     settings, such as `entity`, `group`, `tags` and `mode`, are those of `wandb.init`.
     """
 
-    def start(self, config: dict[str, Any]) -> None:
+    def start(self, config: JsonObject) -> None:
         import wandb
 
         mode = self.settings.get("mode") or os.environ.get("WANDB_MODE", "online")
