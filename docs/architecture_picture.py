@@ -106,7 +106,7 @@ def main(also: Path | None = None) -> None:
     arrow(axes, DRIVER.at(4 / 30, 0), LEARNERS.at(4 / 30, 1), "", beside="7  batch")
     arrow(axes, DRIVER.at(21 / 30, 0), COORDINATOR.at(0.5, 1), "", beside="8  new version")
     arrow(axes, COORDINATOR.at(1, 0.4), ENGINES.at(0.12, 1), "", beside="9  load, probe")
-    arrow(axes, LEARNERS.at(1, 0.5), ENGINES.at(0, 0.5), "weights\n(object store)", above=True, dashed=True)
+    arrow(axes, LEARNERS.at(1, 0.5), ENGINES.at(0, 0.5), "weights\n(broadcast)", above=True, dashed=True)
     key = "blue: raylight's actors and replicas\nyellow: yours, unchanged"
     axes.text(88, 8, key, fontsize=9, color=QUIET, va="center", linespacing=1.5)
     figure.savefig(PICTURE, metadata={"Date": None})

@@ -83,14 +83,28 @@ def test_packages_that_the_architecture_page_names_exist(monkeypatch: pytest.Mon
     named = [code for place in places for code in re.findall(r"`([\w./]+)`", place)]
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "raylight" / name).exists()] == []
-    folders = {path.parent.name for path in (ROOT / "raylight" / "trainer").glob("*/__init__.py")}
-    assert {row[0].strip("`/") for row in rooms.rows} == folders
     structure = load(ROOT / "tests" / "test_structure.py", monkeypatch)
+    by_package: dict[str, list[str]] = {}
+    for row in rooms.rows:
+        package, room = row[0].strip("`/").split("/")
+        by_package.setdefault(package, []).append(room)
+    assert {"experience", "learner", "serving", "trainer"} == by_package.keys()
+    for package, order in by_package.items():
+        folders = (ROOT / "raylight" / package).glob("*/__init__.py")
+        assert sorted(order) == sorted(path.parent.name for path in folders)
+        between = structure.between_children(f"raylight.{package}", structure.imports())
+        for i, room in enumerate(order):
+            assert between[room].isdisjoint(order[i + 1 :]), f"{package}/{room} imports a room below it"
     shown = {int(row[0]): {*re.findall(r"`(\w+)`", row[1])} for row in floors.rows}
     assert shown == dict(enumerate(structure.FLOORS))
     assert "architecture.svg" in text
     for path in re.findall(r"`(\w+/[\w/]+\.py)`", text):
         assert (ROOT / "raylight" / path).exists() or (ROOT / path).exists(), path
+    hops = [hop for hop in re.findall(r"`(\w+/[\w/]+\.py)` `([\w.]+)`", text) if hop[1] != "os.environ"]
+    assert len(hops) > 20
+    for path, name in hops:  # a hop of a journey is in its file
+        source = (ROOT / "raylight" / path).read_text()
+        assert all(re.search(rf"(class|def) {part}\b", source) for part in name.split(".")), (path, name)
     assert (DOCS / "architecture.svg").read_text().startswith("<?xml")
 
 
@@ -109,6 +123,15 @@ def test_the_committed_picture_is_the_output_of_its_script(
     assert words((DOCS / "architecture.svg").read_text()) == drawn, (
         "run `python docs/architecture_picture.py`"
     )
+
+
+def test_contributing_names_all_packages_and_folders_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, packages, _, folders, *_ = tables(ROOT / "CONTRIBUTING.md")
+    structure = load(ROOT / "tests" / "test_structure.py", monkeypatch)
+    named = {name for row in packages.rows for name in re.findall(r"`(\w+)`", row[1])}
+    assert named == structure.FLOOR_OF.keys()
+    named = {name for row in folders.rows for name in re.findall(r"`tests/(\w+)`", row[0])}
+    assert named | {"helpers"} == {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("*.py"))}
 
 
 def test_contributing_names_files_that_exist_and_toys_of_at_most_40_lines() -> None:
