@@ -74,18 +74,13 @@ class Config(BaseModel):
         return cls(**settings | arguments)
 
 
-def renewed(cls: str, values: dict[str, Any], *, warns: bool = True) -> dict[str, Any]:
-    """Return settings with today's names and values.
-
-    Args:
-        cls: name of their class.
-        warns: warn of old ones.
-    """
+def renewed(cls: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a class with today's names and values, and warn of old ones."""
     found = {}
     for name, value in values.items():
         new = OLD_NAMES.get((cls, name), name)
         changed = OLD_VALUES.get((cls, new, value), value) if isinstance(value, str) else value
-        if warns and (new, changed) != (name, value):
+        if (new, changed) != (name, value):
             warnings.warn(
                 f"raylight.{cls}: {name}={value!r} is now {new}={changed!r}; the old form works until 1.0",
                 DeprecationWarning,

@@ -173,16 +173,6 @@ class VariantTable:
         flat = {key: value for key, value in given.items() if key in reads}
         return rest | {self.field: nested | flat | {"name": name}}, unread
 
-    def nested_form(self, settings: Mapping[str, Any]) -> JsonObject:
-        """Return an algorithm's resolved settings as they are today, if version 0.2 wrote them flat."""
-        if not isinstance(settings.get(self.selector), str):
-            return dict(settings)
-        readers = self._readers()
-        reads = self.variant(settings[self.selector]).model_fields
-        variant = {key: settings[key] for key in readers if key in reads and key in settings}
-        rest = {key: value for key, value in settings.items() if key not in readers and key != self.selector}
-        return rest | {self.field: {"name": settings[self.selector], **variant}}
-
     @property
     def flat_keys(self) -> set[str]:
         """The flat keys, that of the choice by name included."""

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raylight.base_config import renewed
 from raylight.config import LearnerConfig, LoraConfig
 from raylight.errors import ConfigError, StoreError
-from raylight.experience.settings.policy_settings import TABLES
 from raylight.learner.state.checkpoints import TrainingStates, locate_state
 from raylight.types import JsonObject
 
@@ -251,7 +249,7 @@ def changed_settings(before: JsonObject, now: JsonObject) -> dict[str, str]:
     Raises:
         ConfigError: a setting differs that determines the model or the kind of training.
     """
-    old, new = flatten(_todays_form(before)), flatten(now)
+    old, new = flatten(before), flatten(now)
     lora = LoraConfig() if "learner.lora.rank" in old else None
     added = flatten({"learner": LearnerConfig(lora=lora).model_dump(mode="json")})
     # a version that did not have a setting yet did what its default does now
@@ -268,22 +266,6 @@ def changed_settings(before: JsonObject, now: JsonObject) -> dict[str, str]:
             "fresh in another output_dir"
         )
     return changed
-
-
-def _todays_form(config: JsonObject) -> JsonObject:
-    """Return a stored configuration with today's names and values in place of those of version 0.2."""
-    algorithm = dict(config.get("algorithm") or {})
-    for table in TABLES:
-        algorithm = table.nested_form(algorithm)
-    sections = {"learner": "LearnerConfig", "store": "StoreConfig"}
-    return config | {
-        "algorithm": renewed(str(algorithm.get("name")), algorithm, warns=False),
-        **{
-            name: renewed(cls, config[name], warns=False)
-            for name, cls in sections.items()
-            if isinstance(config.get(name), dict)
-        },
-    }
 
 
 def _read_progress(metadata: JsonObject) -> JsonObject:
