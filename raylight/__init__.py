@@ -37,7 +37,7 @@ _EXPORTS = {
     "algorithms.base": ("Algorithm", "FastAlgorithm"),
     "algorithms.baseline": ("Baseline",),
     "algorithms.decorator": ("algo",),
-    "algorithms.gepa.algorithm": ("GEPA",),
+    "algorithms.gepa": ("GEPA",),
     "algorithms.minigrpo": ("MiniGRPO",),
     "algorithms.policy": ("GRPO",),
     "algorithms.policy_gradient": ("OPD", "PPO"),

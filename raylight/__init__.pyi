@@ -37,7 +37,7 @@ from raylight.algorithms.base import Algorithm as Algorithm
 from raylight.algorithms.base import FastAlgorithm as FastAlgorithm
 from raylight.algorithms.baseline import Baseline as Baseline
 from raylight.algorithms.decorator import algo as algo
-from raylight.algorithms.gepa.algorithm import GEPA as GEPA
+from raylight.algorithms.gepa import GEPA as GEPA
 from raylight.algorithms.minigrpo import MiniGRPO as MiniGRPO
 from raylight.algorithms.policy import GRPO as GRPO
 from raylight.algorithms.policy_gradient import OPD as OPD

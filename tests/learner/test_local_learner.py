@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import raylight as rl
 from raylight.config import LearnerConfig, LoraConfig
+from raylight.engines.transformers.engine import TrainableEngine
 from raylight.engines.transformers.sampling import SamplingParams
-from raylight.engines.transformers.trainable import TrainableEngine
 from raylight.errors import ConfigError, LearnerError, MismatchError
 from raylight.experience.batches.batch import TrainBatch
 from raylight.experience.settings.policy_settings import PolicySettings

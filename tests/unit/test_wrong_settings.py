@@ -27,7 +27,7 @@ from raylight._utils.bounds import leaf_types
 from raylight.agent.resources import LLM, SamplingParameters
 from raylight.algorithms.apo.settings import ApoSettings
 from raylight.algorithms.baseline import BaselineSettings
-from raylight.algorithms.gepa.algorithm import GepaSettings
+from raylight.algorithms.gepa import GepaSettings
 from raylight.algorithms.policy import PolicyAlgorithm
 from raylight.algorithms.verl_config.keys import KEYS
 from raylight.algorithms.verl_config.merged_config import flatten, verl_defaults

@@ -114,7 +114,7 @@ def test_candidates_of_a_step_leave_as_bytes() -> None:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from raylight.engines.vllm.candidates import CandidateRecorder
+    from raylight.engines.vllm.constraints import CandidateRecorder
     from raylight.engines.vllm.scheduler import CANDIDATES, PlainLogprobs
     from raylight.types import TokenSets
 

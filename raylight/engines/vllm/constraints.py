@@ -1,9 +1,12 @@
-"""Log-probs of the policy itself, without a request's constraint, recorded in vLLM's workers.
+"""Log-probs of the policy itself, and tokens that could have been sampled, recorded in vLLM's workers.
 
 vLLM masks the logits in place (grammar) or adds to them (bias, penalties) before it samples, and returns the
 log-probs of the result only. A learner needs those of the policy. They must be taken in the worker between
 the forward pass and the mask, so that they belong to the same weights as the sampled token. They travel to
 the API process as two more columns of the log-probs, which only steps with a constrained request have.
+
+Tokens that could have been sampled are recorded for requests that truncate or penalise. They travel in the
+fields of vLLM's own record of them, which needs its V2 model runner.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.outputs import LogprobsTensors, SamplingMaskLists
 
+from raylight.engines.candidates import find_candidates
 from raylight.engines.grammar import limit_white_space
-from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW
+from raylight.engines.vllm.scheduler import CANDIDATES
+from raylight.types import GREEDY_BELOW, NEVER_SAMPLED_BELOW, TokenSets
 
 TOLERANCE = 1e-5
 """Difference of log-probs by rounding."""
@@ -192,3 +197,52 @@ def repair_allowed_tokens(batch: type[Any]) -> None:
 
     batch.add_request, batch.swap_states = add_request, swap_states
     batch.raylight_repaired = True
+
+
+class CandidateRecorder:
+    """Extends a model runner, so that its outputs have the candidates of requests that ask for them.
+
+    vLLM has no hook for this, so one method of the runner and one of its sampler are replaced. A runner that
+    `ConstraintRecorder.problem` refuses cannot be extended.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._rows: list[int] = []
+        """Rows of the current step whose candidates are recorded."""
+        self._found = TokenSets()
+        self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self._add_candidates
+        sampler = runner.sampler
+        self._gather, sampler.gather_logprobs = sampler.gather_logprobs, self._read
+
+    def _add_candidates(self, grammar_output: Any) -> Any:
+        """Sample as vLLM does, and add the candidates to the output."""
+        rows = [row for row, name in enumerate(self._runner.input_batch.req_ids) if self._is_asked(name)]
+        count, self._rows = len(self._runner.input_batch.req_ids), rows
+        try:
+            output = self._sample_tokens(grammar_output)
+        finally:
+            found, self._rows, self._found = self._found, [], TokenSets()
+        if len(found.values):
+            sizes = np.zeros(count, np.int64)
+            sizes[rows] = found.sizes
+            # an asynchronous output is completed later
+            target = getattr(output, "_model_runner_output", output)
+            target.sampling_masks = SamplingMaskLists(found.values, np.concatenate([[0], sizes.cumsum()]))
+        return output
+
+    def _is_asked(self, request_id: str) -> bool:
+        params = self._runner.requests[request_id].sampling_params
+        return params is not None and params.extra_args is not None and CANDIDATES in params.extra_args
+
+    def _read(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        """Gather as vLLM does, after reading the candidates of the step.
+
+        Args:
+            logprobs: of the distribution sampled from, shape (rows, vocabulary).
+        """
+        rows, self._rows = self._rows, []  # later in the step, vLLM gathers log-probs of prompts
+        if rows:
+            self._found = find_candidates(logprobs[rows])
+        gathered: LogprobsTensors = self._gather(logprobs, num_logprobs, token_ids)
+        return gathered

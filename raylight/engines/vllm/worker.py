@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker processes, which ends them with the replica and records constraints.
+"""Extension of vLLM's worker processes: their end with the replica, constraints, the stages of a start.
 
 The module imports neither torch nor vllm itself.
 """
@@ -6,12 +6,27 @@ The module imports neither torch nor vllm itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
 import signal
 import threading
 from typing import Any
+
+from raylight.engines.start_stages import note_stage
+
+STAGES = {
+    "Starting to load model": "loading weights",
+    "Model loading took": "profiling memory",
+    "Using cache directory": "compiling",
+    "Dynamo bytecode transform time": "compiling",
+    "Initial profiling/warmup run took": "profiling memory",
+    "GPU KV cache size": "warming up and capturing graphs",
+    "Graph capturing finished": "opening the server",
+    "init engine (profile": "opening the server",
+}
+"""Beginning of a message -> the stage that it begins."""
 
 
 class WorkerExtension:
@@ -46,8 +61,11 @@ class WorkerExtension:
 
         Returns the reason if this is not possible, else None.
         """
-        from raylight.engines.vllm.candidates import CandidateRecorder
-        from raylight.engines.vllm.constraints import ConstraintRecorder, repair_allowed_tokens
+        from raylight.engines.vllm.constraints import (
+            CandidateRecorder,
+            ConstraintRecorder,
+            repair_allowed_tokens,
+        )
 
         problem = ConstraintRecorder.problem(self.model_runner)
         if problem is None:
@@ -93,3 +111,19 @@ def _end_with(replica: int, replica_pid: int, core_pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(core_pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StageHandler(logging.Handler):
+    """Notes the stages that vLLM's messages tell of."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = str(record.msg)
+        if stage := next((stage for start, stage in STAGES.items() if message.startswith(start)), None):
+            note_stage(stage)
+
+
+def note_start_stages() -> None:
+    """Note the stages of this process from now on."""
+    logger = logging.getLogger("vllm")
+    if not any(isinstance(handler, StageHandler) for handler in logger.handlers):
+        logger.addHandler(StageHandler(logging.INFO))

@@ -19,7 +19,7 @@ from raylight.learner.state.checkpoints import TrainingStates
 from raylight.types import JsonObject
 
 if TYPE_CHECKING:
-    from raylight.engines.transformers.trainable import TrainableEngine
+    from raylight.engines.transformers.engine import TrainableEngine
 
 
 class LocalLearner(Learner):

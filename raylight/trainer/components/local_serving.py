@@ -105,7 +105,7 @@ def load_engine(
     """
     import torch
 
-    from raylight.engines.transformers.trainable import TrainableEngine
+    from raylight.engines.transformers.engine import TrainableEngine
     from raylight.learner.model.local_device import select_device
     from raylight.trainer.cluster_fit.local_memory import check_memory
 

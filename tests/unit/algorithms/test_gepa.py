@@ -16,7 +16,7 @@ from unit_helpers import within
 
 import raylight as rl
 from raylight.algorithms.apo.trials import Trial, trial_record
-from raylight.algorithms.gepa.adapter import RolloutAdapter
+from raylight.algorithms.gepa import RolloutAdapter
 from raylight.errors import CheckpointError, ConfigError, CriticError, DatasetError, RolloutsFailedError
 from raylight.semconv import MESSAGE, MESSAGE_BODY
 from raylight.store.client import StoreClient

@@ -14,9 +14,8 @@ import pytest
 from raylight.agent.resources import LLM
 from raylight.benchmarks import agent as agent_module
 from raylight.benchmarks.agent import BenchmarkAgent
-from raylight.benchmarks.catalogue import BENCHMARKS, find_benchmark
+from raylight.benchmarks.catalogue import BENCHMARKS, find_benchmark, print_catalogue, print_published
 from raylight.benchmarks.rows import read_rows
-from raylight.benchmarks.tables import print_catalogue, print_published
 from raylight.errors import ConfigError, DatasetError, SandboxError
 
 from .test_answers import SAMPLES

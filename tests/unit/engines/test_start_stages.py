@@ -11,7 +11,7 @@ import pytest
 
 from raylight.engines import start_stages
 from raylight.engines.start_stages import StartStages, note_stage
-from raylight.engines.vllm.start_log import STAGES, StageHandler, note_start_stages
+from raylight.engines.vllm.worker import STAGES, StageHandler, note_start_stages
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs an anonymous file")
 

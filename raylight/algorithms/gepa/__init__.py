@@ -1,1 +1,0 @@
-"""GEPA, through the package gepa."""
