@@ -61,9 +61,18 @@ def check(world: World, rows: list[dict]) -> None:
     assert weights_of(world) not in lineage, "the model is the last one"
 
 
-@pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
-@pytest.mark.parametrize("staleness", [1, 2, 8])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("staleness", "stale", "seed"),
+    [
+        *[(1, "wait", 0), (2, "drop", 0), (2, "mask", 0), (8, "mask", 0)],
+        *(
+            pytest.param(staleness, stale, seed, marks=pytest.mark.slow("other ages and seeds show it"))
+            for staleness in [1, 2, 8]
+            for stale in ["wait", "drop", "mask"]
+            for seed in [1, 2]
+        ),
+    ],
+)
 def test_every_group_is_trained_once(staleness: int, stale: str, seed: int, tmp_path: Path) -> None:
     world = world_of(tmp_path / "a", staleness, seed)
     check(world, asyncio.run(live(world, **settings_of(world, stale))))
@@ -88,7 +97,7 @@ def test_learners_leave_nodes_that_drain(stale: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 @pytest.mark.parametrize(
     "deaths",
-    [[3], [20, 47, 60], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[30], [50, 51], [85]])],
+    [[20, 47, 60], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[3], [30], [50, 51], [85]])],
 )
 def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
     deaths: list[int], stale: str, tmp_path: Path
@@ -104,7 +113,7 @@ def test_a_driver_that_dies_with_a_full_buffer_loses_nothing(
 @pytest.mark.parametrize("stale", ["wait", "drop", "mask"])
 @pytest.mark.parametrize(
     "faults",
-    [{0: 1}, {2: 1, 7: 1}, *(pytest.param(lost, marks=pytest.mark.slow) for lost in [{4: 1}, {6: 2}])],
+    [{2: 1, 7: 1}, *(pytest.param(lost, marks=pytest.mark.slow) for lost in [{0: 1}, {4: 1}, {6: 2}])],
 )
 def test_learners_that_are_lost_come_to_where_they_were(
     faults: dict[int, int], stale: str, tmp_path: Path

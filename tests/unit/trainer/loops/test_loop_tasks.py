@@ -74,7 +74,9 @@ def tasks_of(world: World) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("deaths", [[5], [29, 20], [20, 47, 60]])
+@pytest.mark.parametrize(
+    "deaths", [[20, 47, 60], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[5], [29, 20]])]
+)
 def test_a_killed_driver_changes_neither_tasks_nor_grades(deaths: list[int], tmp_path: Path) -> None:
     function = CountedReward()
     undisturbed, expected = run(tmp_path / "b", [], tasks=curriculum(), group_reward=by_id)
@@ -88,7 +90,7 @@ def test_a_killed_driver_changes_neither_tasks_nor_grades(deaths: list[int], tmp
     assert all({"source/drawn/reward", "source/listed/reward"} <= {*row} for row in rows if row["step"])
 
 
-@pytest.mark.parametrize("deaths", [[20], [31, 52]])
+@pytest.mark.parametrize("deaths", [[31, 52], pytest.param([20], marks=pytest.mark.slow)])
 def test_each_group_of_an_asynchronous_run_has_one_task(deaths: list[int], tmp_path: Path) -> None:
     function = CountedReward()
     world, rows = run(tmp_path / "a", deaths, tasks=curriculum(), group_reward=function, staleness=2)

@@ -109,7 +109,7 @@ def test_a_synchronous_run_and_one_without_an_adapter_wait(tmp_path: Path) -> No
         assert [row["step"] for row in rows if "val/reward" in row] == [0, 2, 4, 6, 8, 9]
 
 
-@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("step", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_learners_that_are_lost_while_they_save_the_best_save_it_again(step: int, tmp_path: Path) -> None:
     """The version is an earlier one than theirs. They are lost once more in an update."""
     world = world_of(tmp_path / "a")
@@ -124,7 +124,10 @@ def test_learners_that_are_lost_while_they_save_the_best_save_it_again(step: int
     assert world.models == 4, "of steps 0 and `step`, again, and at the end"
 
 
-@pytest.mark.parametrize("deaths", [[20], [40, 41, 75], [30, 50, 70, 90]])
+@pytest.mark.parametrize(
+    "deaths",
+    [[40, 41, 75], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[20], [30, 50, 70, 90]])],
+)
 def test_a_run_that_is_killed_takes_the_evaluation_again(deaths: list[int], tmp_path: Path) -> None:
     undisturbed = world_of(tmp_path / "b")
     expected = evaluations(asyncio.run(live(undisturbed, **SETTINGS)))

@@ -27,16 +27,23 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path / "a")
 
 
-@pytest.fixture
-def undisturbed(tmp_path: Path) -> tuple[list[tuple], str]:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple], str]:
     """Rows and weights of a run that nothing disturbed."""
-    (tmp_path / "b").mkdir()
-    world = World(tmp_path / "b")
+    world = World(tmp_path_factory.mktemp("undisturbed"))
     rows = asyncio.run(live(world))
     return told(rows), weights_of(world)
 
 
-@pytest.mark.parametrize("deaths", [[1], [5], [29], [38, 39], [20, 47, 60], [84]])
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [1],
+        [38, 39],
+        [20, 47, 60],
+        *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[5], [29], [84]]),
+    ],
+)
 def test_a_driver_that_dies_at_any_moment_changes_nothing(
     deaths: list[int], world: World, undisturbed: tuple
 ):
@@ -54,7 +61,10 @@ def test_a_driver_that_dies_at_any_moment_changes_nothing(
     assert Counter(name for names in lineage.values() for name in names).most_common(1)[0][1] == 1
 
 
-@pytest.mark.parametrize("faults", [{0: 1}, {4: 1}, {6: 2}, {2: 1, 7: 1}])
+@pytest.mark.parametrize(
+    "faults",
+    [{0: 1}, {6: 2}, *(pytest.param(lost, marks=pytest.mark.slow) for lost in [{4: 1}, {2: 1, 7: 1}])],
+)
 def test_learners_that_are_lost_come_to_where_they_were(
     faults: dict[int, int], world: World, undisturbed: tuple
 ):
@@ -83,7 +93,9 @@ def test_learners_leave_a_node_that_drains(
     assert rows[-1]["learner/restarts"] == 0
 
 
-@pytest.mark.parametrize("stranded_at", [13, 40, 67])
+@pytest.mark.parametrize(
+    "stranded_at", [40, *(pytest.param(number, marks=pytest.mark.slow) for number in [13, 67])]
+)
 def test_learners_that_are_lost_with_the_only_replica_are_restarted_at_once(
     stranded_at: int, world: World, undisturbed: tuple
 ) -> None:
@@ -179,7 +191,7 @@ def test_with_another_learning_rate_the_steps_since_are_taken_anew(world: World)
     assert len(names) == 2
 
 
-def test_a_run_that_is_over_stays_as_it_is(world: World, undisturbed: tuple):
+def test_a_run_that_is_over_stays_as_it_is(world: World):
     first = asyncio.run(live(world))
     sampled = Counter(world.sampled)
     assert told(asyncio.run(live(world, resume=True))) == told(first)

@@ -98,7 +98,9 @@ def test_each_step_meets_versions_of_the_pool(undisturbed: tuple[Any, list[dict]
     assert last["ledger/model/policy/trained"] == last["ledger/trained"] > 0
 
 
-@pytest.mark.parametrize("kills", [[5, 17], [9, 30, 50], [25]])
+@pytest.mark.parametrize(
+    "kills", [[9, 30, 50], *(pytest.param(ends, marks=pytest.mark.slow) for ends in [[5, 17], [25]])]
+)
 def test_a_killed_driver_goes_on_with_the_same_opponents(
     kills: list[int], undisturbed: tuple[Any, list[dict]], tmp_path: Path
 ) -> None:

@@ -187,8 +187,13 @@ def check(world: World, rows: list[dict], outside: Outside, is_exact: bool = Tru
     assert max(outside.begun.values()) == 1, "a place is taken once"
 
 
-@pytest.mark.parametrize("stale", ["drop", "mask"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("seed", "stale"),
+    [
+        *[(0, "drop"), (1, "mask")],
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in [(1, "drop"), (0, "mask")]),
+    ],
+)
 def test_steps_take_rewarded_sessions(seed: int, stale: str, tmp_path: Path) -> None:
     outside = Outside(seed)
     world = world_of(tmp_path / "a", outside)
@@ -271,7 +276,7 @@ def test_late_rewards_are_counted_when_their_tokens_are_old(tmp_path: Path) -> N
     assert rows[-1]["ledger/failed"] + rows[-1]["ledger/dropped"] > 0
 
 
-@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("seed", [4, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_killed_driver_goes_on_with_the_sessions_that_were_open(seed: int, tmp_path: Path) -> None:
     outside = Outside(seed, {"rewarded": 7, "late": 2, "failed": 1})
     world = world_of(tmp_path / "a", outside)
