@@ -160,7 +160,8 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def _scope(nodeid: str) -> str:
-    """Return the scheduling group of a test: "cluster", "vllm" or its file. A group runs in one process."""
+    """Return the scheduling group of a test: "cluster", "vllm", "ranks" or its file. A group runs in one
+    process."""
     return _scope_of_file(nodeid.split("::", 1)[0])
 
 
@@ -172,6 +173,8 @@ def _scope_of_file(path: str) -> str:
     if conftest.exists() and conftest != Path(__file__):
         names += re.findall(rf"def (\w+)\([^)]*{CLUSTER}", conftest.read_text())
     text = (ROOT / path).read_text()
+    if "run_ranks(" in text:
+        return "ranks"  # its files share a server that forks ranks, whose imports take long
     return "cluster" if any(re.search(rf"\b{name}\b", text) for name in names) else path
 
 

@@ -36,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark dialects that the gateway translates as slow with an upstream model: its engine is sent chats, and
+    the engine in this process shows each translation."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    if params.get("server") == "upstream" and params.get("dialect") in ("responses", "messages"):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_tiny(tmp_path_factory.mktemp("features"))

@@ -136,6 +136,7 @@ def test_a_port_that_is_taken(cluster: Cluster, tmp_path: Path) -> None:
     cluster.assert_clean()
 
 
+@pytest.mark.slow("test_parity.py shows the error, placement the end of the run")
 def test_a_broken_model_folder(cluster: Cluster, tmp_path: Path) -> None:
     broken = tmp_path / "model"
     broken.mkdir()
@@ -146,6 +147,7 @@ def test_a_broken_model_folder(cluster: Cluster, tmp_path: Path) -> None:
     cluster.assert_clean()
 
 
+@pytest.mark.slow("test_actor.py shows the error, placement the end of the run")
 def test_an_agent_that_cannot_be_pickled(cluster: Cluster, tmp_path: Path) -> None:
     import threading
 

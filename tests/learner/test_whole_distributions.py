@@ -38,8 +38,15 @@ def check(found, wanted, metrics, loss):
         torch.testing.assert_close(torch.as_tensor(found[name]), grad, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 2**26], ids=["token-by-token", "one-chunk"])
-@pytest.mark.parametrize("top_k", [None, 5], ids=["whole", "top-5"])
+@pytest.mark.parametrize(
+    ("top_k", "chunk"),
+    [
+        pytest.param(None, 1, id="whole-token-by-token"),
+        pytest.param(5, 2**26, id="top-5-one-chunk"),
+        pytest.param(None, 2**26, id="whole-one-chunk", marks=pytest.mark.slow),
+        pytest.param(5, 1, id="top-5-token-by-token", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradient_are_those_of_all_logits(kind, top_k, chunk, teacher, monkeypatch):
     monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", chunk)
@@ -85,7 +92,9 @@ def test_rows_without_a_teachers_distributions_are_an_error():
         update(settings_of("js", 5))
 
 
-@pytest.mark.parametrize(("kind", "top_k"), [("js", None), ("reverse_kl", 5)])
+@pytest.mark.parametrize(
+    ("kind", "top_k"), [("js", None), pytest.param("reverse_kl", 5, marks=pytest.mark.slow)]
+)
 def test_two_ranks_compute_the_same(kind, top_k, teacher, tmp_path: Path):
     loss, wanted = plain_update(kind, top_k, teacher)
     results = run_ranks(main, 2, str(tmp_path / "file"), kind, top_k, teacher)

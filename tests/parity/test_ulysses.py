@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from raylight.quickstart import STARTER_MODEL
 
 
-@pytest.mark.parametrize("micro_batch", [9, 16384])
+@pytest.mark.parametrize("micro_batch", [9, pytest.param(16384, marks=pytest.mark.slow)])
 def test_ranks_that_share_each_row_compute_as_plain_torch(micro_batch: int, tmp_path: Path) -> None:
     """The second update has the weights of the first one."""
     config = {"packed": True, "ulysses": 2, "max_tokens_per_micro_batch": micro_batch}

@@ -117,7 +117,10 @@ def commands(spans: list[Any]) -> int:
     return sum(span.attributes.get(OPERATION_NAME) == "command" for span in spans)
 
 
-@pytest.mark.parametrize("sandbox", [*SANDBOXES, "podman"])
+@pytest.mark.parametrize(
+    "sandbox",
+    [*SANDBOXES, pytest.param("podman", marks=pytest.mark.slow("other sandboxes show the steps"))],
+)
 async def test_steps_follow_in_one_sandbox(
     tmp_path: Path, sandbox: str, request: pytest.FixtureRequest
 ) -> None:

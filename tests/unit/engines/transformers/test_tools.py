@@ -212,8 +212,22 @@ HELD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", HELD)
-@pytest.mark.parametrize("template", [THINKING, OPENS_THOUGHT], ids=["optional", "opened"])
+@pytest.mark.parametrize(
+    ("template", "how"),
+    [
+        pytest.param(
+            template,
+            how,
+            id=f"{name}-{how}",
+            marks=[] if how in shown else pytest.mark.slow("the other template shows it"),
+        )
+        for name, template, shown in [
+            ("optional", THINKING, ("strict", "named", "schema and tools")),
+            ("opened", OPENS_THOUGHT, ("required", "schema")),
+        ]
+        for how in HELD
+    ],
+)
 async def test_a_model_thinks_before_what_is_held_to_a_schema(
     make_engine: MakeEngine, template: str, how: str
 ) -> None:

@@ -281,7 +281,16 @@ async def test_a_run_that_takes_fewer_images_names_the_setting(box: Box, most: i
     assert served.app.asked == []
 
 
-@pytest.mark.parametrize("dialect", CASES)
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        "messages",
+        *(
+            pytest.param(dialect, marks=pytest.mark.slow("messages show it, and smaller images each dialect"))
+            for dialect in ("chat", "responses")
+        ),
+    ],
+)
 async def test_twenty_screenshots_of_two_megabytes_are_one_request(box: Box, dialect: str) -> None:
     """PNG files may have further data after their image. A body that is too large names the setting."""
     shots = [make_image(str(number)).data + bytes([number]) * 2_000_000 for number in range(20)]

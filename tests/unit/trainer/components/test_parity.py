@@ -235,7 +235,13 @@ class HalfPrecision:
         return logprobs_of(self._engine, self._ids)
 
 
-HALVES = [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+HALVES = [
+    (torch.bfloat16, torch.bfloat16),
+    *(
+        pytest.param(*dtypes, marks=pytest.mark.slow("both sides in bfloat16 show it"))
+        for dtypes in [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ),
+]
 
 
 @pytest.mark.parametrize(("learner", "engine"), HALVES, ids=str)
