@@ -11,9 +11,8 @@ from raylight.cli.examples import example_folders
 
 OPTIONS = ("--model", "--steps", "--output-dir", "--seed", "--cpu")
 OTHER_FORM = {
-    "math_agent": "options are a command line of pydantic settings, with a run for CI of its own",
     "process_agent": "finds the best of several designs and prompts, and trains no weights",
-    "tau2_agent": "options are a command line of pydantic settings, with a run for CI of its own",
+    "tau2_agent": "no curve: no model that is made in minutes holds a conversation with tools",
 }
 """Reason for which an older example has another form."""
 

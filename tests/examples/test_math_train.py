@@ -1,4 +1,4 @@
-"""The math agent's script: training with the VERL dict, scoring at an endpoint, and tracing a question."""
+"""The math agent's script: training, scoring at an endpoint, and tracing a question."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_modules import updates
 from math_helpers import ROOT, ScriptedModel, first_step, solving
 
 import raylight as rl
 from examples.math_agent import train
 from examples.math_agent.agent import math_agent
-from examples.math_agent.config import DATA, MathSettings, shortened, verl_config
-from examples.math_agent.starter import make_starter
-from raylight.quickstart import STARTER_MODEL
+from examples.math_agent.config import DATA, MathSettings
+from examples.math_agent.demonstrations import demonstrate, questions
+from raylight.quickstart import TOOL_MODEL
 from raylight.traces.trained_agents import agents_of_generations
 from raylight.trainer.spec.task_files import read_tasks
 
@@ -29,24 +30,16 @@ README = ROOT / "examples" / "math_agent" / "README.md"
 TASK = read_tasks(DATA / "test.jsonl", 1)[0]
 
 
-def call(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run the script from the repository's root, with its own local Ray."""
-    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+def call(*command: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
+    """Run Python from the repository's root, with its own local Ray."""
     return subprocess.run(
-        [sys.executable, "examples/math_agent/train.py", *arguments],
+        [sys.executable, *command],
         cwd=ROOT,
-        env=kept | env,
+        env=os.environ | {"RAY_ADDRESS": "local"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout,
     )
-
-
-def test_the_config_is_grpo_on_8_questions_4_times() -> None:
-    algorithm = rl.VERL(verl_config(STARTER_MODEL))
-    assert (algorithm.advantage.name, algorithm.tasks_per_step, algorithm.group_size) == ("grpo", 8, 4)
-    small = rl.VERL(shortened(verl_config(STARTER_MODEL, "hf"), steps=2))
-    assert (small.tasks_per_step, small.group_size, small.n_steps) == (2, 2, 2)
 
 
 def alternating(folder: Path) -> Any:
@@ -85,17 +78,10 @@ def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(train, "math_agent", alternating(claims))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the runners import the agent
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    train.main(
-        [
-            "--model",
-            make_starter(tmp_path / "model"),
-            "--client",
-            "agent_framework",
-            "--fast",
-            "--output-dir",
-            str(run),
-        ]
-    )
+    for name in ("TASKS_PER_STEP", "GROUP_SIZE"):
+        monkeypatch.setattr(train, name, 2)
+    options = ["--client", "agent_framework", "--steps", "2", "--cpu", "--output-dir", str(run)]
+    train.main(["--model", TOOL_MODEL, *options])
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics if line.get("learner/grad_norm", 0.0) > 0.0] == [1, 2]
@@ -110,18 +96,11 @@ def test_a_model_is_trained_through_agent_framework(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_one_question_at_an_endpoint_is_shown_with_its_whole_trace(tmp_path: Path) -> None:
     with ScriptedModel(solving({TASK["question"]: first_step(TASK)})) as model:
-        done = call(
-            "--model",
-            "scripted",
-            "--endpoint",
-            model.url,
-            "--debug",
-            "--output-dir",
-            str(tmp_path),
-            OPENAI_API_KEY="mine",
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for shown in (
+        options = ("--engine", "upstream", "--set", f"engine.url={model.url}", "--limit", "1")
+        done = call(*readme_command("scripted"), *options, "--output-dir", str(tmp_path))
+        assert done.returncode == 0, done.stderr[-3000:]
+    shown = call("-m", "raylight.cli", "trace", str(tmp_path), "--full").stdout
+    for part in (
         TASK["question"][:40],
         "openai.chat.completion",
         ">>> [assistant]",
@@ -129,45 +108,51 @@ def test_one_question_at_an_endpoint_is_shown_with_its_whole_trace(tmp_path: Pat
         "reward: ",
         "The calculator says",
     ):
-        assert shown in done.stdout, shown
+        assert part in shown, part
     assert len(model.requests) == 2
+
+
+def readme_command(model: str) -> list[str]:
+    """Return the README's line for `raylight eval`, with a model."""
+    line = next(line for line in README.read_text().splitlines() if "`raylight eval" in line)
+    return ["-m", "raylight.cli", *re.findall("`(.*?)`", line)[-1].replace("PATH", model).split()[1:]]
 
 
 @pytest.mark.slow
 def test_the_readmes_line_for_raylight_eval_runs(tmp_path: Path) -> None:
-    line = next(line for line in README.read_text().splitlines() if "`raylight eval" in line)
-    command = re.findall("`(.*?)`", line)[-1].replace("PATH", make_starter(tmp_path / "model")).split()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "raylight.cli",
-            *command[1:],
-            "--limit",
-            "2",
-            "--output-dir",
-            str(tmp_path / "run"),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"RAY_ADDRESS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = call(*readme_command(TOOL_MODEL), "--limit", "2", "--output-dir", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "run" / "eval.json").read_text())
-    assert (figures["tasks"], figures["failed"], figures["rewards"]["reward"]["mean"]) == (
-        2,
-        0,
-        0.0,
-    )  # the starter model can only add
+    figures = json.loads((tmp_path / "eval.json").read_text())
+    assert (figures["tasks"], figures["failed"]) == (2, 0)
+    assert figures["rewards"]["reward"]["mean"] == 0.0  # the quickstart's model can only add
+
+
+async def test_demonstrations_are_what_the_agent_sends() -> None:
+    (task,) = questions(1, 1_000_000)  # the first demonstration's
+    shown = await asyncio.to_thread(lambda: next(demonstrate(0)))
+    with ScriptedModel(solving({task["question"]: first_step(task)})) as model:
+        llm = rl.LLM(endpoint=model.url, model="scripted")
+        assert await math_agent(task, llm, MathSettings().model_dump()) == 1.0
+    first, second = model.requests
+    assert first["tools"] == shown["tools"]
+    assert first["messages"] == shown["messages"][:2]
+    assert second["messages"][3]["content"] == shown["messages"][3]["content"]
+    assert shown["messages"][4]["content"] == f"### {task['result']}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_three_steps_train_with_the_calculator(tmp_path: Path) -> None:
+    options = ("--steps", "3", "--cpu", "--output-dir", str(tmp_path))
+    done = call("examples/math_agent/train.py", *options, timeout=1700)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(updates(tmp_path)) == 3
 
 
 def test_tasks_of_another_shape_are_reported_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text(
         '{"question": "1+1?", "result": "2"}\n{"question": "1+2?", "answer": 3}\n'
     )
-    assert len(train.read_questions(tmp_path / "test.jsonl", 1)) == 1
     with pytest.raises(rl.errors.DatasetError, match="task 2 needs the strings question and result"):
         train.read_questions(tmp_path / "test.jsonl")
 
@@ -177,13 +162,12 @@ def test_tasks_of_another_shape_are_reported_before_anything_starts(tmp_path: Pa
     ("arguments", "complaint"),
     [
         (("--model", "no/such/folder/here"), "ModelNotFoundError"),
-        (("--model", STARTER_MODEL, "--data", "nowhere"), f"DatasetError: there is no file {ROOT}/nowhere/"),
-        (("--model", STARTER_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
-        (("--debug",), "--model is missing"),
+        (("--model", TOOL_MODEL, "--data", "nowhere"), f"DatasetError: there is no file {ROOT}/nowhere/"),
+        (("--model", TOOL_MODEL, "--client", "crewai"), "invalid choice: 'crewai'"),
     ],
 )
 def test_a_bad_argument_is_reported_in_one_line(arguments: tuple[str, ...], complaint: str) -> None:
-    done = call(*arguments)
+    done = call("examples/math_agent/train.py", *arguments)
     assert done.returncode != 0
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
