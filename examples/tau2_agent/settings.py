@@ -41,28 +41,35 @@ CONFIG: dict[str, Any] = {
     },
 }
 
-CI = {
+SMALL = {
     "data": {"train_batch_size": 2},
     "actor_rollout_ref": {
         "rollout": {"name": "hf", "n": 2},
         "actor": {"ppo_mini_batch_size": 2, "ppo_micro_batch_size_per_gpu": 1},
     },
-    "trainer": {"total_training_steps": 2, "test_freq": 2},
+    "trainer": {"test_freq": 2},
 }
-"""Changes for a small test run on a CPU."""
+"""Changes for a small test run."""
 VLLM_ONLY = ("gpu_memory_utilization",)
 
 
-def verl_config(model: str, ci: bool = False) -> dict[str, Any]:
+def verl_config(
+    model: str, steps: int | None = None, small: bool = False, cpu: bool = False
+) -> dict[str, Any]:
     """Return a new copy of the configuration for a model.
 
     Args:
         model: folder or name of a Hugging Face model whose chat template supports tools.
+        steps: number of steps; eight epochs if it is None.
+        small: small batches, and raylight's own engine.
+        cpu: leave GPUs alone.
     """
-    config = _merged(CONFIG, CI) if ci else copy.deepcopy(CONFIG)
-    for key in VLLM_ONLY if ci else ():
+    config = _merged(CONFIG, SMALL) if small else copy.deepcopy(CONFIG)
+    for key in VLLM_ONLY if small else ():
         del config["actor_rollout_ref"]["rollout"][key]
     config["actor_rollout_ref"]["model"]["path"] = model
+    config["trainer"] |= {"total_training_steps": steps} if steps else {}
+    config["trainer"] |= {"device": "cpu"} if cpu else {}
     return config
 
 

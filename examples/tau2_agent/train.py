@@ -1,11 +1,10 @@
 """Train an assistant that serves a simulated user; the user is not trained.
 
-    python examples/tau2_agent/train.py --ci                                   (test run: on a CPU, offline,
-    about a minute) python examples/tau2_agent/train.py --model path/to/Qwen2.5-1.5B-Instruct python
-    examples/tau2_agent/train.py --model path/to/model --user model --user-endpoint http://localhost:8001/v1
-    TAU2_DATA_DIR=path/to/data python examples/tau2_agent/train.py --model path/to/model --env airline --user
-    model ... python examples/tau2_agent/train.py --model path/to/model --debug          (one conversation,
-    printed in full)
+    python examples/tau2_agent/train.py --steps 3 --cpu                tests the setup
+    python examples/tau2_agent/train.py --model path/to/Qwen2.5-1.5B-Instruct
+    python examples/tau2_agent/train.py --model PATH --user model --user-endpoint http://localhost:8001/v1
+    TAU2_DATA_DIR=path/to/data python examples/tau2_agent/train.py --model PATH --env airline --user model ...
+    python examples/tau2_agent/train.py --model PATH --debug           one conversation, in full
 
 Run it from the repository's root. On a cluster: ray job submit --working-dir . -- python
 examples/tau2_agent/train.py ... See docs/multi_agent.md.
@@ -24,20 +23,24 @@ from openai import OpenAI, OpenAIError
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import raylight as rl
-from examples.tau2_agent import ci_model
+from examples.tau2_agent import tiny_model
 from examples.tau2_agent.agent import CustomerService
 from examples.tau2_agent.domain import ENVIRONMENTS
 from examples.tau2_agent.settings import verl_config
 from examples.tau2_agent.tasks import Row, load_rows
 from raylight.errors import ConfigError, RaylightError
 
-CI_TASKS = 4
-CI_AGENT = {"max_steps": 3, "max_tokens": 16}
+TINY_TASKS = 4
+TINY_AGENT = {"max_steps": 3, "max_tokens": 16}
+"""Limits of an agent with the tiny model."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train an assistant that serves a simulated user.")
-    parser.add_argument("--model", help="folder or name of a Hugging Face model that can call tools")
+    parser.add_argument(
+        "--model",
+        help="folder or name of a model that calls tools; left out: a tiny one that cannot",
+    )
     parser.add_argument("--endpoint", help="with --debug: base URL of a server that serves --model")
     parser.add_argument("--env", choices=ENVIRONMENTS, default="helpdesk")
     parser.add_argument(
@@ -48,15 +51,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--user-model", help="name of that model; optional if the endpoint has only one")
     parser.add_argument("--task", help="with --debug: id of the task; default: the first one")
-    parser.add_argument("--output-dir", default="outputs/tau2_agent")
+    parser.add_argument("--steps", type=int, help="eight epochs by default")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/tau2_agent"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cpu", action="store_true", help="leave GPUs alone, with small batches")
     parser.add_argument("--n-runners", type=int, default=2)
     parser.add_argument(
         "--debug", action="store_true", help="hold one conversation and print it in full, without training"
-    )
-    parser.add_argument(
-        "--ci",
-        action="store_true",
-        help="two small steps on a CPU; without --model, with a model that cannot call tools",
     )
     given = parser.parse_args(arguments)
     check(given)
@@ -69,8 +70,8 @@ def check(given: argparse.Namespace) -> None:
     Raises:
         ConfigError: arguments contradict each other.
     """
-    if given.model is None and not given.ci:
-        raise ConfigError("no model was given; pass --model PATH, or --ci for a test run without one")
+    if given.endpoint and given.model is None:
+        raise ConfigError("--endpoint has no --model; give the model's name there")
     if given.endpoint and not given.debug:
         raise ConfigError(
             "a model behind an --endpoint cannot be trained; add --debug, or give the --model's folder alone"
@@ -118,15 +119,17 @@ def only_model(endpoint: str, key: str) -> str:
 
 
 def show_one(
-    given: argparse.Namespace, agent: CustomerService, row: Row, folder: Path, resources: dict[str, rl.LLM]
+    given: argparse.Namespace, agent: CustomerService, row: Row, resources: dict[str, rl.LLM]
 ) -> None:
     """Hold one conversation and print it in full."""
     engine: dict[str, Any] = {"max_model_len": 10240}
     if given.endpoint:
         engine = {"kind": "upstream", "url": given.endpoint, "api_key": os.environ.get("OPENAI_API_KEY")}
-    trainer = rl.Trainer(output_dir=folder, engine=engine, initial_resources=resources, progress=False)
+    trainer = rl.Trainer(
+        output_dir=given.output_dir, engine=engine, initial_resources=resources, progress=False
+    )
     trainer.evaluate(agent, [row], model=given.model)
-    rl.print_traces(folder, last=1)
+    rl.print_traces(given.output_dir, last=1)
 
 
 def train(
@@ -134,13 +137,15 @@ def train(
     agent: CustomerService,
     rows: tuple[list[Row], list[Row]],
     resources: dict[str, rl.LLM],
+    small: bool,
 ) -> None:
     """Train the assistant."""
-    algorithm = rl.VERL(verl_config(given.model, given.ci))
+    config = verl_config(given.model, given.steps, small or given.cpu, given.cpu)
     trainer = rl.Trainer(
-        algorithm=algorithm,
+        algorithm=rl.VERL(config),
         n_runners=given.n_runners,
         output_dir=given.output_dir,
+        seed=given.seed,
         initial_resources=resources,
     )
     trainer.fit(agent, rows[0], val_dataset=rows[1])
@@ -150,11 +155,11 @@ def main(arguments: list[str] | None = None) -> None:
     given = parse(arguments)
     train_rows, val_rows = load_rows(given.env)
     resources = user_resource(given)
-    folder = Path(given.output_dir)
-    if given.ci:
-        train_rows, val_rows = train_rows[:CI_TASKS], val_rows[:CI_TASKS]
-        given.model = given.model or ci_model.build(folder / "ci-model")
-    agent = CustomerService(user=given.user, **(CI_AGENT if given.ci else {}))
+    small = given.model is None
+    if small:
+        train_rows, val_rows = train_rows[:TINY_TASKS], val_rows[:TINY_TASKS]
+        given.model = tiny_model.build(given.output_dir / "initial")
+    agent = CustomerService(user=given.user, **(TINY_AGENT if small else {}))
     if given.debug:
         found = [row for row in train_rows + val_rows if given.task in (None, row["id"])]
         if not found:
@@ -162,9 +167,9 @@ def main(arguments: list[str] | None = None) -> None:
                 f"there is no task {given.task!r}; choose one of "
                 f"{', '.join(row['id'] for row in train_rows + val_rows)}"
             )
-        show_one(given, agent, found[0], folder, resources)
+        show_one(given, agent, found[0], resources)
     else:
-        train(given, agent, (train_rows, val_rows), resources)
+        train(given, agent, (train_rows, val_rows), resources, small)
 
 
 if __name__ == "__main__":

@@ -243,9 +243,11 @@ def test_debug_prints_all_messages_of_both_agents(server: ScriptedServer, tmp_pa
 
 
 def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tmp_path: Path) -> None:
-    """Two steps of VERL on a model that cannot call tools. The user is on another endpoint."""
+    """Three steps of VERL on a model that cannot call tools. The user is on another endpoint."""
     shown = run(
-        "--ci",
+        "--steps",
+        "3",
+        "--cpu",
         "--user",
         "model",
         "--user-endpoint",
@@ -255,16 +257,16 @@ def test_the_assistant_is_trained_beside_a_fixed_user(server: ScriptedServer, tm
         "--output-dir",
         str(tmp_path),
     )
-    assert "step 2/2" in shown
+    assert "step 3/3" in shown
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["step"]]
-    assert [row["step"] for row in steps] == [1, 2]
+    assert [row["step"] for row in steps] == [1, 2, 3]
     assert all(row["train/trained"] == 4 and row["train/other_agents"] == 0 for row in steps)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["steps"], summary["rollouts_lost"]) == (2, 0)
+    assert (summary["steps"], summary["rollouts_lost"]) == (3, 0)
 
     found = [item for item in rl.read_rollouts(tmp_path) if item.rollout.mode == "train"]
-    assert len(found) == 8
+    assert len(found) == 12
     for item in found:
         assert item.rollout.status == "succeeded"
         calls = calls_of(item.spans)

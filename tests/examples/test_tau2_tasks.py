@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tau2_helpers import TASKS
 
-from examples.tau2_agent import airline, ci_model
+from examples.tau2_agent import airline, tiny_model
 from examples.tau2_agent.domain import find_domain
 from examples.tau2_agent.settings import CONFIG, verl_config
 from examples.tau2_agent.tasks import as_row, load_rows, read_row
@@ -114,15 +114,15 @@ def test_the_configuration_has_the_documented_values() -> None:
     assert (algorithm.tasks_per_step, algorithm.group_size, algorithm.lr) == (8, 8, 1e-6)
     assert (algorithm.loss.clip_ratio_low, algorithm.loss.clip_ratio_high) == (0.2, 0.3)
     assert (algorithm.val_every, algorithm.n_epochs, algorithm.val_before_train) == (4, 8, True)
-    small = VERL(verl_config("a/model", ci=True))
+    small = VERL(verl_config("a/model", steps=2, small=True))
     assert (small.tasks_per_step, small.group_size, small.n_steps) == (2, 2, 2)
     assert "path" not in CONFIG["actor_rollout_ref"]["model"]  # neither has changed the shared configuration
 
 
-def test_the_ci_model_accepts_tools(tmp_path: Path) -> None:
+def test_the_tiny_model_accepts_tools(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(ci_model.build(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model.build(tmp_path / "model"))
     call = {"id": "1", "type": "function", "function": {"name": "find_user", "arguments": {"email": "x"}}}
     messages = [
         {"role": "system", "content": "S"},
@@ -139,7 +139,7 @@ def test_the_ci_model_accepts_tools(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "pass --model PATH, or --ci"),
+        (["--endpoint", "http://x/v1", "--debug"], "--endpoint has no --model"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [

@@ -1,4 +1,4 @@
-"""Model for `--ci`: raylight's starter model with a chat template for tools and a context long enough for the
+"""Model of a run without `--model`: raylight's starter model with a chat template for tools and room for the
 policy.
 
 It can neither call tools nor hold a conversation, but every part of a training run accepts it.
