@@ -1,6 +1,6 @@
 """Mismatch of engine and learner, and learning, with and without router replay.
 
-    python tests/benchmarks/router_replay.py [--learn] [--seeds 3] [--steps 60]
+    python tests/benchmarks/router_replay.py [--learn] [--seeds 3] [--steps 200]
 
 It prints a table of small mixtures with random weights: the mean difference of log-probs of sampled
 tokens and the divergence (k1) of engine and learner, without and with replay, in two precisions and for three
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     parser = make_parser(__doc__)
     parser.add_argument("--learn", action="store_true", help="train instead of comparing log-probs")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds; they count from 0")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as rendezvous:
