@@ -114,7 +114,7 @@ def import_dotted_name(dotted: str, name: str, *, is_ours: bool = False) -> Any:
 
     Raises:
         NotImportedError: within `names_only`.
-        ConfigError: the name is malformed, or there is no such module or object.
+        ConfigError: the name is malformed, or the module or object does not exist.
     """
     allowed = _ALLOWED.get()
     if not is_ours and allowed is not None and dotted not in allowed:
@@ -150,7 +150,7 @@ def _module_of_file(file: Path, described: str) -> str:
     """Return the name of a file's module, and make it importable here and in runners.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
     if not file.is_file():
         raise ConfigError(f"{described}: there is no file {file}; give the path of a Python file")

@@ -47,7 +47,7 @@ class EngineConfig(Config):
     upstream_model: str | None = None
     """Name of the model at the upstream. None: the name under which raylight serves it."""
     replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Serve replicas, each with an engine of its own."""
+    """Serve replicas, each with one engine."""
     max_replicas: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
     """Upper limit of Serve's autoscaling by load. None: `replicas`, until `raylight scale` changes it."""
     target_ongoing_requests: float | None = Field(default=None, gt=0, le=MAX_COUNT)
@@ -79,7 +79,7 @@ class EngineConfig(Config):
     max_waiting: int = Field(default=4096, ge=1, le=MAX_CONCURRENT)
     """Requests that a replica queues; further ones are answered with status 503."""
     max_adapters: int = Field(default=0, ge=0, le=MAX_PROCESSES)
-    """LoRA adapters that vLLM can serve beside the model itself. The transformers engine has no such
+    """LoRA adapters that vLLM can serve in addition to the model. The transformers engine has no such
     limit."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
     """Treatment of requests in flight when new weights arrive. keep: they continue with the new weights, and
@@ -169,12 +169,12 @@ class EngineConfig(Config):
 
 
 class ScoringConfig(Config):
-    """A model that no run trains, in Serve replicas of its own."""
+    """A fixed model that no run trains, in separate Serve replicas."""
 
     model: str
     """Folder of a Hugging Face model, or its name in the local cache."""
     replicas: int = Field(default=1, ge=1, le=MAX_PROCESSES)
-    """Serve replicas, each with an engine of its own. What they score is divided among them."""
+    """Serve replicas, each with one engine. Rows to score are divided among them."""
     num_cpus: float = Field(default=0.5, ge=0, le=MAX_PROCESSES)
     """CPUs that Ray reserves for a replica."""
     num_threads: int | None = Field(default=None, ge=1, le=MAX_PROCESSES)
@@ -265,7 +265,7 @@ class LoraConfig(Config):
     """Names of modules that are left out of `target_modules`."""
     target_parameters: list[str] = Field(default_factory=list)
     """Ends of the names of packed experts that are adapted too, parameters of shape (experts, rows, columns),
-    such as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Each expert has matrices of its own. peft's
+    such as ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]. Each expert has separate matrices. peft's
     setting of this name; it allows no `dropout`, and no engine serves such an adapter."""
     serve: Literal["adapter", "merged"] = "adapter"
     """adapter: the engines serve the model with the adapter, and receive the adapter only. merged: they
@@ -455,7 +455,7 @@ READ_BY_KIND = {
     | {"router_aux_loss_coef", "train_vision"},
     "simulated": ROW_SETTINGS | SIMULATED_TIMES,
 }
-"""Settings that a kind of learner reads; the ranks read all but those of the simulated learner."""
+"""Settings that a kind of learner reads; the ranks read all but the simulated learner's."""
 
 
 class CheckpointConfig(Config):

@@ -51,7 +51,7 @@ def log_level(name: str, level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_root_logger() -> Iterator[None]:
-    """Undo changes of a block to the root logger, such as those of an import."""
+    """Undo changes of a block, such as an import, to the root logger."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

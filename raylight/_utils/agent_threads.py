@@ -11,7 +11,7 @@ from typing import Any
 
 
 class AgentThreads:
-    """Runs each call in a daemon thread of its own, in a copy of the caller's context, and counts abandoned
+    """Runs each call in a separate daemon thread, in a copy of the caller's context, and counts abandoned
     agents.
 
     A thread pool would lose a thread to every agent that hangs. A daemon thread does not keep the process

@@ -102,7 +102,7 @@ def find_broken(error: BaseException) -> BrokenPackage | None:
 def check_packages() -> None:
     """Check that the installed packages that are built for one release of torch can be imported.
 
-    Only one that requires another release of torch is imported, in a process of its own.
+    Only one that requires another release of torch is imported, in a separate process.
 
     Raises:
         BrokenPackageError: one cannot be imported.

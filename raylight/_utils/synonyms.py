@@ -1,4 +1,4 @@
-"""Other names of arguments: those of agent-lightning."""
+"""Names of arguments in agent-lightning."""
 
 from __future__ import annotations
 

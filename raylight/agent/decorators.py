@@ -263,7 +263,7 @@ _MISSING: Any = object()
 
 
 def _decorate(decorator: str, function: Any, **settings: Any) -> Any:
-    """Return the agent of a function, or a decorator if there is no function yet."""
+    """Return the agent of a function, or a decorator if no function is given."""
     if function is _MISSING:
         return functools.partial(_decorate, decorator, **settings)
     if not callable(function) or isinstance(function, type | LitAgent):

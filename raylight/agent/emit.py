@@ -52,7 +52,7 @@ def emit_reward(
         primary_key: name of the reward to train on; required if there are several.
         agent: name of the agent that the reward is for, as in `llm.for_agent(name)`; it is read with
             `credit="agent"`. None: the rollout's reward.
-        attributes: further attributes, such as those of `make_link_attributes`.
+        attributes: further attributes, such as `make_link_attributes` returns.
         propagate: False only returns the span.
 
     Raises:

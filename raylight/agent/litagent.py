@@ -174,7 +174,7 @@ class LitAgent(Generic[Task]):
         """Run the synchronous method for the rollout's mode.
 
         Raises:
-            AgentSignatureError: there is no such method, or it returns an awaitable.
+            AgentSignatureError: the method does not exist, or it returns an awaitable.
         """
         name = self._method_for(rollout.mode)
         returned = getattr(self, name)(task, resources=resources, rollout=rollout)
@@ -191,7 +191,7 @@ class LitAgent(Generic[Task]):
         """Run the asynchronous method for the rollout's mode.
 
         Raises:
-            AgentSignatureError: there is no such method, or it does not return an awaitable.
+            AgentSignatureError: the method does not exist, or it does not return an awaitable.
         """
         name = self._method_for(rollout.mode)
         returned = getattr(self, name)(task, resources=resources, rollout=rollout)

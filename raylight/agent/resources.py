@@ -131,7 +131,7 @@ class LLM(Resource):
 
     @property
     def routed(self) -> bool:
-        """True if each attempt has a URL of its own."""
+        """True if each attempt has its own URL."""
         return self.traced
 
     @overload

@@ -37,7 +37,7 @@ class RunContext(Protocol):
         """Return the folder of a model, given a folder or a name in the local Hugging Face cache.
 
         Raises:
-            ModelNotFoundError: there is no such model.
+            ModelNotFoundError: the model does not exist.
         """
         ...
 
@@ -61,7 +61,7 @@ class RunContext(Protocol):
 class BaseAlgorithm:
     """Base of everything that `Trainer(algorithm=...)` accepts.
 
-    `Algorithm` has a `run` of its own; `PolicyAlgorithm` holds settings for the Trainer's loop.
+    `Algorithm` has its own `run`; `PolicyAlgorithm` holds settings for the Trainer's loop.
     """
 
     def with_loop(self) -> BaseAlgorithm:
@@ -70,7 +70,7 @@ class BaseAlgorithm:
 
 
 class Algorithm(BaseAlgorithm):
-    """Algorithm with a loop of its own: subclass it and define `run`, synchronous or asynchronous.
+    """Algorithm with its own loop: subclass it and define `run`, synchronous or asynchronous.
 
     `run` enqueues rollouts in the store, waits for them and learns from their results. The Trainer sets the
     store, the adapter and the rest before it calls `run`; without a Trainer, the caller sets them. A subclass
@@ -99,7 +99,7 @@ class Algorithm(BaseAlgorithm):
     def run(self, train_dataset: Any = None, val_dataset: Any = None) -> Awaitable[None] | None:
         """Run the algorithm.
 
-        The Trainer runs a synchronous `run` in a thread of its own, so it may block; it calls the store by
+        The Trainer runs a synchronous `run` in a separate thread, so it may block; it calls the store by
         `asyncio.run`. An awaitable return value is awaited.
 
         Args:
@@ -164,11 +164,11 @@ class Algorithm(BaseAlgorithm):
         return self._adapter
 
     def set_llm_proxy(self, llm_proxy: Any) -> None:
-        """Set the proxy that serves the model to agents; None if there is no proxy."""
+        """Set the proxy that serves the model to agents, or None."""
         self._llm_proxy = llm_proxy
 
     def get_llm_proxy(self) -> Any:
-        """Return the proxy that serves the model to agents; None if there is no proxy."""
+        """Return the proxy that serves the model to agents, or None."""
         return self._llm_proxy
 
     def set_initial_resources(self, resources: NamedResources | None) -> None:

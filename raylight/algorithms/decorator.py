@@ -19,7 +19,7 @@ PARAMETERS = ("store", "adapter", "llm_proxy", "initial_resources", *DATASETS)
 class FunctionalAlgorithm(Algorithm):
     """Algorithm made from a function, whose parameters are passed by name.
 
-    A parameter with a default keeps it if there is no value to pass. Without a default, `llm_proxy`,
+    A parameter with a default keeps it if no value is passed. Without a default, `llm_proxy`,
     `initial_resources` and the datasets are then None, and a missing `store` or `adapter` is an error.
 
     Raises:

@@ -142,7 +142,7 @@ class GEPA(PromptSearch[GepaSettings]):
         """Search for a better prompt.
 
         Raises:
-            ConfigError: there is no store, or no prompt among the resources.
+            ConfigError: the store or a prompt among the resources is missing.
             DatasetError: there are no training or no validation tasks.
             PromptError: the seed is malformed.
             CriticError: the model that reflects rejects requests.

@@ -193,7 +193,7 @@ class MiniGRPO(GRPO):
 
 
 def _combine(name: str, config: C, values: JsonObject) -> C:
-    """Return the Trainer's settings with those of MiniGRPO.
+    """Return the Trainer's settings, overridden by MiniGRPO's.
 
     Raises:
         ConfigError: the Trainer sets one of them to another value.

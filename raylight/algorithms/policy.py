@@ -42,7 +42,7 @@ class RunSettings:
     seed: int | None = None
     output_dir: str | Path | None = None
     outputs: str = "outputs"
-    """Folder in which the run directory is created if there is no `output_dir`."""
+    """Folder in which the run directory is created without `output_dir`."""
     loggers: Any = None
     """Metric loggers, as for `Trainer(loggers=...)`."""
     notes: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
     """Set the sampling of all calls of training rollouts, whatever the agent requests: the temperature of
     `sampling_parameters` (1 if it has none), without top_p, top_k, min_p, penalties, biases and seeds."""
     train_auxiliary_calls: bool = False
-    """Also train on calls that asked for another model name than the attempt's own, such as those of a
+    """Also train on calls that asked for another model name than the attempt's own, such as calls of a
     harness for titles and summaries. The served model answers them too."""
     trajectory_selection: TrajectorySelection = "all"
     """Rows of a rollout that are trained, if its calls form several: subagents, a history that was summarized
@@ -297,7 +297,7 @@ class PolicyAlgorithm(PolicySettings, BaseAlgorithm):
         return self.model_dump(mode="json")
 
     def adjust_run_settings(self, settings: RunSettings) -> RunSettings:
-        """Return the settings of a run with this algorithm, given those of the Trainer."""
+        """Return the settings of a run with this algorithm, given the Trainer's."""
         return settings
 
     def with_epochs(self, n_epochs: int) -> Self:

@@ -32,7 +32,7 @@ class PromptSearch(Algorithm, Generic[S]):
         served_model: folder or name of a model that the run serves to agents; None: no model.
 
     Raises:
-        ConfigError: `client` is no asynchronous client of OpenAI.
+        ConfigError: `client` is not an asynchronous client of OpenAI.
     """
 
     use_of_train: ClassVar[str]
@@ -55,7 +55,7 @@ class PromptSearch(Algorithm, Generic[S]):
         """Return the name and the template of the first prompt among the resources.
 
         Raises:
-            ConfigError: there is no prompt.
+            ConfigError: the prompt is missing.
         """
         for name, resource in (self.get_initial_resources() or {}).items():
             if isinstance(resource, PromptTemplate):
@@ -85,7 +85,7 @@ class PromptSearch(Algorithm, Generic[S]):
         """Return training tasks, validation tasks, and name and template of the seed.
 
         Raises:
-            ConfigError: there is no prompt among the resources.
+            ConfigError: the resources have no prompt.
             DatasetError: there are no training or no validation tasks.
             PromptError: the seed is malformed.
         """

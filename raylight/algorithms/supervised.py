@@ -42,7 +42,7 @@ class SupervisedAlgorithm(SupervisedSettings, BaseAlgorithm):
     batch_size: int = Field(default=32, ge=1, le=MAX_COUNT)
     """Examples of a step at most."""
     batch_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
-    """Tokens of a step at most, prompts included; None: no limit. A longer example is a step of its own."""
+    """Tokens of a step at most, prompts included; None: no limit. A longer example is a separate step."""
     n_epochs: int = Field(default=1, ge=1, le=MAX_COUNT)
     """Passes over the examples; ignored if `n_steps` is set."""
     n_steps: int | None = Field(default=None, ge=1, le=MAX_COUNT)

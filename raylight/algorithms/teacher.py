@@ -30,7 +30,7 @@ class UnimportedFunction:
 
 
 class TeacherConfig(ScoringConfig):
-    """A fixed model, in engines of its own or on the learners' ranks, which judges what the trained model
+    """A fixed model, in separate engines or on the learners' ranks, which judges what the trained model
     samples.
 
     Args:
@@ -52,7 +52,7 @@ class TeacherConfig(ScoringConfig):
     args: JsonObject = Field(default_factory=dict)
     """Further arguments of vLLM, such as {"tensor_parallel_size": 2}."""
     max_model_len: int | None = Field(default=None, ge=8, le=MAX_COUNT)
-    """Tokens of the longest row. None: those of the model's rows; with `prompt`, up to 1024 more."""
+    """Tokens of the longest row. None: as many as the trained model's; with `prompt`, up to 1024 more."""
 
     @model_validator(mode="after")
     def _check_engine_read(self) -> Self:

@@ -31,7 +31,7 @@ class BenchmarkAgent(LitAgent[JsonObject]):
             or process, which protects nothing.
 
     Raises:
-        ConfigError: there is no such benchmark, it needs packages that are missing, or the sandbox is not
+        ConfigError: the benchmark does not exist, it needs packages that are missing, or the sandbox is not
             installed.
     """
 

@@ -46,7 +46,7 @@ class Benchmark:
     """Id of the data set on the Hugging Face hub."""
     revision: str
     files: tuple[str, ...]
-    """Files with the rows; those of further ones are joined to the first's by `id`."""
+    """Files with the rows. Rows of further files are joined to the first file's by `id`."""
     columns: tuple[str, ...]
     """Columns that a row must have."""
     rows: int

@@ -1,7 +1,7 @@
 """The command line: `raylight quickstart`, `train`, `plan`, `eval`, `serve`, `tinker`, `runner`, `ui`,
 `scale`, `trace`, `export`, `export-traces`, `grafana`, `examples` and `doctor`.
 
-A flag has the same spelling in every command. `--set NAME=VALUE` sets whatever has no flag of its own: NAME
+A flag has the same spelling in every command. `--set NAME=VALUE` sets what has no flag: NAME
 is the dotted name of a setting, VALUE is read as YAML.
 """
 

@@ -17,7 +17,7 @@ _OUTPUTS = "__pycache__", "outputs", "node_modules", "dist"
 
 
 def example_folders() -> dict[str, Path]:
-    """Return the example folders by name: those of the installed package, or of its checkout.
+    """Return the example folders of the installed package, or of its checkout, by name.
 
     Raises:
         ConfigError: the installation has neither.

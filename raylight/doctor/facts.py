@@ -59,7 +59,7 @@ class Node:
         unset_flags: Serve flags that the node's environment lacks, each as NAME=value.
         connections: those that HAProxy would accept there at a time; it runs on the head.
         vllm: installed version.
-        error: why there is no report.
+        error: reason why the report is missing.
     """
 
     address: str

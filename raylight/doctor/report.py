@@ -56,7 +56,7 @@ def examine(model: str | None = None, address: str | None = None, as_json: bool 
         as_json: print one JSON object.
 
     Raises:
-        ModelNotFoundError: there is no such model.
+        ModelNotFoundError: the model does not exist.
     """
     path = resolve_model(model) if model else None
     machine, cluster = gather_machine(), gather_cluster(address) if installed("ray") else None

@@ -298,7 +298,7 @@ def limit_white_space(structure: Any) -> Any:
         return [limit_white_space(part) for part in structure]
     if not isinstance(structure, dict):
         return structure
-    if structure.get("type") == "json_schema":  # the schema itself is no structure
+    if structure.get("type") == "json_schema":  # the schema itself is not a structure
         given = structure.get("max_whitespace_cnt")
         return structure | {"max_whitespace_cnt": MAX_WHITE_SPACE if given is None else given}
     return {key: limit_white_space(part) for key, part in structure.items()}

@@ -68,7 +68,7 @@ def choose_engine(config: EngineConfig) -> str:
     """Resolve `config.kind` to the name of an engine that is installed.
 
     Raises:
-        ConfigError: there is no such engine, it is not installed, or it does not accept an entry of
+        ConfigError: the engine does not exist, it is not installed, or it does not accept an entry of
             `config.args`.
     """
     kind = config.kind

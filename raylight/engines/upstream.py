@@ -233,7 +233,7 @@ class UpstreamEngine(InferenceOnlyEngine):
         await send({"type": "http.response.body", "body": b""})
 
     def _url(self, path: str) -> str:
-        """Return the upstream's URL of a path. vLLM and similar servers have `/tokenize` beside `/v1`."""
+        """Return the upstream's URL of a path. vLLM and others have `/tokenize` outside `/v1`."""
         if path.startswith("/v1/"):
             return f"{self._base_url}{path.removeprefix('/v1')}"
         return f"{self._base_url.removesuffix('/v1')}{path}"

@@ -138,7 +138,7 @@ def environment_name(env: Any) -> str:
 
 
 def action_names(env: Any) -> tuple[str, ...]:
-    """Return the words for the actions of an environment: numbers if it has none of its own.
+    """Return the words for the actions of an environment: numbers if it names none.
 
     Args:
         env: an environment whose actions are a `Discrete` space from 0 on.

@@ -38,7 +38,7 @@ NOT_TOOLS = ("reset", "get_reward", "reward", "close")
 
 
 def instance_type(factory: Factory) -> type:
-    """Return the class of a factory's environments. A factory that is no class is called once.
+    """Return the class of a factory's environments. A factory that is not a class is called once.
 
     Raises:
         AgentSignatureError: it cannot be called without arguments, or its environments have no `reset`.

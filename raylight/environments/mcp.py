@@ -1,6 +1,6 @@
 """Tools of MCP servers for any agent: OpenAI's tool schemas, a caller, and the connections to the servers.
 
-Each connection is opened and closed by a task of its own, and may serve many rollouts.
+A separate task opens and closes each connection, which may serve many rollouts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MCPServer:
 class MCPConnection:
     """Connection to a server, begun when it is created.
 
-    A task of its own opens and closes it: MCP's client needs both in one task, and a rollout that is
+    A separate task opens and closes it: MCP's client needs both in one task, and a rollout that is
     cancelled must not end what others use.
     """
 
@@ -109,7 +109,7 @@ class MCPConnection:
 
         Raises:
             EnvironmentUnavailableError: the server died, or does not respond any more.
-            EnvironmentServerError: what it sent is no result of MCP.
+            EnvironmentServerError: its response is not a result of MCP.
         """
         from anyio import BrokenResourceError, ClosedResourceError
         from mcp import MCPError
@@ -318,7 +318,7 @@ class OpenMCPTools:
 
         Raises:
             EnvironmentUnavailableError: the server died or does not respond; the attempt is retried.
-            EnvironmentServerError: what the server sent is no result of MCP.
+            EnvironmentServerError: the response is not a result of MCP.
         """
 
         async def execute(given: JsonObject) -> str:
@@ -355,7 +355,7 @@ def mcp_tools(
             or the URL of a server that speaks streamable HTTP.
         scope: "runner": all rollouts of a runner share one server, which is started by the first and ends
             with the runner; one that died is started again for the next rollout. "rollout": each rollout
-            starts servers of its own, and ends them, as tools with a state need it.
+            starts separate servers, and ends them, as tools with a state need it.
         env: further environment variables of commands. MCP's client passes on only a few of the runner's own,
             such as PATH and HOME.
         cwd: working directory of commands.

@@ -60,7 +60,7 @@ def openenv_agent(
         reward: reward of the rollout: "sum" of the rewards of all steps, the "last" of them, or a function of
             the state that the server returns at the end.
         max_turns: largest number of model calls. The rewards until then count.
-        sampling: parameters of model calls; those of the Trainer take precedence.
+        sampling: parameters of model calls; the Trainer's take precedence.
         timeout_s: seconds in which the server must answer each message.
         headers: HTTP headers for the connection, such as an authorization.
 
@@ -250,7 +250,7 @@ class ServerMessage(BaseModel):
 class OpenEnvSession:
     """One environment on the server, for one episode: reset, step, state, close. Made by `open_session`.
 
-    Its WebSocket messages are those of `openenv.core.env_server` of the package openenv 0.10.
+    Its WebSocket messages follow `openenv.core.env_server` of the package openenv 0.10.
 
     All methods raise EnvironmentUnavailableError if the server does not answer in time or closes the
     connection, and EnvironmentServerError if it reports an error or its answer is not of OpenEnv's protocol.

@@ -128,7 +128,7 @@ def game_agent(
     sampling: Mapping[str, Any] | None,
     trained_agents: str | None,
 ) -> FunctionalLitAgent:
-    """Make an agent that plays a game; the arguments are those of `GameRollouts` and `LitAgent`."""
+    """Make an agent that plays a game; it takes the arguments of `GameRollouts` and `LitAgent`."""
     return FunctionalLitAgent(GameRollouts(name, make, max_turns, sampling), trained_agents=trained_agents)
 
 

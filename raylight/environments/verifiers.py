@@ -58,7 +58,7 @@ def verifiers_agent(
         config: settings of the taskset.
         harness: id of the harness. "null" is verifiers' own chat loop, which needs `uv` on the PATH.
         max_turns: model calls at most.
-        sampling: parameters of model calls; those of the Trainer take precedence.
+        sampling: parameters of model calls; the Trainer's take precedence.
         env: further environment variables; None as a value removes one.
         cwd: working folder, from which the taskset can be imported too.
 

@@ -105,7 +105,7 @@ class Program:
 async def main() -> None:
     """Answer the lines of the standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a taskset prints is no answer
+    os.dup2(2, 1)  # what a taskset prints is not an answer
     sys.stdout = sys.stderr  # nor held back, in case the process dies
 
     def write(answer: JsonObject) -> None:

@@ -22,7 +22,7 @@ SCALE = 400.0
 
 class SelfPlay(Config):
     """Opponents of the policy (`opponents=`): named older versions of it, which
-    the engines serve beside the current one. Their calls are recorded and never trained on."""
+    the engines serve in addition to the current one. Their calls are recorded and never trained on."""
 
     every: int = Field(default=10, ge=1, le=MAX_COUNT)
     """Steps between versions that become opponents. The first is the initial model."""

@@ -57,7 +57,7 @@ def choose_teachers(
         finished: the rollouts of the rows.
 
     Raises:
-        ConfigError: a task has no such key, the function fails, or there is no teacher of the name.
+        ConfigError: a task has no such key, the function fails, or no teacher has the name.
     """
     tasks = {item.rollout.rollout_id: item.rollout.input for item in finished}
     known = {

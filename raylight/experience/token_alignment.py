@@ -44,7 +44,7 @@ class AlignedTokens:
 class TokenAligner:
     """Alignment of two tokenizers.
 
-    A special token is a span of its own. In the other tokenizer it is the token of the same text, or the end
+    A special token is a separate span. In the other tokenizer it is the token of the same text, or the end
     of a sequence for an end of a sequence, or plain text.
 
     Args:

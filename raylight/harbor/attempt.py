@@ -96,7 +96,7 @@ class HarborAttempt:
 
         Args:
             sandbox: that of the agent.
-            tests_sandbox: a started one for the tests, if the task has an environment of its own for them.
+            tests_sandbox: a started one for the tests, if the task has a separate environment for them.
 
         Raises:
             RewardError: the tests took too long, or wrote no reward.
@@ -247,13 +247,13 @@ class PathMap:
         return f"{self._root}{absolute}" if self._root else absolute
 
     def text(self, text: str) -> str:
-        """Return a text in which the paths are those of the sandbox."""
+        """Return a text with the sandbox's paths."""
         if not self._root or self._pattern is None:
             return text
         return self._pattern.sub(lambda match: self._root + match[1], text)
 
     def content(self, content: bytes) -> bytes:
-        """Return the content of a file in which the paths are those of the sandbox; a binary one as it is."""
+        """Return the content of a file with the sandbox's paths; a binary one as it is."""
         try:
             return self.text(content.decode()).encode()
         except UnicodeDecodeError:
@@ -298,7 +298,7 @@ def read_json_reward(content: bytes) -> float | dict[str, float]:
     """Return the number, or the numbers by name with the primary one first.
 
     Raises:
-        RewardError: it is no JSON, empty, or has a value that is no finite number.
+        RewardError: it is not JSON, empty, or has a value that is not a finite number.
     """
     try:
         value = json.loads(content)
@@ -320,7 +320,7 @@ def read_text_reward(content: bytes) -> float:
     """Return the number of reward.txt.
 
     Raises:
-        RewardError: it is no finite number.
+        RewardError: it is not a finite number.
     """
     try:
         value = float(content.decode())

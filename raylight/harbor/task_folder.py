@@ -124,7 +124,7 @@ def _read_step(
     agent: Mapping[str, Any],
     tests: Mapping[str, Any],
 ) -> HarborTask:
-    """Read a step, whose settings go before those of the task."""
+    """Read a step, whose settings precede the task's."""
     name = entry.get("name")
     place = folder / "steps" / str(name)
     if not isinstance(name, str) or Path(name).name != name or not place.is_dir():
@@ -167,7 +167,7 @@ def _read_part(
     """Read a task of one step, or a step.
 
     Args:
-        place: folder of the instruction and of tests that go before those of the task.
+        place: folder of the instruction and of tests that precede the task's.
     """
     instruction = _read_text(place / "instruction.md")
     environment = _environment(folder, _table(folder, settings, "environment"), folder / "environment", agent)

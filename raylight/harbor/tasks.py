@@ -39,7 +39,7 @@ class HarborTasks(Sequence[JsonObject]):
         skip_unsupported: leave out tasks that need what raylight does not have, with a warning.
 
     Raises:
-        DatasetError: there is no task, or a task is damaged. UnsupportedTaskError: it needs what raylight
+        DatasetError: no task is there, or one is damaged. UnsupportedTaskError: it needs what raylight
             does not have.
     """
 

@@ -94,7 +94,7 @@ class CommandAgent(LitAgent[Any]):
 
     Raises:
         AgentSignatureError: an argument is of a wrong type. ConfigError: the sandbox is unknown, or
-            `max_sandboxes` is no positive number.
+            `max_sandboxes` is not a positive number.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class CommandAgent(LitAgent[Any]):
         """Return what a task asks of the command.
 
         Raises:
-            CommandError: the prompt is no text. DatasetError: a task of `HarborTasks` is damaged.
+            CommandError: the prompt is not text. DatasetError: a task of `HarborTasks` is damaged.
         """
         if is_harbor_task(task):
             return await describe_harbor_task(task, self._sandbox)

@@ -41,7 +41,7 @@ def model_environment(llm: LLM, rollout: Rollout, sends_spans: bool) -> dict[str
 
 
 def home_environment(home: str) -> dict[str, str]:
-    """Return the variables that give a program a configuration of its own."""
+    """Return the variables that give a program a separate configuration."""
     return {
         "HOME": home,
         "XDG_CONFIG_HOME": f"{home}/.config",

@@ -227,7 +227,7 @@ PRESETS: dict[str, Preset] = {
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-            "OPENCODE_DISABLE_PROJECT_CONFIG": "1",  # it reads those of all folders above too
+            "OPENCODE_DISABLE_PROJECT_CONFIG": "1",  # it also reads the files of all folders above
         },
         configure=_opencode,
     ),
@@ -283,7 +283,7 @@ def get_preset(name: str) -> Preset:
     """Return a preset.
 
     Raises:
-        AgentSignatureError: it is unknown, or the harness calls its model in a protocol of its own.
+        AgentSignatureError: it is unknown, or the harness calls its model in a protocol that only it has.
     """
     if name in OTHER_PROTOCOLS:
         raise AgentSignatureError(f"CommandAgent(preset={name!r}): {name} speaks {OTHER_PROTOCOLS[name]}")

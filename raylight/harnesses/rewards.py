@@ -45,7 +45,7 @@ class RewardCommand:
     command: Sequence[str]
     """Program and arguments."""
     files: FileSource | None = None
-    """Files that enter the workspace only now and replace those of the agent: a folder, a dict of paths and
+    """Files that enter the workspace only now and replace the agent's: a folder, a dict of paths and
     contents, or a function of the task that returns one."""
     reads: str = "exit_status"
     """Origin of the reward. "exit_status": 1.0 for status 0, else 0.0, as test runners report it. "stdout":
@@ -84,7 +84,7 @@ class RewardCommand:
 
         Raises:
             RewardError: the command cannot be run, or wrote no reward.
-            CommandError: its files cannot be written, or those of the agent cannot be read.
+            CommandError: its files cannot be written, or the agent's cannot be read.
             SandboxError: the fresh sandbox cannot be started.
         """
         files = resolve_files(self.files, task)
@@ -106,7 +106,7 @@ class RewardCommand:
             return await self._judge(fresh, folder, home_environment(home))
 
     def _collect(self, archive: bytes, files: Any, folder: str, home: str) -> FileBundle:
-        """Return the files of a fresh sandbox: those of the agent without a reward, and over them `files`."""
+        """Return the files of a fresh sandbox: the agent's without a reward, and over them `files`."""
         bundle = FileBundle()
         bundle.add_folder(folder)
         bundle.add_archive(archive, folder)

@@ -17,7 +17,7 @@ class HarnessTask:
     prompt: str | None = None
     """Text for `{prompt}`."""
     files: Mapping[str, str | bytes] | None = None
-    """Files of the working folder by their relative paths, written over those of the agent."""
+    """Files of the working folder by their relative paths, written over the agent's."""
     sandbox: SandboxSpec | None = None
     """Place of the rollout."""
     cwd: str | None = None

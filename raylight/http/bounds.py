@@ -2,7 +2,7 @@
 
 Engines pass numbers to code with 32 or 64 bits, and one that does not fit there may end every request of a
 batch, or the engine. So each value is checked at the door, under the name that the client gave it. An engine
-may have narrower bounds of its own.
+may have narrower bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1
 MAX_CHOICES = 1024
 """Most choices of one request, and most prompts."""
 MAX_ENTRIES = 10_000
-"""Most entries of a list without bounds of its own."""
+"""Most entries of a list without narrower bounds."""
 MAX_LOGPROBS = 2**23
 """Most log-probs in the answer of one request. Each takes some hundred bytes until the answer is sent."""
 INVALID_TYPE = "invalid_type"
@@ -87,7 +87,7 @@ def count(low: int = 0, high: int = LARGEST) -> Number:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or false, or a number in bounds of its own."""
+    """True or false, or a number within given bounds."""
 
     number: Number
 

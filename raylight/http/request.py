@@ -28,7 +28,7 @@ MAX_VALUES = 200_000
 MAX_DEPTH = 200
 """Deepest nesting of lists and objects in a body."""
 NUMBERS = range(-(2**63), 2**64)
-"""Whole numbers allowed in a body: those of 64 bits, because engines pass them to code that has no others."""
+"""Whole numbers allowed in a body: 64 bits, because engines pass them to code that has no others."""
 BODY_GRACE_S, BODY_RATE, BODY_TIMEOUT_S = 10.0, 16 * 1024, 120.0
 """Seconds in which a body must arrive, bytes for whose arrival it gets one second more, and most seconds."""
 MAX_ARRIVING = 8192

@@ -38,7 +38,7 @@ SIGNATURES = {
 FORMATS = [form for form in MEDIA_TYPES if form != "MPO"]  # Pillow opens MPO as JPEG
 CACHE_BYTES = 256 * 2**20
 """Size of the images that are kept by their URL, which is a third larger than the file, because an agent
-sends those of earlier turns again."""
+sends images of earlier turns again."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ImageLimits:
 
 LIMITS = ImageLimits()
 CHECKED = ImageLimits(2**31, MAX_IMAGE_PIXELS)
-"""Limits of an image that was within those of a run's gateway."""
+"""Limits of an image that a run's gateway has accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def read_image(data: bytes, limits: ImageLimits = CHECKED) -> Image:
         limits: by default those of an image that the gateway has checked.
 
     Raises:
-        ImageError: it is no single image of a known format within the limits, or not whole.
+        ImageError: it is not a single image of a known format within the limits, or not whole.
     """
     from PIL import Image as pillow
 
@@ -182,7 +182,7 @@ def read_data_url(url: str, limits: ImageLimits = CHECKED) -> Image:
         limits: by default those of an image that the gateway has checked.
 
     Raises:
-        ImageError: it is no such URL of an image, or `read_image` raises it.
+        ImageError: it is not the URL of an image, or `read_image` raises it.
     """
     if (kept := kept_image(url, limits)) is not None:
         return kept
@@ -198,7 +198,7 @@ def unread_image(url: str) -> Image:
     """Return the image of a `data:` URL whose file is not read, because only an upstream model reads it.
 
     Raises:
-        ImageError: it is no such URL of an image.
+        ImageError: it is not the URL of an image.
     """
     data = _decode(url, CHECKED)
     media_type = url.partition(";base64,")[0].removeprefix("data:")

@@ -26,7 +26,7 @@ def recorded_digest(url: Any) -> str | None:
 
 
 def image_url_of(part: Any) -> str | None:
-    """Return the URL of a part of a message's content; None if it is no image."""
+    """Return the URL of a part of a message's content; None if it is not an image."""
     if not isinstance(part, dict) or part.get("type") != "image_url":
         return None
     image = part.get("image_url")

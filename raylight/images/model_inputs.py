@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PIXEL_BYTES = 256 * 2**20
 """Size of the pixels that are kept: ten screenshots for Qwen."""
 SHOWN_BYTES = 64 * 2**20
-"""Size of all else that is kept, of thousands of images, because agents send those of earlier turns again."""
+"""Size of all else that is kept, of thousands of images, because agents send earlier turns again."""
 GRID = "image_grid_thw"
 """Name of the tensor with the patches of each image, from which the positions of tokens are computed."""
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -124,7 +124,7 @@ class ModelImages:
         """Return the content of a message as the chat template takes it.
 
         Args:
-            content: text, or parts of the types `text`, `image_url` and `image`; None is no text.
+            content: text, or parts of the types `text`, `image_url` and `image`; None: no text.
         """
         if isinstance(content, list):
             content = join_parts(content)
@@ -155,7 +155,7 @@ class ModelImages:
         """Find images in tokens that stand for them, in order.
 
         Raises:
-            ImageError: one has no tokens, or those of another image.
+            ImageError: one has no tokens, or another image's.
         """
         tokens = np.asarray(ids, np.int32)
         is_image = tokens == self.token_id
@@ -291,7 +291,7 @@ def load_processor(model_path: str, kind: Any) -> Any:
 
 def _loading_advice(error: BaseException) -> str:
     """Return the advice for a processor that cannot be loaded. transformers names a missing package only in
-    the cause of its own error."""
+    the cause of the error."""
     while error.__cause__ is not None:
         error = error.__cause__
     if not isinstance(error, ModuleNotFoundError) or error.name is None:

@@ -34,7 +34,7 @@ class Learner(Protocol):
     (`SimulatedLearner`).
 
     The methods raise a LearnerLostError if the learner was lost, which `restart` repairs, and a LearnerError
-    for a failure that would repeat. The defaults are those of a learner in the driver's process, which shares
+    for a failure that would repeat. The defaults are for a learner in the driver's process, which shares
     its folders and weights, or has no weights.
     """
 
@@ -71,7 +71,7 @@ class Learner(Protocol):
         return []
 
     async def take_snapshot(self, ids: list[int], settings: PublicationSettings) -> list[float] | None:
-        """Copy the weights, for publications beside updates; return their log-probs as `logprobs` does."""
+        """Copy the weights, for publications during updates; return their log-probs as `logprobs` does."""
         return None
 
     async def publish_weights(self, version: int, token: str, settings: PublicationSettings) -> None:

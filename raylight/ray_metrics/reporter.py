@@ -51,7 +51,7 @@ class Measurement(NamedTuple):
 
 
 class MetricReporter:
-    """Copies numbers of this process to Ray's metrics every few seconds, in a thread of its own.
+    """Copies numbers of this process to Ray's metrics every few seconds, in a separate thread.
 
     Code on a hot path changes a plain number, which takes a tenth of a microsecond; Ray's own calls take ten.
     All metrics are gauges for Ray. So a counter is there while it is 0, a histogram has exact sums, and both
@@ -61,7 +61,7 @@ class MetricReporter:
 
     Args:
         collect: returns the measurements; called in the reporter's thread.
-        labels: labels of all of them, beside `run`.
+        labels: labels of all of them, in addition to `run`.
     """
 
     def __init__(self, collect: Callable[[], Iterable[Measurement]], run: str, **labels: str) -> None:

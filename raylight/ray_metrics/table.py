@@ -28,7 +28,7 @@ class MetricSpec:
     Attributes:
         name: without Ray's prefix.
         help: sentence for readers of Prometheus and of the reference.
-        labels: names of the labels beside `run`; those of a process are `replica`, `runner` and `rank`.
+        labels: names of the labels in addition to `run`; `replica`, `runner` or `rank` names a process.
         rows: metrics of `metrics.jsonl` whose last values it has, with the labels of each.
     """
 

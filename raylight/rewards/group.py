@@ -24,7 +24,7 @@ from raylight.types import FinishedRollout, JsonObject, SpanCoreFields
 
 @dataclass
 class GradeRecords:
-    """Records of a call of a group reward, beside the rewards that it returns."""
+    """Records of a call of a group reward, in addition to the rewards that it returns."""
 
     spans: list[SpanCoreFields] = field(default_factory=list)
     turns: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -143,7 +143,7 @@ def as_score(value: Any) -> float:
     """Return a score of 0 to 1.
 
     Raises:
-        ValueError: it is no number, or out of range.
+        ValueError: it is not a number, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"the score {value!r} is not a number from 0 to 1")

@@ -17,7 +17,7 @@ from raylight.traces.messages import OpenAIMessages, TraceToMessages
 class RolloutTurn(GroupRollout):
     """A turn of a rollout, as a process reward reads it: a rollout that ends with the answer of one call.
 
-    `messages`, `answer`, `tools` and `sampled_tokens` are those of the call.
+    `messages`, `answer`, `tools` and `sampled_tokens` belong to the call.
     """
 
     number: int

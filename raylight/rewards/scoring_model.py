@@ -1,6 +1,6 @@
 """Reward models: models with a scalar head that score the last conversation of each rollout.
 
-The model computes in Ray Serve replicas beside the run, which a run starts for each reward model that its
+The model computes in separate Ray Serve replicas, which a run starts for each reward model that its
 group reward names in `reward_models`.
 """
 
@@ -22,7 +22,7 @@ from raylight.types import JsonObject
 
 
 class RewardModelConfig(ScoringConfig):
-    """A reward model in engines of its own: `AutoModelForSequenceClassification` with one label, as TRL's
+    """A reward model in separate engines: `AutoModelForSequenceClassification` with one label, as TRL's
     RewardTrainer saves it.
 
     Args:
@@ -36,7 +36,7 @@ class RewardModelConfig(ScoringConfig):
     """Treatment of longer conversations: end the run with an error, leave their rollouts without a reward, or
     score their last tokens. The metrics count dropped and truncated conversations."""
     max_batch_tokens: int = Field(default=16_384, ge=1, le=MAX_COUNT)
-    """Tokens of one forward pass, padding included; a longer conversation is a pass of its own."""
+    """Tokens of one forward pass, padding included; a longer conversation is a separate pass."""
 
 
 class RewardModelInput(NamedTuple):
@@ -106,7 +106,7 @@ class ScoringModel:
 def reward_model(model: str, *, name: str = "reward_model", **settings: Any) -> ScoringModel:
     """Return a group reward for `Trainer(group_reward=...)`: a model with a scalar head scores each rollout.
 
-    The run serves the model in Ray Serve replicas of its own.
+    The run serves the model in separate Ray Serve replicas.
 
     Args:
         model: folder of a Hugging Face model with a chat template, or its name in the local cache.

@@ -111,14 +111,14 @@ class RewardSum:
     """Weighted sum of group rewards, as a group reward.
 
     Each rollout gets the reward `total`, and each term's by its name, as GDPO reads them. The named rewards
-    of a term beside its first one keep their names. A rollout that a term does not score is not scored.
+    of a term after its first one keep their names. A rollout that a term does not score is not scored.
 
     Args:
         terms: group rewards by name.
         weights: weight of each name; 1 for one that is missing.
 
     Raises:
-        ConfigError: there is no term, or a weight is of no term or not finite.
+        ConfigError: no term is given, or a weight is not finite or names no term.
     """
 
     def __init__(self, terms: Mapping[str, GroupReward], weights: Mapping[str, float] | None = None) -> None:
@@ -153,7 +153,7 @@ class RewardSum:
         ]
 
     def _combine(self, found: dict[str, dict[str, float]]) -> dict[str, float] | None:
-        """Return the rewards of one rollout from those of each term."""
+        """Return the rewards of one rollout from each term's."""
         if not all(found.values()):
             return None
         values = {name: next(iter(rewards.values())) for name, rewards in found.items()}

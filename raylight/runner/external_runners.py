@@ -22,7 +22,7 @@ RENDEZVOUS_NAME = "rendezvous"
 LOOKUP_INTERVAL_S = 1.0
 """Interval between two lookups of a run that has not begun: Ray has no event for a new actor name."""
 HEARTBEAT_TIMEOUT_S = 3 * HEARTBEAT_S
-"""Time without heartbeats after which there is no live runner."""
+"""Time without heartbeats after which a runner counts as dead."""
 
 
 class RunAccess(NamedTuple):

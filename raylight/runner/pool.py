@@ -294,7 +294,7 @@ class RunnerPool:
         new ones cannot start, the pool keeps the others.
 
         Raises:
-            ConfigError: `n` is no possible number, or the runners end by themselves (`max_rollouts`).
+            ConfigError: `n` is out of range, or the runners end by themselves (`max_rollouts`).
             PlacementError: the cluster has too few free resources.
             RunnerLostError: a new runner failed while it started, or did not start in time.
         """

@@ -337,7 +337,7 @@ def _encoded_metadata(rollout: Rollout) -> bytes:
     """The rollout's metadata as bytes, which show whether the agent or a hook changed it.
 
     Raises:
-        TypeError: it is no longer a dict with string keys.
+        TypeError: it is not a dict with string keys any more.
     """
     metadata: Any = rollout.metadata
     if not isinstance(metadata, dict) or not all(isinstance(key, str) for key in metadata):

@@ -319,7 +319,7 @@ class DaytonaSandbox(CloudSandbox):
             "image": self.image,
             "resources": resources,
             "ttl_minutes": math.ceil(self.lifetime_s / 60),
-            "auto_stop_interval": 0,  # a program that waits for the model is no event
+            "auto_stop_interval": 0,  # a program that waits for the model is not an event
             **self.arguments,
         }
         self._client = daytona.AsyncDaytona()

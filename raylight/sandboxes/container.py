@@ -40,7 +40,7 @@ STOP_S = 60.0
 
 
 class ToolSandbox(ExecSandbox):
-    """A sandbox of a tool such as podman. It has a name of its own, and a folder of this machine.
+    """A sandbox of a tool such as podman. It has a unique name, and a folder of this machine.
 
     Attributes:
         TOOL: the tool's program.
@@ -190,7 +190,7 @@ class ContainerSandbox(ToolSandbox):
         arguments: further arguments of `run`, such as `["--gpus=all"]`.
 
     Raises:
-        ConfigError: there is no image, or a limit that cannot be enforced.
+        ConfigError: the image is missing, or a limit cannot be enforced.
         SandboxError: the tool or the image is missing. SandboxUnavailableError: the tool failed otherwise.
     """
 
@@ -315,7 +315,7 @@ class ContainerSandbox(ToolSandbox):
 
 
 class PodmanSandbox(ContainerSandbox):
-    """Container of podman, in a network of its own by slirp4netns where that is installed."""
+    """Container of podman, in a separate network by slirp4netns where that is installed."""
 
     NAME = TOOL = "podman"
 
@@ -347,7 +347,7 @@ class ApptainerSandbox(ToolSandbox):
         arguments: further arguments of `instance start`, such as `["--nv"]`.
 
     Raises:
-        ConfigError: there is no image, or a limit that cannot be enforced.
+        ConfigError: the image is missing, or a limit cannot be enforced.
         SandboxError: the tool or the image is missing. SandboxUnavailableError: the tool failed otherwise.
     """
 

@@ -1,6 +1,6 @@
 """A program on this machine, run to its end with everything that it started.
 
-It runs in a session of its own, so it survives a runner that is killed, for example for its memory. A guard,
+It runs in a separate session, so it survives a runner that is killed, for example for its memory. A guard,
 one small process for each runner, reads the process groups and marks of programs from a pipe, and kills those
 that are left when the pipe closes, which it does however the runner ends.
 """
@@ -38,7 +38,7 @@ def marked_command(
         cwd: working directory of the program; None: that of this process.
 
     Raises:
-        FileNotFoundError: there is no such program. PermissionError: it cannot be executed.
+        FileNotFoundError: the program does not exist. PermissionError: it cannot be executed.
     """
     prlimit = _prlimit()
     if prlimit is None:

@@ -53,7 +53,7 @@ class RaySandbox:
         limits: limits of the inner sandbox.
         inner: sandbox on the node, such as "bubblewrap" or "podman:python:3.12".
         num_cpus: CPUs that each sandbox takes of its node.
-        start_s: seconds within which a node must take the sandbox, among them those of an autoscaler.
+        start_s: seconds within which a node must take the sandbox, including an autoscaler's.
 
     Raises:
         ConfigError: the label or the inner sandbox is invalid.

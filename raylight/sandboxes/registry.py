@@ -96,13 +96,13 @@ class SandboxSpec:
 class SandboxPool:
     """Starts sandboxes, at most so many at once in this process, and stops every one of them.
 
-    Those that wait are started in their order. A copy in another process has a limit of its own.
+    Those that wait are started in their order. A copy in another process has a separate limit.
 
     Args:
         max_sandboxes: sandboxes at once; None: no limit.
 
     Raises:
-        ConfigError: the limit is no positive number.
+        ConfigError: the limit is not a positive number.
     """
 
     def __init__(self, max_sandboxes: int | None = None) -> None:

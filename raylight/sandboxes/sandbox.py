@@ -57,7 +57,7 @@ class ExecResult:
 
 
 class Sandbox(Protocol):
-    """A place in which programs run, with a folder of its own, the workspace.
+    """A place in which programs run, with a folder, the workspace.
 
     All methods are asynchronous and may be cancelled; a cancelled `exec` ends its program. A path is absolute
     or relative to the workspace. `stop` ends every process and removes the workspace; it may be called at any
@@ -102,7 +102,7 @@ class Sandbox(Protocol):
 
         Args:
             command: program and arguments. No shell reads them.
-            env: variables in addition to those of the sandbox.
+            env: variables in addition to the sandbox's.
             cwd: working directory; by default the workspace.
             stdin: its standard input, which is closed afterwards.
             timeout_s: seconds after which the program is ended (SIGTERM, after 3 s SIGKILL); the result

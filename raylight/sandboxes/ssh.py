@@ -33,7 +33,7 @@ class SshSandbox(ExecSandbox):
         arguments: further arguments of ssh, such as `["-p", "2222"]`.
 
     Raises:
-        ConfigError: there is no host, or a limit that cannot be enforced.
+        ConfigError: the host is missing, or a limit cannot be enforced.
         SandboxUnavailableError: the machine does not answer, or the connection was lost.
     """
 

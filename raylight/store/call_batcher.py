@@ -43,7 +43,7 @@ class Channel:
         return await self._batchers[loop].call(method, args)
 
     async def send(self, method: str, *args: Any) -> Any:
-        """Execute a call that may wait in the store; it has a message of its own.
+        """Execute a call that may wait in the store, in a separate message.
 
         Raises:
             DiskError: the store's disk has no room for it to start.

@@ -216,7 +216,7 @@ def _join_prompts(calls: dict[CallId, _StoredCall]) -> None:
                 f"{call.key.call_id!r} continues; use a copy of the file"
             )
         followers[call.base].append(call)
-    heads = followers[None]  # calls that continue no other one; those of a base come after it
+    heads = followers[None]  # calls that continue no other one; calls of a base come after it
     for head in heads:
         chain = [head]
         while after := followers.get((chain[-1].key.attempt_id, chain[-1].key.call_id)):
@@ -282,7 +282,7 @@ def _first_tokens(prompt: IntArray, output: IntArray, count: int) -> IntArray:
 CAPACITY = 2**26
 """Bytes that a client remembers. The attempts that were used last are kept."""
 OVERHEAD = 1_400
-"""Memory of a branch beside its tokens and texts, in bytes."""
+"""Memory of a branch without its tokens and texts, in bytes."""
 MAX_BRANCHES = 64
 """Branches of an attempt that are remembered."""
 MIN_TOKENS = 16
@@ -290,7 +290,7 @@ MIN_TOKENS = 16
 MIN_TEXT = 64
 """Fewest characters that are worth sharing."""
 TEXTS = (INPUT_MESSAGES, TOOL_DEFINITIONS, REQUEST_PARAMETERS)
-"""Attributes of a call's span that repeat those of earlier calls."""
+"""Attributes of a call's span that repeat earlier calls'."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

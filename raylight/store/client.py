@@ -222,7 +222,7 @@ class StoreClient(StoreReader):
     async def cancel_rollouts(
         self, rollout_ids: Sequence[str], waiting_only: bool = False
     ) -> list[RolloutState]:
-        """Cancel those of these rollouts that are not decided, or only those in the queue; returns the states
+        """Cancel the given rollouts that are undecided, or only those in the queue; returns the states
         of all."""
         rows = await self._channel.call("cancel", list(rollout_ids), waiting_only)
         return [state_from_row(row) for row in rows]
@@ -397,7 +397,7 @@ class StoreClient(StoreReader):
     async def grade(self, spans: Sequence[Span]) -> None:
         """Store spans of a group reward for decided attempts, all or none.
 
-        Their rewards count, unlike those of other spans that come after the decision. An attempt that has a
+        Their rewards count, unlike rewards of other spans that come after the decision. An attempt that has a
         grade keeps it, unless that has no reward.
         """
         await self._channel.call("grade", [span_row(span) for span in spans])

@@ -77,7 +77,7 @@ class AttemptTexts(NamedTuple):
     messages: list[str]
     """Each distinct message of requests and answers, in the order of its first call."""
     oldest_version: int | None
-    """Oldest weight version that sampled a token; None if there is no token."""
+    """Oldest weight version that sampled a token; None without tokens."""
 
 
 class RolloutOverview:
@@ -87,7 +87,7 @@ class RolloutOverview:
         path: the store's file.
 
     Raises:
-        StoreError: there is no store, or it is of another version.
+        StoreError: the store does not exist, or is of another version.
     """
 
     def __init__(self, path: Path) -> None:

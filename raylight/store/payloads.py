@@ -49,7 +49,7 @@ def encode_payload(value: Any, what: str = "the value") -> bytes:
     """
     try:
         return pack(value)
-    except Exception as error:  # also those of the value's own classes
+    except Exception as error:  # also errors of the value's own classes
         if isinstance(error, RecursionError) or "recursion limit" in str(error):
             raise StoreError(
                 f"{what} is nested too deeply, or contains itself, and cannot be stored; pass plain data"
@@ -80,7 +80,7 @@ def decode_payload(data: bytes) -> Any:
         )
     except StoreError:  # of a value inside this one
         raise
-    except Exception as error:  # msgpack's, and those of every type's own decoding
+    except Exception as error:  # msgpack's, and errors of every type's own decoding
         raise damaged(error) from None
 
 
@@ -233,7 +233,7 @@ def _find_culprits(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 def _is_storable(value: Any) -> bool:
     try:
         pack(value)
-    except Exception:  # also those of the value's own classes
+    except Exception:  # also errors of the value's own classes
         return False
     return True
 

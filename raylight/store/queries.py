@@ -33,21 +33,21 @@ class Conditions:
         return self
 
     def equals(self, column: str, value: Any) -> Conditions:
-        """Filter by a value; None is no filter."""
+        """Filter by a value; None: no filter."""
         if value is not None:
             self.filters.append(f"{column} = ?")
             self.values.append(value)
         return self
 
     def contains(self, column: str, part: str | None) -> Conditions:
-        """Filter by a part of a text; None is no filter."""
+        """Filter by a part of a text; None: no filter."""
         if part is not None:
             self.filters.append(f"instr({column}, ?) > 0")
             self.values.append(part)
         return self
 
     def one_of(self, column: str, values: Sequence[Any] | None) -> Conditions:
-        """Filter by a list of values, of which an empty one matches nothing; None is no filter."""
+        """Filter by a list of values, of which an empty one matches nothing; None: no filter."""
         if values is None:
             return self
         # SQLite's JSON cuts a text off at a zero character, and would match another value
@@ -190,7 +190,7 @@ class Queries:
         return rollout, rewarded[0] if rewarded else None, calls, spans
 
     def states(self, rollout_ids: list[str]) -> list[Row]:
-        """Columns ROLLOUT_STATE of those of these rollouts that exist, in the order of enqueueing."""
+        """Columns ROLLOUT_STATE of the existing rollouts among these, in the order of enqueueing."""
         conditions, values = Conditions().one_of("r.rollout_id", rollout_ids).sql("and")
         return self._fetch_all(
             f"SELECT {ROLLOUT_STATE} FROM {LATEST}{conditions} ORDER BY r.position", values
@@ -286,7 +286,7 @@ class Queries:
         )
 
     def calls(self, rollout_id: str, call_ids: list[str]) -> list[Row]:
-        """Columns CALL of those of these calls that have tokens, of their bases, and of the bases' bases."""
+        """Columns CALL of the calls among these that have tokens, of their bases, and of the bases' bases."""
         return self._fetch_all(
             "WITH RECURSIVE wanted(attempt_id, call_id) AS (SELECT attempt_id, call_id FROM calls WHERE "
             "generation IS NOT NULL AND attempt_id IN (SELECT attempt_id FROM attempts WHERE rollout_id = ?) "

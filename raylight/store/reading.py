@@ -187,7 +187,7 @@ class StoreReader:
         sort_by: str | None = "sequence_id",
         sort_order: Order = "asc",
     ) -> PaginatedResult[Span]:
-        """Return spans of a rollout: those of all its attempts, of one attempt, or of the "latest"."""
+        """Return spans of a rollout: of all its attempts, of one attempt, or of the "latest"."""
         equal = {"trace_id": trace_id, "span_id": span_id, "parent_id": parent_id, "name": name}
         contain = {
             "trace_id": trace_id_contains,
@@ -212,7 +212,7 @@ class StoreReader:
         return spans_from_rows(rows, bases)
 
     async def _calls(self, rollout_id: str, call_ids: list[str]) -> list[Generation]:
-        """Generations of those of these calls that have tokens."""
+        """Generations of the calls among these that have tokens."""
         rows = await self._channel.send("query", "calls", rollout_id, call_ids)
         wanted = set(call_ids)
         return [call for call in generations_from_rows(rows).values() if call.key.call_id in wanted]
@@ -411,7 +411,7 @@ def _turn(span: Span, call: Generation) -> ChatTurn:
 def _call_id(span: Span) -> str:
     """Id of the captured call that a span describes, or "".
 
-    An agent may write any value into a span of its own.
+    An agent may write any value into its spans.
     """
     call_id = span.attributes.get(CALL_ID)
     return call_id if isinstance(call_id, str) else ""

@@ -226,7 +226,7 @@ def _span_from_row(row: Row, body: JsonObject) -> Span:
 
 
 class SharedTexts:
-    """Attributes of spans that begin with those of other spans.
+    """Attributes of spans that begin with other spans' attributes.
 
     Args:
         rows: columns SPAN of all spans, and of their bases.

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def image_folder(path: Path) -> ImageFolder:
-    """Return the folder of the images of a store, beside its file: `store-images` for `store.db`."""
+    """Return the folder of the images of a store, next to its file: `store-images` for `store.db`."""
     return ImageFolder(path.with_name(f"{path.stem}-images"))
 
 

@@ -1,4 +1,4 @@
-"""Datasets of users as sets of tasks: sequences, iterables, and those of Hugging Face and Ray."""
+"""Datasets of users as sets of tasks: sequences, iterables, datasets of Hugging Face and Ray."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DevTaskLoader(list[Any]):
         resources: resources by name.
 
     Raises:
-        ValueError: there is no task.
+        ValueError: the dataset has no task.
     """
 
     def __init__(self, tasks: Iterable[Any], resources: NamedResources) -> None:

@@ -17,14 +17,14 @@ class Mixture(TaskSet):
     """Tasks of several sources. Metrics are shown for each (`source/NAME/reward`).
 
     After any number of draws, the number from each source is within one of its share. Without weights the
-    shares are those of the sizes. A source may itself be a mixture, a curriculum, stages or a stream.
+    shares follow the sizes. A source may itself be a mixture, a curriculum, stages or a stream.
 
     Args:
         sources: datasets by name.
         weights: relative weights by name; 1 for a missing one.
 
     Raises:
-        ConfigError: there is no source, or a weight is not positive, of no source, or missing for a stream.
+        ConfigError: no source is given, or a weight is not positive, of no source, or missing for a stream.
         DatasetError: a source cannot be read or is empty.
     """
 

@@ -1,1 +1,1 @@
-"""Server of the Tinker API: clients train LoRA adapters of one model, each with a loop of its own."""
+"""Server of the Tinker API: clients train LoRA adapters of one model, each with its own loop."""

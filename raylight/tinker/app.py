@@ -167,7 +167,7 @@ def _page(request: Request, items: Sequence[Any]) -> tuple[Sequence[Any], dict[s
     """Return the part of a list that a request asks for, and its place in the list.
 
     Raises:
-        RequestError: `limit` or `offset` is no such number.
+        RequestError: `limit` or `offset` is not such a number.
     """
     try:
         limit = int(request.query_params.get("limit", "20"))

@@ -59,7 +59,7 @@ class CheckpointPath:
         """Return the path of a checkpoint.
 
         Raises:
-            RequestError: a part is no name.
+            RequestError: a part is not a name.
         """
         for part in (model_id, name):
             if not PART.fullmatch(part) or part.endswith((PARTIAL, OLD)):

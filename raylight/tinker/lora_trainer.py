@@ -1,4 +1,4 @@
-"""Training of many LoRA adapters on one model: each has gradients and an optimizer of its own."""
+"""Training of many LoRA adapters on one model: each has separate gradients and a separate optimizer."""
 
 from __future__ import annotations
 

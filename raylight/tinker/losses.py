@@ -27,7 +27,7 @@ class Loss:
 
     function: TokenLoss
     required: tuple[str, ...]
-    """Inputs that each datum has, beside `target_tokens`."""
+    """Inputs that each datum has, in addition to `target_tokens`."""
     optional: tuple[str, ...] = ()
     settings: Mapping[str, float] = field(default_factory=dict)
     """Defaults of `loss_fn_config`."""
@@ -83,7 +83,7 @@ def _surrogate(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any
 
 
 def _clip(ratio: Any, inputs: Inputs, settings: Mapping[str, float]) -> Any:
-    """Clip ratios to the thresholds of each token, or to those of the call."""
+    """Clip ratios to the thresholds of each token, or the call's."""
     low, high = (inputs.get(name, settings[name]) for name in (LOW, HIGH))
     return ratio.clamp(min=low).clamp(max=high)
 

@@ -80,7 +80,7 @@ class Promises:
         """Return a result; None if it is not there within `timeout` seconds.
 
         Raises:
-            RequestError: 404, there is no such request; 410, its result has been dropped.
+            RequestError: 404, the request does not exist; 410, its result has been dropped.
         """
         if (work := self._pending.get(request_id)) is not None:
             await asyncio.wait([work], timeout=timeout)

@@ -161,7 +161,7 @@ class SamplingOptions(TinkerBody):
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | list[int] | None = None
-    """Texts or tokens that end a response, beside the model's own tokens; an empty list disables these."""
+    """Texts or tokens that end a response, besides the model's own tokens; an empty list disables these."""
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = -1
     top_p: float = Field(default=1.0, gt=0, le=1)

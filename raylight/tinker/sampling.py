@@ -244,7 +244,7 @@ class Samplers:
             path: `tinker://` path of an adapter; None for the model itself.
 
         Raises:
-            RequestError: the engine rejects the request, or there is no such adapter.
+            RequestError: the engine rejects the request, or the adapter does not exist.
         """
         stop = [options.stop] if isinstance(options.stop, str) else options.stop or []
         texts = [item for item in stop if isinstance(item, str)]

@@ -63,7 +63,7 @@ class TinkerConfig(Config):
     learner_gpus: float = Field(default=0.0, ge=0, le=1)
     """GPUs of the trainer."""
     max_tokens_per_micro_batch: int = Field(default=8192, ge=1, le=2**24)
-    """Tokens of one pass of the trainer, padding included; a longer example is a pass of its own."""
+    """Tokens of one pass of the trainer, padding included; a longer example is a separate pass."""
     stable_reinforce: str | None = None
     """Loss that trains requests for `stable_reinforce`, which only Tinker's own service defines. None: they
     are rejected."""

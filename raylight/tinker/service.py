@@ -244,7 +244,7 @@ class TinkerService:
         """Add an adapter: the request 0 of its model.
 
         Args:
-            load: replaces its weights; None for those of a new one.
+            load: replaces its weights; None for a new adapter's.
         """
         accepted = {"request_id": f"{model_id}:0", "model_id": model_id}
         if accepted["request_id"] in self.promises:  # a repeated request
@@ -377,7 +377,7 @@ class ClientSessions:
         """Note a heartbeat.
 
         Raises:
-            RequestError: 404, there is no such session.
+            RequestError: 404, the session does not exist.
         """
         self.check(session_id)
         self._timers[session_id].cancel()
@@ -387,7 +387,7 @@ class ClientSessions:
         """Check that a session is open.
 
         Raises:
-            RequestError: 404, there is no such session.
+            RequestError: 404, the session does not exist.
         """
         if session_id not in self._timers:
             raise RequestError(

@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 TRAINER_NAME = "trainer"
 """Name of the actor, in the namespace of the server."""
 DEAD = (RayActorError, OutOfMemoryError)
-"""Errors of Ray for an actor that is gone, or cannot be reached; the second is no RayActorError."""
+"""Errors of Ray for an actor that is gone, or cannot be reached; the second is not a RayActorError."""
 MAX_RESTARTS = 20
 """Deaths of the trainer after which it is started again."""
 RETRY_DELAY_S = 0.5
 """Delay between two tries of a call that does not reach the trainer."""
 LIVENESS_GROUP, END_GROUP = "liveness", "end"
-"""Concurrency groups with a thread each, for `ready`, which must answer beside a pass, and `wait_forever`."""
+"""Concurrency groups with a thread each, for `ready`, which must answer during a pass, and `wait_forever`."""
 
 
 class TrainerActor:
@@ -221,7 +221,7 @@ class NumberedCalls:
         """Call a method, and raise its error.
 
         Args:
-            number: higher than those of earlier calls; that of the last call for the same call again.
+            number: higher than earlier calls'; the last call's for the same call again.
         """
         if number < self._number:
             raise AssertionError(f"call {number} ({method}) came after call {self._number}")

@@ -1,6 +1,6 @@
 """Protocol buffers of the Tinker API: requests of training in, results of training and sampling out.
 
-The messages are those of the public SDK.
+The messages are the public SDK's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def read_forward_backward(content: bytes) -> tuple[pb.ForwardBackwardRequest, st
     """Decode a request for training, and return its model and sequence number too.
 
     Raises:
-        RequestError: the content is no such message.
+        RequestError: the content is not such a message.
     """
     try:
         message = pb.ForwardBackwardRequest.FromString(content)
@@ -51,7 +51,7 @@ def read_settings(message: Any) -> dict[str, float]:
     """Return the settings of the loss in a request for training.
 
     Raises:
-        RequestError: a setting is no number.
+        RequestError: a setting is not a number.
     """
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":

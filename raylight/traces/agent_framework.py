@@ -56,7 +56,7 @@ class AgentFrameworkTracer(OtelTracer):
     """OtelTracer that enables agent-framework's spans in each process that runs rollouts.
 
     The spans stay enabled after `teardown`: agent-framework has one switch per process, and spans without a
-    listener cost almost nothing. The other arguments are those of OtelTracer.
+    listener cost almost nothing. The other arguments are OtelTracer's.
 
     Args:
         contents: True if spans include messages, instructions, and the arguments and results of tools, which

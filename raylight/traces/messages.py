@@ -197,7 +197,7 @@ def openai_messages(recorded: Sequence[Any], role: str) -> list[Message]:
 
 
 def _message(entry: JsonObject, role: str) -> list[Message]:
-    """Convert one entry to messages. Each tool result becomes a message of its own."""
+    """Convert one entry to messages. Each tool result becomes a separate message."""
     kind = entry.get("type")
     if kind in ("function_call", "function_call_output"):  # items of the responses API
         entry = {"role": "assistant" if kind == "function_call" else "tool", "content": [entry]}

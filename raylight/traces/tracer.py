@@ -342,7 +342,7 @@ class SpanStore(Protocol):
 
 
 class TraceContext:
-    """Context manager of a traced block, for `async with`, and for `with` if there is no store.
+    """Context manager of a traced block, for `async with`, and for `with` without a store.
 
     Args:
         trace: receives the spans.

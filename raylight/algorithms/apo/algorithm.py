@@ -133,7 +133,7 @@ class APO(PromptSearch[ApoSettings], Generic[Task]):
         """Search for a better prompt.
 
         Raises:
-            ConfigError: there is no store, or no prompt among the resources.
+            ConfigError: the store or a prompt among the resources is missing.
             DatasetError: there are no training or no validation tasks.
             PromptError: the seed is malformed.
             CriticError: the models that criticise and rewrite do not answer.

@@ -27,7 +27,7 @@ NO_COMPLETION = (
 async def client_on_current_loop(client: AsyncOpenAI) -> AsyncIterator[AsyncOpenAI]:
     """Yield a copy of a client whose connections belong to this event loop, and close them at the end.
 
-    A run has an event loop of its own, and a connection that another loop opened fails there. A client with
+    A run has its own event loop, and a connection that another loop opened fails there. A client with
     the user's own `http_client` is yielded unchanged.
     """
     import openai

@@ -18,7 +18,7 @@ ACTOR, ROLLOUT, MODEL, REF = (f"actor_rollout_ref.{name}" for name in ("actor", 
 KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """verl's names of KL estimators -> raylight's."""
 TOOL_PARSERS = {family.vllm_tools: family.notation for family in FAMILIES if family.vllm_tools}
-"""vLLM's tool parsers -> those of the transformers engine."""
+"""vLLM's tool parsers -> the transformers engine's."""
 ARGS_WITH_VERL_DEFAULT = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "tensor_parallel_size": "tensor_model_parallel_size",
@@ -218,7 +218,7 @@ def longest_row(value: Any, read: ConfigReader) -> int:
 
 
 def token_budget(value: int, read: ConfigReader) -> int:
-    """Return the tokens of a micro-batch: as set, or those of `ppo_micro_batch_size_per_gpu` longest rows."""
+    """Return the tokens of a micro-batch: as set, or of `ppo_micro_batch_size_per_gpu` longest rows."""
     longest, rows = longest_row(None, read), read(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
     if rows and not read(f"{ACTOR}.use_dynamic_bsz"):
         return rows * longest

@@ -402,4 +402,4 @@ NOT_IN_VERL = (
     f"{MODEL}.override_config.attn_implementation",
     f"{MODEL}.target_parameters",
 )
-"""Keys that are not in verl's defaults: those of others, and those that verl reads without a default."""
+"""Keys that are not in verl's defaults: other programs' keys, and keys that verl reads without a default."""

@@ -17,7 +17,7 @@ from raylight.experience.settings.policy_settings import TABLES
 from raylight.types import JsonObject
 
 OPAQUE_KEYS = {f"{ROLLOUT}.engine_kwargs.vllm"}
-"""Keys whose value is a mapping with keys of its own."""
+"""Keys whose value is a mapping with any keys."""
 MISSING: Final = object()
 MAX_NUMBER = 1e15
 """Largest number in a configuration, far above the bounds of all settings."""

@@ -103,7 +103,7 @@ class Classifier:
 
 def padded_batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     """Yield the indices of all rows in batches of similar lengths, each of at most so many tokens when padded
-    to its longest row. A longer row is a batch of its own."""
+    to its longest row. A longer row is a separate batch."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > most:

@@ -162,7 +162,7 @@ class PeftAdapters:
 
 
 def check_state(own: Mapping[str, torch.Tensor], tied: Iterable[str], shapes: Mapping[str, Any]) -> None:
-    """Compare the shapes of a complete set of weights with those of a model's parameters.
+    """Compare the shapes of a complete set of weights with a model's parameters.
 
     Args:
         own: the model's parameters by name.

@@ -55,7 +55,7 @@ def build_engine(settings: EngineSettings, **args: Any) -> TransformersEngine:
         args: `tool_parser`, `reasoning`, `max_new_tokens` and `record_routes` of the engine.
 
     Raises:
-        ConfigError: `max_new_tokens` is no positive integer.
+        ConfigError: `max_new_tokens` is not a positive integer.
     """
     limit = args.get("max_new_tokens")
     if limit is not None and not (type(limit) is int and limit > 0):
@@ -434,7 +434,7 @@ class TrainableEngine(TransformersEngine):
     """Engine that samples from a module which is trained between two decoding steps, so weights are never
     copied."""
 
-    fast_linear = False  # its log-probs must be those of the learner's passes to the last bit
+    fast_linear = False  # its log-probs must equal the learner's to the last bit
     closing_s = None  # Python aborts if it ends during a backward pass of another thread
 
     @property

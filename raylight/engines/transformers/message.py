@@ -64,7 +64,7 @@ def find_style(
     """Detect a model's style, where an argument is "auto".
 
     Raises:
-        ConfigError: there is no such `tool_parser`.
+        ConfigError: `tool_parser` names an unknown parser.
     """
     if tool_parser not in (None, "auto", *PARSERS):
         raise ConfigError(f"engine.args.tool_parser is {tool_parser!r}; it is one of {', '.join(PARSERS)}")

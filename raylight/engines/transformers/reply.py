@@ -118,7 +118,7 @@ def resolve_adapter(engine: TransformersEngine, model: str | None) -> str | None
     """Return the name of the adapter that a request asks for; None for the model without an adapter.
 
     Raises:
-        RequestError: there is no such model.
+        RequestError: the model does not exist.
     """
     name = engine.model if model is None else model
     if name in engine.adapters:  # possibly under the name of the model itself

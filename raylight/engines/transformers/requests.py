@@ -133,7 +133,7 @@ class SamplingBody(Body):
             max_tokens=max_tokens,
             temperature=_value_or(self.temperature, 1.0),
             top_p=_value_or(self.top_p, 1.0),
-            top_k=top_k if 0 < top_k < vocab_size else 0,  # more than all tokens is no limit
+            top_k=top_k if 0 < top_k < vocab_size else 0,  # more than all tokens: no limit
             stop=self.stop_words,
             seed=self.seed,
             min_p=self.min_p or 0.0,

@@ -37,7 +37,7 @@ class SamplingParams:
     """Tokens sampled before the response may end."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the response, beside the model's own; the response includes them."""
+    """Tokens that end the response, in addition to the model's own; the response includes them."""
     top_logprobs: int = 0
     """Number of most probable tokens to report per position."""
     grammar: Any = field(default=None, compare=False)

@@ -45,7 +45,7 @@ class Command(Generic[T]):
 
 
 class EngineWorker:
-    """Decodes sequences on a thread of its own.
+    """Decodes sequences on a separate thread.
 
     Args:
         stop_ids: tokens that end a response.
@@ -106,7 +106,7 @@ class EngineWorker:
         self._waiting.extendleft(reversed(self.decoder.clear()))
 
     def abort(self, adapter: str | None) -> None:
-        """End sequences in flight immediately: those of one adapter, or all if None."""
+        """End sequences in flight immediately, of one adapter or all if None."""
         in_flight = [*self.decoder.active, *self._waiting]
         aborted = [s for s in in_flight if adapter is None or s.adapter_name == adapter]
         for sequence in aborted:

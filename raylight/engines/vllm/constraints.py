@@ -1,7 +1,7 @@
 """Log-probs of the policy itself, and tokens that could have been sampled, recorded in vLLM's workers.
 
 vLLM masks the logits in place (grammar) or adds to them (bias, penalties) before it samples, and returns the
-log-probs of the result only. A learner needs those of the policy. They must be taken in the worker between
+log-probs of the result only. A learner needs the policy's. They must be taken in the worker between
 the forward pass and the mask, so that they belong to the same weights as the sampled token. They travel to
 the API process as two more columns of the log-probs, which only steps with a constrained request have.
 

@@ -1,4 +1,4 @@
-"""Watch over vLLM's engine core, a process of its own that vLLM takes for healthy as long as it exists."""
+"""Watch over the process of vLLM's engine core, which vLLM takes for healthy as long as it exists."""
 
 from __future__ import annotations
 

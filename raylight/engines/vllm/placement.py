@@ -24,7 +24,7 @@ class Placement:
     """The resources of a replica.
 
     Attributes:
-        bundles: those of its placement group. The replica's actor runs in the first one.
+        bundles: the bundles of its placement group. The replica's actor runs in the first one.
         strategy: how Ray distributes the bundles to nodes.
         actor_gpus: GPUs of the replica's actor.
     """

@@ -14,7 +14,7 @@ PREFIXING = frozenset({"BloomForCausalLM"})
 def repair_expert_updates() -> None:
     """Repack a layer's experts after every update, as vLLM does after the first load.
 
-    Its grouped matrix product on a CPU reads a layout of its own. vLLM 0.29.0 converts the weights to it at
+    Its grouped matrix product on a CPU reads another layout. vLLM 0.29.0 converts the weights to it at
     the first load only, and computes with unconverted ones after `reload_weights` or a weight transfer,
     without an error. On other platforms the function does nothing.
     """

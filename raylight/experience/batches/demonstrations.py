@@ -71,7 +71,7 @@ class Demonstration:
         are learned.
 
         Raises:
-            DatasetError: as for `parse`; or the value is no pair, or both conversations are equal.
+            DatasetError: as for `parse`; or the value is not a pair, or both conversations are equal.
         """
         names = ("chosen", "rejected")
         if not isinstance(value, Mapping) or not all(isinstance(value.get(n), list | tuple) for n in names):

@@ -60,7 +60,7 @@ class LearnedRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """Rows that are learned together: those of one conversation, or those of a pair of answers.
+    """Rows that are learned together: of one conversation, or of a pair of answers.
 
     Attributes:
         source: origin, for messages.

@@ -56,7 +56,7 @@ class TokenRecords:
         self._folder = folder / TOKENS_FOLDER
 
     def write(self, step: int, rows: Iterable[RowRecord], rollout_ids: Sequence[str]) -> None:
-        """Write the rows of a step, and remove those of later steps, which are taken again.
+        """Write the rows of a step, and remove rows of later steps, which are taken again.
 
         Args:
             rollout_ids: rollout of each row of the batch.

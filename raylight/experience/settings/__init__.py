@@ -1,1 +1,1 @@
-"""Settings of updates: advantage estimators and policy losses with what each reads, and those of users."""
+"""Settings of updates: advantage estimators and policy losses with what each reads, and users' own."""

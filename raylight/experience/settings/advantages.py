@@ -24,7 +24,7 @@ __all__ = [
 BaselineKind = Literal["group", "batch", "greedy", "none"]
 """Baseline of an estimator: the group, the batch, a greedy rollout of the same task, or none known here."""
 TurnGroups = Literal["state", "turn"]
-"""Turns of a group's rollouts that are compared: those of equal states, or with the same number."""
+"""Turns of a group's rollouts that are compared: with equal states, or with the same number."""
 DivergenceKind = Literal["forward_kl", "reverse_kl", "js"]
 """Divergence between the next-token distributions of a teacher and of the policy."""
 Weight = Annotated[float, Field(ge=-MAX_FACTOR, le=MAX_FACTOR)]
@@ -80,10 +80,10 @@ class GiGPOAdvantage(Advantage):
 
     name: Literal["gigpo"] = "gigpo"
     norm_adv_by_std: bool = True
-    """Divide the advantages of rollouts by the deviation in their group, and those of turns by the deviation
+    """Divide the advantages of rollouts by the deviation in their group, and turns' by the deviation
     among the turns that they are compared with."""
     turn_groups: TurnGroups = "state"
-    """Turns of a group that are compared. state: those of equal states, as named by `rl.emit_state` before
+    """Turns of a group that are compared. state: turns of equal states, as named by `rl.emit_state` before
     the call, or else those whose prompts have the same tokens. turn: those with the same number in their
     rollouts."""
     turn_gamma: float = Field(default=0.95, ge=0, le=1)
@@ -91,7 +91,7 @@ class GiGPOAdvantage(Advantage):
     turn_coef: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
     """Weight of the advantages of turns."""
     rollout_coef: float = Field(default=1.0, ge=0, le=MAX_FACTOR)
-    """Weight of the advantages of rollouts; 0 leaves only those of turns."""
+    """Weight of the advantages of rollouts; 0 leaves only advantages of turns."""
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:

@@ -10,7 +10,7 @@ from raylight._utils.bounds import MAX_FACTOR, MAX_SAMPLES
 from raylight.base_config import Config
 
 TAIL = 0.999
-"""Quantile of the differences of log-probs that has a limit beside the mean. The maximum has none: among
+"""Quantile of the differences of log-probs that has a limit, as the mean has. The maximum has none: among
 millions of tokens in half precision, one is always far off."""
 TAIL_FACTOR = 10.0
 """Factor by which the quantile TAIL may exceed the limit of the mean."""

@@ -1,6 +1,6 @@
 """Policy losses, each with the settings that it reads. Names and defaults are verl's.
 
-An algorithm's own defaults, such as those of `rl.algorithms.GSPO`, are its paper's.
+An algorithm's own defaults, as in `rl.algorithms.GSPO`, are its paper's.
 """
 
 from __future__ import annotations

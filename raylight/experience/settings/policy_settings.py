@@ -45,7 +45,7 @@ class OptimizerSettings(Config):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon: torch's Muon (https://arxiv.org/abs/2502.16982) for the matrices of the layers, and
     AdamW for embeddings, output layer, heads and vectors. Its updates are scaled so that `lr` and
-    `weight_decay` are those of AdamW. It needs a full model, not an adapter."""
+    `weight_decay` have the same meaning as for AdamW. It needs a full model, not an adapter."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon's matrices."""
     lr: float = Field(default=1e-6, gt=0, le=MAX_FACTOR)
@@ -195,7 +195,7 @@ class PolicySettings(OptimizerSettings, CorrectionSettings):
 
     @classmethod
     def flat_keys(cls) -> set[str]:
-        """Return the keys that are read besides the fields: those of losses and estimators."""
+        """Return the keys that are read besides the fields, for losses and estimators."""
         return set().union(*(table.flat_keys for table in TABLES))
 
     @classmethod

@@ -22,7 +22,7 @@ class Conversation:
     """The calls of a row of a rollout as messages.
 
     Attributes:
-        messages: those of the row's last call, with its answer. `"weight": 0` marks an answer that was not
+        messages: the row's last call, with its answer. `"weight": 0` marks an answer that was not
             sampled in the row, such as an example in the prompt.
         sampled: positions of the answers that were sampled in the row.
         tools: tools that the last call offered.

@@ -2,7 +2,7 @@
 
 The rule reads what was recorded with each call. Any temperature above 0 is the policy's own distribution, as
 the learner divides its logits by it too. So is a constraint that only excludes tokens (a schema, required
-tools, allowed or banned words, a minimum length), which has a rule of its own: `docs/learning_correction.md`.
+tools, allowed or banned words, a minimum length), which has a separate rule: `docs/learning_correction.md`.
 Truncation and penalties are trained where the engine recorded the tokens that could have been sampled, with
 which the learner replays both.
 """

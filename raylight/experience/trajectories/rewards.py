@@ -1,4 +1,4 @@
-"""Rewards of finished rollouts: final and turn rewards, those of single agents, penalties, and the greedy
+"""Rewards of finished rollouts: final and turn rewards, rewards of single agents, penalties, and the greedy
 baselines of ReMax."""
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class RewardRules:
     def rewards_of_calls(
         self, item: FinishedRollout, calls: Sequence[Generation], reward: float
     ) -> list[list[float]]:
-        """Return the rewards of each call: those of its turn, and for the last call the final one.
+        """Return the rewards of each call: its turn's, and for the last call the final one.
 
         Args:
             calls: at least one, in the order in which they began.

@@ -2,7 +2,7 @@
 
 A call whose prompt continues the tokens of an earlier call (its prompt and its whole output) extends that
 conversation. The tokens between the two are an observation and are masked. Tokens of images are equal only
-where the images are (`Generation.compared_ids`). Any other call starts a branch of its own, in which the
+where the images are (`Generation.compared_ids`). Any other call starts a new branch, in which the
 tokens shared with earlier calls are context. The relation of each call to the earlier ones is reported beside
 the rows.
 
@@ -78,7 +78,7 @@ class TokenCounts:
 
     sampled: int = 0
     forced: int = 0
-    """Tokens beside which a constraint allowed no other. They are not trained."""
+    """Tokens that were the only ones a constraint allowed. They are not trained."""
     constrained: int = 0
     """Tokens that a constraint left a choice of."""
     allowed_mass: float = 0.0
@@ -278,7 +278,7 @@ def _relation_to(node: _CallNode, prompt: IntArray, shared: int) -> Relation:
 def _renders_response_of(node: _CallNode, prompt: IntArray, start: int) -> bool:
     """True if the prompt leaves the node's near its end (at `start`) and continues with the node's response.
 
-    The end of the response suffices. Its last token is no evidence, as it may be an end token. If that token
+    The end of the response suffices. Its last token is not evidence, as it may be an end token. If that token
     occurs between the two, the prompt diverged at an earlier message.
     """
     output = node.call.output_ids

@@ -102,11 +102,11 @@ def estimate_gigpo(
     turns: Sequence[PlacedTurn],
     gigpo: GiGPOAdvantage,
 ) -> torch.Tensor:
-    """Return the weighted sum of GRPO's advantages of rollouts and those of their turns (GiGPO,
+    """Return the weighted sum of GRPO's advantages of rollouts and of their turns (GiGPO,
     https://arxiv.org/abs/2505.10978).
 
     Args:
-        turns: those of each rollout in their order.
+        turns: the turns of each rollout in order.
     """
     of_rollouts, _ = verl.get_adv_estimator_fn("grpo")(
         token_level_rewards=token_level_rewards,

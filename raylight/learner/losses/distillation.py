@@ -38,7 +38,7 @@ class Distiller:
                 f"{config.ulysses}, which divides sequences among ranks; remove it, or set 'sampled'"
             )
         self._options = settings.advantage
-        # a teacher has experts of its own
+        # a teacher has other experts
         config = config.model_copy(update={"router_replay": False, "router_aux_loss_coef": 0.0})
         self._engines = [build_reference(path, config) for path in settings.local_teachers]
 

@@ -21,8 +21,8 @@ from raylight.learner.tokens.rows import TrainRow
 class PolicyLoss:
     """Loss function that the engine calls with each micro-batch.
 
-    Without log-probs of the old policy, those of this pass replace them, which is exact for a single
-    optimizer step per batch. If the learner has not computed log-probs before, those of this pass are stored
+    Without log-probs of the old policy, this pass's replace them, which is exact for a single
+    optimizer step per batch. If the learner has not computed log-probs before, this pass's are stored
     in the rows. A proximal policy that is interpolated replaces the old one too, and gives the importance
     weights.
 
@@ -192,7 +192,7 @@ def averages_rows(settings: PolicySettings | CriticSettings) -> bool:
 
 
 def actor_config(settings: PolicySettings) -> Any:
-    """Convert the settings of the policy loss to verl's, with verl's defaults of those of other losses."""
+    """Convert the settings of the policy loss to verl's, with verl's defaults for other losses."""
     given = settings.loss.model_dump(exclude={"name"})
     of_loss = {name: value for name, value in given.items() if hasattr(verl.PolicyLossConfig, name)}
     own = {name: value for name, value in given.items() if name not in of_loss}

@@ -334,7 +334,7 @@ class RaylightEngine(verl.FSDPEngineWithLMHead):
     def _router_balance(self, logits: torch.Tensor, batch: MicroBatch, tokens: int) -> torch.Tensor:
         """Return a pass's part of the load-balancing loss of a mini-batch. A collective.
 
-        The loads of the experts are those of the passes of all ranks at the same time.
+        The loads of the experts come from all ranks' passes at the same time.
 
         Args:
             logits: of the routers, shape (layers, tokens, experts).

@@ -158,7 +158,7 @@ class ModelVision:
 
     @contextlib.contextmanager
     def left_whole(self) -> Iterator[None]:
-        """Context in which a frozen vision part is no part of the model, so that FSDP leaves it whole. Ranks
+        """Context in which a frozen vision part is not part of the model, so that FSDP leaves it whole. Ranks
         can then compute different numbers of images at the same time."""
         if self._trained:
             yield

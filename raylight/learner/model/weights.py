@@ -64,7 +64,7 @@ def gather_adapter(engine: Any) -> tuple[JsonObject, dict[str, torch.Tensor]] | 
 
 
 def load_adapter(engine: Any, folder: str) -> None:
-    """Replace the weights of the engine's adapter by those of a folder in peft's format.
+    """Replace the weights of the engine's adapter by a folder's, in peft's format.
 
     Raises:
         ConfigError: the folder has no adapter, or one of another kind, rank, scale or other layers.

@@ -34,7 +34,7 @@ WATCHDOG_GROUP = "watchdog"
 """Concurrency group with its own threads, for the methods that must answer while a call hangs."""
 WATCHDOG_THREADS = 2
 SENDING_GROUP = "sending"
-"""Concurrency group with one thread, for sending a snapshot of the weights beside other calls."""
+"""Concurrency group with one thread, for sending a snapshot of the weights during other calls."""
 PROCESS_GROUP_MARGIN_S = 30.0
 """Seconds for which a collective waits longer than the driver does, so that the driver notices a hang first
 and can request stacks."""

@@ -35,7 +35,7 @@ ROOT_CAUSE_TIMEOUT_S = 5.0
 """Seconds to wait for the failure of a rank that another rank reports as lost."""
 STACKS_TIMEOUT_S = 5.0
 GRACE_S = 60.0
-"""Seconds beyond the timeout of a call that raises an error of its own when it expires."""
+"""Seconds beyond the timeout of a call that itself raises an error when it expires."""
 
 
 def bundles(config: LearnerConfig) -> list[dict[str, float]]:
@@ -60,7 +60,7 @@ class LearnerGroup(Learner):
 
     Laws: every call has a deadline, for all of it or for each of its parts. The first failure of a rank ends
     the call for all ranks, because the others may wait for the failed one forever. After a LearnerError the
-    ranks are out of step: a call beside it ends with the same error, and every call raises until `restart`.
+    ranks are out of step: a concurrent call ends with the same error, and every call raises until `restart`.
 
     Args:
         placement: a placed group with one bundle per rank.
@@ -205,7 +205,7 @@ class LearnerGroup(Learner):
 
     async def finish_saving(self, timeout_s: float) -> None:
         """Wait until the last training state is written."""
-        # not a collective: slow storage is no reason to restart the ranks
+        # not a collective: slow storage does not justify a restart of the ranks
         await self._call("finish_saving", timeout_s, limit=timeout_s + GRACE_S)
 
     async def load_state(self, url: str, step: int, version: int) -> None:
@@ -231,7 +231,7 @@ class LearnerGroup(Learner):
             ranks: None for all ranks.
             timeout_setting: the setting that defines the deadline: `start_timeout_s` of the whole call,
                 `collective_timeout_s` of each part of it that ranks mark as progress.
-            limit: seconds for the whole call; None for those of the setting.
+            limit: seconds for the whole call; None: the setting's.
             group: concurrency group of the ranks that executes the call.
 
         Raises:

@@ -26,7 +26,7 @@ class LocalLearner(Learner):
     """A learner of one rank in the driver's process.
 
     The engine and the learner share one copy of the weights, so nothing is published: a token that the engine
-    samples after an update has the new version. A failure is one of the driver, so there is no restart; a run
+    samples after an update has the new version. A failure is the driver's, so nothing restarts; a run
     continues from its training state.
 
     Args:

@@ -71,7 +71,7 @@ class SimulatedLearner(Learner):
         )
 
     async def export_adapter(self, model: str = "") -> Any:
-        """Raise ConfigError: there is no adapter."""
+        """Raise ConfigError: the learner has no adapter."""
         raise ConfigError("a simulated learner has no adapter; leave learner.lora out")
 
     async def save(self, folder: str, adapters: Mapping[str, Any] | None = None) -> None:

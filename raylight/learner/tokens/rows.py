@@ -43,7 +43,7 @@ class TrainRow:
     """Log-probs of the old policy: the learner's, or the engine's in bypass mode."""
     learner_logprobs: torch.Tensor | None = None
     """The learner's log-probs before the update, if `old_logprobs` are not. Without a pass before the update
-    they are those of the first training pass."""
+    they come from the first training pass."""
     ref_logprobs: torch.Tensor | None = None
     teacher: int = 0
     """Number of its teacher on the learners' ranks."""

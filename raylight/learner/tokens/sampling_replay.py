@@ -57,7 +57,7 @@ class SamplingReplay:
         return logits if penalised is None else penalised
 
     def scale_grad(self, grad: torch.Tensor, logits: torch.Tensor, rows: slice) -> None:
-        """Turn gradients of penalised logits into those of the logits, in place."""
+        """Turn gradients of penalised logits into gradients of the logits, in place."""
         for part, call, counts in self._histories(logits, rows):
             grad[part].mul_(self._factors(logits[part], call, counts))
 

@@ -116,7 +116,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         divergences = torch.empty_like(logprobs) if divergence is not None else None
         for part in _slices(len(targets), chunk):
             inputs = hidden[part].detach().requires_grad_()
-            logits = block = None  # frees those of the chunk before
+            logits = block = None  # frees the previous chunk's
             with torch.set_grad_enabled(training and part.stop >= len(targets)):
                 logits = head(inputs)
             if divergence is not None:

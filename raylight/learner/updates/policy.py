@@ -137,7 +137,7 @@ class Policy(TrainedModel):
         return metrics
 
     def _infer_before_update(self, rows: list[TrainRow], infers: bool) -> None:
-        """Set the rows' values and log-probs, those of the policy only if `infers`."""
+        """Set the rows' values and log-probs; the policy's only if `infers`."""
         settings = self.settings
         if settings.bypass_mode:
             for row in rows:

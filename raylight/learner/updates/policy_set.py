@@ -33,8 +33,8 @@ class _Slot(NamedTuple):
 class PolicySet:
     """The models of a run with several: adapters of one base with the same rank and layers.
 
-    The engine has one adapter and one optimizer at a time, those of the active model; `use` exchanges them.
-    So each model has gradients, moments, a schedule and KL controller of its own, and the memory of its
+    The engine has one adapter and one optimizer at a time, the active model's; `use` exchanges them.
+    So each model has gradients, moments, a schedule and a KL controller, and the memory of its
     adapter and moments. Every method is a collective that all ranks call with the same arguments.
 
     Args:

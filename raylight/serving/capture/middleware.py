@@ -283,7 +283,7 @@ def count_choices(body: JsonObject, chat: bool) -> int:
     """Return the number of choices that a request asks for, over all its prompts.
 
     Raises:
-        RequestError: `n` is no number of choices, or there are more than `MAX_CHOICES`.
+        RequestError: `n` is not a number of choices, or is more than `MAX_CHOICES`.
     """
     n, prompt = body.get("n"), body.get("prompt")
     if n is not None and (

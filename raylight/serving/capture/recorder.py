@@ -2,7 +2,7 @@
 
 Laws: a call is announced before its answer leaves, or covered by a hold of its attempt, so that a lost record
 is noticed and never looks like no call. No answer waits for the records of others: announcements for which
-an answer waits leave immediately, and records travel beside them, with the announcements of covered calls.
+an answer waits leave immediately, and records travel with them, with the announcements of covered calls.
 The store never receives a record before its announcement. Nothing that was handed over is dropped:
 while the store cannot be reached it is kept, and sent again in order. Calls that are open or unsent are
 bounded; beyond the bound new calls wait for a time, and are then rejected.

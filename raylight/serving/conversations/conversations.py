@@ -90,7 +90,7 @@ class SentConversation:
     forms: Sequence[MessageForm]
     """Empty if the request cannot be spliced."""
     root: bytes
-    """Digest of all inputs of the chat template beside the messages. The model's name is not part of it: a
+    """Digest of all inputs of the chat template except the messages. The model's name is not part of it: a
     policy may be served under a new name (the next version of its adapter) and continue a conversation."""
     tools: Any
     variables: JsonObject
@@ -101,7 +101,7 @@ class SentConversation:
 
 @dataclass
 class _Root:
-    """Conversations with the same inputs of the chat template beside the messages."""
+    """Conversations with the same inputs of the chat template except the messages."""
 
     agent: str | None
     tools: Any

@@ -1,7 +1,7 @@
 """Canonical forms of messages, by which a request's messages are compared with stored conversations.
 
 An agent sends an answer back, but not to the letter: it strips the text, drops the reasoning, reformats the
-arguments of tool calls, adds keys of its own. Such a message has the same form as the original. Another text,
+arguments of tool calls, adds keys. Such a message has the same form as the original. Another text,
 or another call, makes another form.
 """
 

@@ -101,7 +101,7 @@ class Rewrites:
         return replace(_stand_in(turn, form, "calls_as_text"), shown=[_answer_message(turn.form)])
 
     def _extended(self, turn: StoredTurn, form: MessageForm, appended: str) -> StoredTurn:
-        """Return a turn whose tokens are those of the answer and of the appended text."""
+        """Return a turn of the answer's tokens and the appended text's."""
         assert turn.prefix is not None
         ids = np.array(self._tokenizer.encode(appended, add_special_tokens=False), dtype=np.int32)
         prefix = TokenPrefix(turn.prefix, ids, turn.prefix.length + len(ids), 0)
@@ -173,7 +173,7 @@ def _call(item: Any) -> list[Any]:
     """Return name and arguments of a call.
 
     Raises:
-        ValueError, TypeError, AttributeError: it is no call.
+        ValueError, TypeError, AttributeError: it is not a call.
     """
     function = item.get("function", item)
     arguments = [function[key] for key in ARGUMENT_KEYS if key in function]
@@ -197,7 +197,7 @@ def _stand_in(turn: StoredTurn, form: MessageForm, kind: ContinuedKind) -> Store
 
 
 def _split(turn: StoredTurn, form: MessageForm, appended: str) -> StoredTurn:
-    """Return a turn that is shown as the sampled answer and, in a turn of its own, the text after it."""
+    """Return a turn that is shown as the sampled answer and, in a separate turn, the text after it."""
     shown = [_answer_message(turn.form), {"role": "assistant", "content": appended.strip()}]
     note = note_difference("merged", CONTINUED["merged"], turn.form.text, form.text)
     return StoredTurn(form, turn.prefix, note=note, shown=shown)

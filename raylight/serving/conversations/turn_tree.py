@@ -20,7 +20,7 @@ from raylight.types import HistoryNote, IntArray, JsonObject
 Message: TypeAlias = JsonObject
 
 OVERHEAD = 1_000
-"""Memory of a turn beside its text, its calls and its tokens, in bytes."""
+"""Memory of a turn without its text, its calls and its tokens, in bytes."""
 MAX_COMPARED = 64
 """Number of sampled answers, the latest ones, that a message is compared with."""
 
@@ -32,7 +32,7 @@ class TokenPrefix:
     base: TokenPrefix | None
     suffix: IntArray
     length: int
-    """Number of tokens, including those of `base`."""
+    """Number of tokens, including `base`."""
     output_length: int
     """Number of sampled tokens at the end."""
 

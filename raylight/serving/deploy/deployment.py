@@ -123,7 +123,7 @@ def common_options(settings: ReplicaSettings) -> dict[str, Any]:
 QUICK_START_S = 5.0
 """Seconds from which on a start shows what it does."""
 ABANDON_TIMEOUT_S, ABANDON_INTERVAL_S = 30.0, 0.5
-"""Longest wait for the end of a start that is no longer wanted, and interval of the attempts to end it."""
+"""Longest wait for the end of a start that was given up, and interval of the attempts to end it."""
 
 
 class Deployment:
@@ -208,7 +208,7 @@ class Deployment:
         later one decides.
 
         Raises:
-            ConfigError: `n` is no possible number, or Serve scales the replicas by load.
+            ConfigError: `n` is out of range, or Serve scales the replicas by load.
             EngineStartError: a new replica failed to start, or the cluster has no room for it.
         """
         before = self._settings.config
@@ -275,7 +275,7 @@ class Deployment:
             if time.monotonic() > end:
                 logger.warning("the start of Ray Serve did not end within %g s", ABANDON_TIMEOUT_S)
                 return
-            with contextlib.suppress(ValueError, RayError):  # there is no controller yet
+            with contextlib.suppress(ValueError, RayError):  # the controller has not started yet
                 ray.kill(ingress.controller())  # the start fails then, and so does a further attempt
         self._deploy_lock.release()
 

@@ -48,7 +48,7 @@ class TemplateError(Exception):
 def install(folder: Path, binary: str) -> Path:
     """Write the script that Serve executes as HAProxy, and return its path.
 
-    Each installation of raylight has a script of its own: its name contains a hash of the content.
+    Each installation of raylight has a separate script: its name contains a hash of the content.
 
     Args:
         binary: path of the real HAProxy.

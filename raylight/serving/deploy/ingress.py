@@ -85,7 +85,7 @@ def start_serve(
         port: None: the default port, or any free one if that is taken.
         machine: the ingress's machine, reserved for this driver.
         timeout_s: longest time for all attempts.
-        deploy: gives Serve the application, whose replicas start beside the proxies. Called with host and
+        deploy: gives Serve the application, whose replicas start with the proxies. Called with host and
             port in each attempt.
 
     Raises:
@@ -201,7 +201,7 @@ def is_joinable() -> bool:
     """
     if len(alive_nodes()) > 1:
         return True
-    node = ray_worker._global_node  # that of a joined cluster is no head
+    node = ray_worker._global_node  # a joined cluster's is not a head
     started_here = node is not None and node.is_head()
     return not started_here and head_node()["NodeManagerAddress"] not in LOOPBACK
 

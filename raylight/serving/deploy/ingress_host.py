@@ -172,7 +172,7 @@ class RemoteHost:
         return None
 
     def remove_folder(self, node_id: str) -> None:
-        with contextlib.suppress(RayActorError):  # without raylight there is no folder
+        with contextlib.suppress(RayActorError):  # without raylight the folder does not exist
             ray.get(self._actor.remove_folder.remote(node_id))
 
 

@@ -313,7 +313,7 @@ class ChatNormalizer:
 
 
 def _variables(template: str) -> frozenset[str]:
-    """Return the names of `VARIABLES` that a template reads; none if it is no valid template."""
+    """Return the names of `VARIABLES` that a template reads; none if it is not a valid template."""
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         read = meta.find_undeclared_variables(environment.parse(GENERATION_TAG.sub("", template)))

@@ -1,6 +1,6 @@
 """The seam for dialects: HTTP APIs that agents call, translated to and from the engine's chat completions.
 
-A new dialect is one class in a file of its own and one entry in `registry.DIALECTS`. The gateway then serves
+A new dialect is one class in a new file and one entry in `registry.DIALECTS`. The gateway then serves
 its routes, capture records its calls, the retry cache answers its retries, and every error leaves in its
 shape.
 """
@@ -68,7 +68,7 @@ class FieldNames:
         return source[known] + ("." if rest and rest[0] not in ".[" else "") + rest
 
     def rename(self, error: RequestError) -> RequestError:
-        """Return an error with the agent's names in its message, in place of those of the chat request."""
+        """Return an error with the agent's names in its message, in place of the chat request's."""
         renamed = copy.copy(error)
         renamed.message = _PATH.sub(lambda match: self._in_text(match, error.message), error.message)
         renamed.param = self.of(error.param) if error.param else None
@@ -128,7 +128,7 @@ class Translation(ABC):
 
     Args:
         engine_request: the body for the engine's route.
-        field_names: the agent's names of its fields; None: those of chat.
+        field_names: the agent's names of its fields; None: chat's.
 
     Attributes:
         engine_path: route of the engine that answers: chat completions, or one that does not sample.

@@ -169,7 +169,7 @@ def _content_block(block: Block, arguments: JsonObject) -> JsonObject:
 def _input(arguments: str) -> JsonObject:
     """Decode the arguments of a call.
 
-    Text that is no JSON object is kept verbatim, so that the next turn can quote it.
+    Text that is not a JSON object is kept verbatim, so that the next turn can quote it.
     """
     try:
         decoded = json.loads(arguments or "{}")

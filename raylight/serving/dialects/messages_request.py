@@ -42,7 +42,7 @@ CHAT_FIELDS = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.function": "tool_choice",
 }
-"""Fields of a messages request by those of its chat request."""
+"""Fields of a messages request by the fields of its chat request."""
 SIGNATURE = "raylight_"
 """Start of the signatures of thinking."""
 
@@ -335,7 +335,7 @@ class CountTokensRequest(RequestModel):
         return chat
 
     def field_names(self) -> FieldNames:
-        """Return the names of this request's fields by those of its chat request."""
+        """Return the names of this request's fields by its chat request's."""
         return FieldNames(CHAT_FIELDS | self._tool_paths(), self._sources)
 
     def _given_tools(self) -> dict[int, MessagesTool]:

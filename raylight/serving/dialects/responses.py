@@ -66,7 +66,7 @@ class ResponsesTranslation(Translation):
         scope: the attempt that calls; it finds its own responses only.
 
     Raises:
-        RequestError: 400, there is no input, or no such previous response.
+        RequestError: 400, the input is missing, or the previous response does not exist.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class GivenTools:
         tools: lists of tools, each with its path in the request.
 
     Attributes:
-        functions: the tools as those of a chat request.
+        functions: the tools as a chat request has them.
         dropped: types of the tools that are dropped.
 
     Raises:
@@ -294,7 +294,7 @@ class ReasoningItem(ConversationItem):
 
 
 class AdditionalToolsItem(ConversationItem):
-    """Tools besides those of the request."""
+    """Tools in addition to the request's."""
 
     type: Literal["additional_tools"]
     role: Literal["developer", "system"] = "developer"
@@ -306,7 +306,7 @@ class UpdatedReasoning(RequestModel):
 
 
 class ConfigurationUpdateItem(ConversationItem):
-    """Settings that replace those of the request."""
+    """Settings that replace the request's."""
 
     type: Literal["configuration_update"]
     reasoning: UpdatedReasoning | None = None
@@ -460,7 +460,7 @@ CHAT_FIELDS = {
     "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.function": "tool_choice",
 }
-"""Fields of a responses request by those of its chat request."""
+"""Fields of a responses request by the fields of its chat request."""
 INCLUDED = Literal[
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
@@ -470,7 +470,7 @@ INCLUDED = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Additions to an answer; those of tools that providers run have nothing to add here."""
+"""Additions to an answer; tools that providers run add nothing here."""
 
 
 class OneToolChoice(RequestModel):
@@ -505,7 +505,7 @@ class Reasoning(RequestModel):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """Reasoning is answered in full, so that there is no summary."""
+    """Reasoning is answered in full, without a summary."""
     context: Literal["auto", "current_turn", "all_turns"] | None = None
     mode: Literal["standard"] | None = None
 
@@ -604,7 +604,7 @@ class ResponsesRequest(RequestModel):
         return next((effort for effort in reversed(efforts) if effort), self.reasoning.effort)
 
     def field_names(self, previous: int, tools: GivenTools) -> FieldNames:
-        """Return the names of this request's fields by those of its chat request.
+        """Return the names of this request's fields by its chat request's.
 
         Args:
             previous: messages of the conversation before this request's input.

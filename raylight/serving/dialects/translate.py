@@ -46,7 +46,7 @@ LONGEST_END = max(map(len, EVENT_ENDS))
 
 
 class KeepAliveSend:
-    """An ASGI `send` that sends a comment or an event of its own after each `interval_s` without a message.
+    """An ASGI `send` that sends a comment or a dialect's event after each `interval_s` without a message.
 
     It does so only between the events of a stream, and within `async with`.
 
@@ -315,7 +315,7 @@ class _AnswerSender:
 
 
 class _EventStream:
-    """Translates the bytes of an engine's event stream to those of a dialect's."""
+    """Translates the bytes of an engine's event stream to a dialect's."""
 
     def __init__(self, dialect: type[Dialect], translation: Translation, answer_id: str) -> None:
         self._dialect = dialect

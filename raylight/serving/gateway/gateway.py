@@ -247,7 +247,7 @@ class Gateway:
             listed = {"object": "list", "data": entries, "has_more": False} | ends
             await JSONResponse(listed)(inner, receive, answer)
             return
-        is_any = SCOPE.get() is not None and ".." not in model  # a path is no name
+        is_any = SCOPE.get() is not None and ".." not in model  # a path is not a name
         found = model_in_place_of(model, self._engine.model, served) if is_any else model
         if found not in served:
             raise UnknownModelError(model)
@@ -279,7 +279,7 @@ def build_gateway(
     """Build the application of a replica: gateway, retry cache, translation, capture, and the engine's.
 
     Args:
-        secret: the run's secret, or the key of a server of its own. None accepts every client, and attempts
+        secret: the run's secret, or the key of `raylight serve`. None accepts every client, and attempts
             have no addresses.
         recorder: sends the calls of attempts to the store. None: attempts have no addresses.
         store: stores spans that other processes send to `/v1/traces`, has the conversations that another

@@ -22,7 +22,7 @@ REPLICA = "replica"
 class Metrics:
     """Numbers of one replica. Their labels have few values: names of routes, and statuses.
 
-    Names are those of `METRICS` without the prefix.
+    Names are as in `METRICS`, without the prefix.
     """
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ ROUTES = {
     "/v1/sessions": Route("sessions", "/v1/sessions", of_attempts=False),
     "/health": Route("health", "/health", ("GET", "HEAD"), of_attempts=False),
 }
-"""Routes by path, besides those of the dialects."""
+"""Routes by path, in addition to the dialects'."""
 
 
 def read_path(scope: AsgiScope) -> tuple[AttemptScope | None, str]:

@@ -84,7 +84,7 @@ class SessionService:
     """Answers the requests above from the store.
 
     Args:
-        secret: the server's key, from which those of sessions are derived.
+        secret: the server's key, from which the sessions' keys are derived.
         model: name of the served model.
         clock: seconds since the epoch.
     """

@@ -58,7 +58,7 @@ class AnsweredMessages:
         return [(succeeded, _decode(succeeded, result)) for succeeded, result in decode_payload(row[1])]
 
     def add(self, client_id: str, number: int, results: list[CallResult]) -> None:
-        """Store the results of a client's message in place of those of its message before."""
+        """Store the results of a client's message in place of its previous message's."""
         position = next(self._positions)
         data = encode_payload([[succeeded, _encode(succeeded, result)] for succeeded, result in results])
         self._journal.execute(

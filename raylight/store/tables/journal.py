@@ -106,7 +106,7 @@ class Journal:
     def _lock(self) -> None:
         """Lock the journal for writing until this process ends.
 
-        The lock is on a file of its own: closing a second handle of the SQLite file would release SQLite's
+        The lock is on a separate file: closing a second handle of the SQLite file would release SQLite's
         own locks.
         """
         lock = self._resources.enter_context(self._sibling("-lock").open("ab"))

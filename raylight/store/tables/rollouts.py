@@ -51,7 +51,7 @@ class CommitEvents:
     dequeued: bool = False
     """True if a rollout left the queue."""
     calls_closed: bool = False
-    """True if a call to the engine ended, or its record is no longer awaited."""
+    """True if a call to the engine ended, or nothing awaits its record any more."""
     deadline: float | None = None
     """The earliest deadline that was set, in seconds that the run has lived."""
 
@@ -149,7 +149,7 @@ class Rollouts:
         return row[:N_ROLLOUT], row[N_ROLLOUT:-1], row[-1]
 
     def next_release(self) -> float | None:
-        """The earliest time at which a rollout is no longer held back, in seconds that the run has lived."""
+        """The earliest time at which a rollout may be dequeued, in seconds that the run has lived."""
         row = self._journal.fetch_one("SELECT MIN(not_before) FROM rollouts WHERE not_before IS NOT NULL")
         return row[0] if row else None
 
@@ -163,7 +163,7 @@ class Rollouts:
     # changes by a user
 
     def cancel(self, rollout_ids: list[str], waiting_only: bool = False) -> list[Row]:
-        """Cancel those of the rollouts that are not finished, and return columns ROLLOUT_STATE of all.
+        """Cancel the rollouts that are not finished, and return columns ROLLOUT_STATE of all.
 
         Args:
             waiting_only: cancel only those in the queue.

@@ -44,7 +44,7 @@ class Sessions:
         Args:
             session_id: id of the attempt, which the client generates.
             task: the encoded task.
-            group: name of the session's group; None: it takes a place of its own.
+            group: name of the session's group; None: it takes a separate place.
 
         Raises:
             InvalidTransitionError: the group has another task.
@@ -95,7 +95,7 @@ class Sessions:
         the tokens that they sampled.
 
         Raises:
-            UnknownIdError: there is no such session.
+            UnknownIdError: the session does not exist.
         """
         row = self._journal.fetch_one(
             f"SELECT {ROLLOUT_STATE}, r.config, r.input, a.silent_at + ?, (SELECT COUNT(*) FROM calls c "

@@ -95,7 +95,7 @@ def fit_trained(
     """Return the settings of a run that trains its served model, for the cluster, and messages for the user.
 
     Args:
-        requested: those of the Trainer, as the algorithm adjusts them.
+        requested: the Trainer's, as the algorithm adjusts them.
 
     Raises:
         ConfigError: the run cannot work on this cluster.
@@ -236,7 +236,7 @@ def _with_parts(settings: TrainedSettings, engine: EngineConfig, learner: Learne
 
 
 def fit_scoring_models(settings: TrainedSettings) -> TrainedSettings:
-    """Return the settings with those of the teachers and the reward models for the hardware and the engine.
+    """Return the settings with the teachers and reward models adjusted to the hardware and the engine.
 
     Raises:
         ConfigError: a teacher does not take rows as long as the policy's, or images that agents may send.

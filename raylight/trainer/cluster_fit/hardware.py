@@ -252,7 +252,7 @@ def _share(
 
 
 def _keeps_states(hardware: Hardware, engine: EngineConfig, learner: LearnerConfig, work: Workload) -> bool:
-    """Return True if the learner's weights and optimizer fit on a GPU beside an engine that samples."""
+    """Return True if the learner's weights and optimizer fit on a GPU with an engine that samples."""
     if not (hardware.gpu_memory and work.kept_bytes):
         return False
     kept = work.kept_bytes / (learner.fsdp_size or learner.n)

@@ -167,7 +167,7 @@ def measure_activations(
 
 
 def measure_prefill(path: str, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Return the peak of a forward pass without gradients beside weights and cache, in bytes.
+    """Return the peak of a forward pass without gradients, weights and cache excluded, in bytes.
 
     A layer's tensors are freed before the next one's, so few layers show it.
     """

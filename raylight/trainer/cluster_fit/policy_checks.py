@@ -177,7 +177,7 @@ def engine_with_routes(engine: EngineConfig, model_path: str) -> EngineConfig:
     """Return the settings of an engine that records the experts of each token, for router replay.
 
     Raises:
-        ConfigError: it cannot, or the model is no mixture of experts.
+        ConfigError: it cannot, or the model is not a mixture of experts.
     """
     if engine.kind != "transformers":
         raise ConfigError(

@@ -161,7 +161,7 @@ def _features(shape: ModelShape, config: LearnerConfig, tokens: int | None) -> i
 
 
 def _snapshot(shape: ModelShape, config: LearnerConfig, trained: int, sent: str) -> int:
-    """Return the bytes of a rank's copy of the weights, from which they are sent beside updates.
+    """Return the bytes of a rank's copy of the weights, from which they are sent during updates.
 
     Engines that serve the adapter receive nothing else. An adapter is merged in the model's own type; what it
     does not change is copied from a GPU only.
@@ -186,7 +186,7 @@ def _states(
     GPU while the model computes.
 
     Args:
-        trained: number of trained parameters; an adapter's are beside the model's.
+        trained: number of trained parameters; an adapter's come in addition to the model's.
         moments: number of its optimizer's moments.
         computes: True for the model that computes at the peak.
     """
@@ -267,7 +267,7 @@ def _pass(
 
 @dataclass(frozen=True)
 class _Phase:
-    """Bytes that a phase of a backward pass takes beside activations."""
+    """Bytes that a phase of a backward pass takes in addition to activations."""
 
     weights: int
     gradients: int
@@ -330,7 +330,7 @@ def engine_memory(
 
 
 def _vllm_pass(path: str, shape: ModelShape, config: EngineConfig, gpu_memory: int) -> list[Item]:
-    """Return what a worker of vLLM takes beside weights and cache.
+    """Return what a worker of vLLM takes in addition to weights and cache.
 
     It keeps the memory of a step with the largest batch free, which it measures when it starts.
     """

@@ -37,7 +37,7 @@ def plan_teachers(algorithm: PolicyAlgorithm, model_path: str) -> dict[str, Teac
         model_path: folder of the policy's initial model.
 
     Raises:
-        ModelNotFoundError: there is no such model.
+        ModelNotFoundError: the model does not exist.
         ConfigError: an engine is not installed, or the tokens of a teacher are not the policy's.
     """
     return {
@@ -212,7 +212,7 @@ def plan_reward_models(group_reward: GroupReward | None) -> tuple[RewardModelSet
     """Return the settings of the reward models that a group reward names.
 
     Raises:
-        ModelNotFoundError: there is no such model.
+        ModelNotFoundError: the model does not exist.
         ConfigError: a model has no scalar head, no chat template or no limit, or two have one name.
     """
     models = find_reward_models(group_reward)
@@ -231,7 +231,7 @@ def _plan_reward_model(model: ScoringModel, number: int) -> RewardModelSettings:
     limit = check_reward_model(path, config.max_tokens)
     args = {"max_batch_tokens": config.max_batch_tokens}
     update = {"kind": ENGINE, "max_model_len": limit, "args": args}
-    # set, so that it is no default that hardware changes
+    # set, so that hardware does not change it as a default
     engine = EngineConfig(**engine.model_dump(exclude_unset=True) | update)
     name = APP_NAME if number == 1 else f"{APP_NAME}-{number}"
     return RewardModelSettings(model, ServingSettings(path, engine, name))

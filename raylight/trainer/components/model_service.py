@@ -1,4 +1,4 @@
-"""A fixed model in replicas of its own, and the requests to it."""
+"""A fixed model in separate replicas, and the requests to it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ModelService:
         self._serving.prepare(0)
 
     async def start(self) -> None:
-        """Start the replicas. Not beside the start of another model: only one can start Serve.
+        """Start the replicas. Starts of models follow each other: only one can start Serve.
 
         Raises:
             EngineStartError: the replicas did not start in time.

@@ -24,7 +24,7 @@ PROBE_TOKENS = 128
 are."""
 SPIKE = TAIL_FACTOR
 """Factor by which a single token may exceed the tolerance, which is for the mean: unlikely tokens, such as
-those of a probe, have the largest rounding errors."""
+a probe's, have the largest rounding errors."""
 CONCLUSIVE = 3.0
 """Factor by which the learner's change must exceed the usual difference of engine and learner to be
 conclusive. Rounding alone changes the learner's log-probs by at most 1.4 times that difference."""

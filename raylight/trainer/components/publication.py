@@ -46,13 +46,13 @@ class Publications:
     """Publishes versions, one at a time.
 
     The learners' weights do not change while they are read. They are read until all replicas have them, or
-    beside updates until the learners have a snapshot, which is sent.
+    during updates until the learners have a snapshot, which is sent.
 
     Args:
         timeout_s: time that a version may take to reach all replicas.
         adapters: the learners' models, whose adapters are served, by the names under which they are; the
             only model of a run has an empty name. Empty: all weights are published.
-        fixed: those of them that are published at the start only.
+        fixed: adapters that are published at the start only.
         probe: token ids whose log-probs are compared; empty if the learners have no weights of their own.
         tolerance: limit of the mean difference of log-probs.
         beside_updates: updates may begin while weights are sent.
@@ -140,10 +140,10 @@ class Publications:
         Args:
             timeout: seconds that the replicas have.
             probed: by adapter, log-probs by replica; the replicas are asked for the others.
-            logprobs: those of the learners by adapter; they still hold the version of the others.
+            logprobs: the learners' by adapter; they still hold the version of the others.
 
         Returns:
-            The worst; a parity of no tokens if there is no probe.
+            The worst; a parity of no tokens without a probe.
 
         Raises:
             MismatchError: a replica's differ from the learners'.
@@ -198,7 +198,7 @@ class Publications:
         the learners.
 
         Args:
-            logprobs: those of the learners; none if they still hold the version. They then compute them while
+            logprobs: the learners'; none if they still hold the version. They then compute them while
                 the replicas prepare.
         """
         name = next(reversed(payload_refs), "")
@@ -281,7 +281,7 @@ class Publications:
         return await payload_ref
 
     async def serve_beside(self, name: str, version: int, adapter: LoraAdapter) -> None:
-        """Have all replicas serve an adapter under a name of its own, until `stop_serving`.
+        """Have all replicas serve an adapter under a separate name, until `stop_serving`.
 
         Raises:
             WeightSyncError: not enough replicas served it in time.

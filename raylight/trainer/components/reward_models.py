@@ -1,4 +1,4 @@
-"""The reward models of a run's group reward, each a fixed model in replicas of its own."""
+"""The reward models of a run's group reward, each a fixed model in separate replicas."""
 
 from __future__ import annotations
 

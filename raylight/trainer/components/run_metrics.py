@@ -1,4 +1,4 @@
-"""Metrics of a run that its driver reports to Ray: those of its steps, its store and its components."""
+"""Metrics of a run that its driver reports to Ray: of its steps, its store and its components."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Runners:
         stack.push_async_callback(self.pool.stop)
 
     async def start(self) -> None:
-        """Start the runners, or wait for those of other processes.
+        """Start the runners, or wait for other processes' runners.
 
         Raises:
             PlacementError: the cluster has too few free resources.

@@ -28,7 +28,7 @@ class Serving:
 
     Args:
         app_name: name of the Serve application, and of the namespace of the coordinator.
-        model: None for a run that serves no model of its own.
+        model: None for a run that serves no model.
         secret: secret from which the API keys of attempts are derived; None: anyone may use the model.
         store: records the calls; None records none.
         show_stage: shows what the run is doing now.

@@ -99,7 +99,7 @@ async def cancel_undecided(store: StoreClient, start: ResumePoint, keeps: bool =
     the engines may not have the weights for them.
 
     Args:
-        keeps: keep those of the lineage that goes on: agents outside the run may execute them.
+        keeps: keep the rollouts of the lineage that goes on: agents outside the run may execute them.
     """
     undecided = [status for status in get_args(RolloutStatus) if status not in FINISHED]
     for lineage in filter(None, (None if keeps else start.lineage, start.parent_lineage)):

@@ -32,7 +32,7 @@ from raylight.trainer.spec.settings import TeacherSettings
 from raylight.types import FinishedRollout, Trajectory
 
 MOST_TOKENS = 16_384
-"""Tokens of one request; a longer row is a request of its own."""
+"""Tokens of one request; a longer row is a separate request."""
 REQUESTS_PER_REPLICA = 2
 """Requests in flight for each replica, so that none waits for the next one to arrive."""
 
@@ -226,7 +226,7 @@ class Teachers(Component):
         settings: the teachers by name; all on the learners' ranks, or all in engines.
         choice: key or function that gives a task's teacher; None for a single teacher.
 
-    The others are those of `Teacher`.
+    The others are `Teacher`'s.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ def by_source(finished: list[FinishedRollout], failure_reward: float | None) -> 
 
 
 def _reward_metrics(sampled: list[FinishedRollout], failure_reward: float | None) -> Metrics:
-    """Return the means of named rewards beside the first, those by source, and the number of failed grades
+    """Return the means of named rewards after the first, the means by source, and the number of failed grades
     with a group reward."""
     named: dict[str, list[float]] = {}
     for item in sampled:

@@ -105,7 +105,7 @@ class _InProgress:
 
 
 class PinnedEvaluation:
-    """At most one evaluation beside training.
+    """At most one evaluation during training.
 
     Its rollouts are a task. Its end, which may need the learners, is a part of the loop, and can be repeated
     after these were lost.
@@ -117,7 +117,7 @@ class PinnedEvaluation:
 
     @property
     def step(self) -> int | None:
-        """Step that is evaluated; None if there is no evaluation."""
+        """Step that is evaluated, or None."""
         return self._current.step if self._current else None
 
     @property
@@ -131,7 +131,7 @@ class PinnedEvaluation:
         return [self._current.measuring] if self._current else []
 
     async def begin(self, step: int) -> None:
-        """Begin the evaluation of a step whose weights are published; there is no other one.
+        """Begin the evaluation of a step whose weights are published. No other one may be in progress.
 
         Raises:
             WeightSyncError: the engines cannot keep the version.

@@ -2,8 +2,8 @@
 
 A step takes finished groups of rollouts, updates the weights with them, publishes these to the engines, and
 evaluates them. With `max_staleness=0` the next step samples after that. Otherwise its groups are sampled
-meanwhile, from weights that are at most so many steps older, and a publication runs beside the next update.
-So does the evaluation of an adapter, which engines can keep under a name of its own.
+meanwhile, from weights that are at most so many steps older, and a publication runs during the next update.
+So does the evaluation of an adapter, which engines can keep under a separate name.
 
 Laws:
 - A step can be taken again: the store has its groups, and its update follows from the training state before
@@ -104,7 +104,7 @@ class PolicyLoop(StepLoop):
             self._ledger.load_state_dict(start.ledger)
         self._beside = PinnedEvaluation(self._evaluator, self._learners.publications, report)
         self._cut_off: int | None = (start.evaluation or {}).get("beside")
-        """Step of an evaluation that was in progress beside training when the starting point was saved."""
+        """Step of an evaluation that was in progress during training when the starting point was saved."""
         self._opponents: ServedOpponents | None = None
         if (self_play := algorithm.opponents) is not None:
             publications, seed = self._learners.publications, run.settings.seed
@@ -246,7 +246,7 @@ class PolicyLoop(StepLoop):
         return {}
 
     async def _end_evaluation(self) -> None:
-        """Wait for the evaluation beside training, and report it."""
+        """Wait for the evaluation during training, and report it."""
         await self._until_failure(self._beside.end(max(self._reported, 0)))
         self._evaluated = self._evaluator.state_dict()
 

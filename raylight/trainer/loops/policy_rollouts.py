@@ -64,7 +64,7 @@ class PolicyRollouts:
         self._greedy_id: str | None = None
         """Id of the resources whose model samples greedily."""
         self._val_id: str | None = None
-        """Id of the resources of validation rollouts; None: those of training."""
+        """Id of the resources of validation rollouts; None: the same as for training."""
         self.in_evaluation = 0
         """Number of validation rollouts that are queued and not decided."""
         self.room_changed = BroadcastCondition()
@@ -73,7 +73,7 @@ class PolicyRollouts:
         """Number of rollouts that may be in progress; None: as many as the runners execute."""
 
     async def add_resources(self) -> None:
-        """Add the resources of rollouts that sample otherwise than those of training."""
+        """Add the resources of rollouts that sample otherwise than in training."""
         latest = await self._store.get_latest_resources()
         assert latest is not None, "the resources were published"
         self._resources = latest
@@ -135,7 +135,7 @@ class PolicyRollouts:
         ]
 
     async def stored_draws(self, groups: list[int]) -> dict[int, JsonObject]:
-        """Return the draws of those of these groups whose rollouts the store has, by group."""
+        """Return the draws of the groups whose rollouts the store has, by group."""
         firsts = {self.group_ids(group)[0]: group for group in groups}
         stored = await self._store.query_rollouts(rollout_id_in=list(firsts))
         return {

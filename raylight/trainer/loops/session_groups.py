@@ -37,7 +37,7 @@ def closing_delay(states: Sequence[RolloutState], lease_s: float | None) -> floa
     None: an open session keeps them, or no session has begun.
 
     Args:
-        lease_s: longest pause between two sessions; None: there is no limit.
+        lease_s: longest pause between two sessions; None: no limit.
     """
     has_begun = any(state.attempt is not None for state in states)
     is_open = any(state.status not in FINISHED | WAITING for state in states)

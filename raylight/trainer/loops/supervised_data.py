@@ -53,7 +53,7 @@ def load_supervised_data(
         model_path: folder of the model, whose tokenizer encodes messages.
 
     Raises:
-        ConfigError: there is no store, or its tokens are not the model's.
+        ConfigError: the store does not exist, or its tokens are not the model's.
         DatasetError: there are no examples, or one is malformed.
         RowTooLongError: an example is longer than the learners take, and `learner.long_rows` is "error".
     """
@@ -162,7 +162,7 @@ class _ExampleReader:
         return tuple(map(LearnedRow.from_demonstration, rows))
 
     def _scored(self, tokens: list[int]) -> LearnedRow:
-        """Return a row with the token whose score transformers returns: the last one that is no padding."""
+        """Return a row with the token whose score transformers returns: the last one that is not padding."""
         padding = getattr(self._tokenizer, "pad_token_id", None)
         if padding is None:  # verl then pads with the other, which the saved configuration names
             padding = self._tokenizer.eos_token_id

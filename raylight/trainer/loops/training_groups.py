@@ -194,7 +194,7 @@ class TrainingGroups:
 
     @property
     def in_progress(self) -> int:
-        """Number of dispatched rollouts that are not decided, those of an evaluation included."""
+        """Number of dispatched rollouts that are not decided, including an evaluation's."""
         training = self._group_size * len(self._decided) - sum(self._decided.values())
         return training + self._rollouts.in_evaluation
 

@@ -136,7 +136,7 @@ class Report(ProgressReporter):
         """The ledger after the last step."""
         self._lengths: dict[str, dict[str, int]] = {}
         """Tokens by the length of their rollout, after the last step."""
-        # those beside training that ended before a resume, by step
+        # evaluations during training that ended before a resume, by step
         self._evaluations = {row[VAL_STEP]: row for row in history if VAL_STEP in row}
         self._advisor = Advisor()
         for row in history:
@@ -194,7 +194,7 @@ class Report(ProgressReporter):
                     self._lengths.setdefault(bound, {})[fate] = int(row[f"lengths/{name}"])
 
     def evaluation(self, step: int, logged: int, metrics: Metrics) -> None:
-        """Log the metrics of an evaluation beside training, in a row of its own.
+        """Log the metrics of an evaluation during training, in a separate row.
 
         Args:
             step: the step that was evaluated.
@@ -203,7 +203,7 @@ class Report(ProgressReporter):
         self.step(logged, {VAL_STEP: float(step)} | metrics)
 
     def evaluation_of(self, step: int) -> Metrics | None:
-        """Return the metrics of an evaluation beside training that ended before a resume; None if it did
+        """Return the metrics of an evaluation during training that ended before a resume; None if it did
         not."""
         return self._evaluations.get(step)
 

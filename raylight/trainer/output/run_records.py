@@ -41,7 +41,7 @@ def read_rollouts(
         last: return only this number of rollouts from the end.
 
     Raises:
-        ConfigError: there is no store.
+        ConfigError: the store does not exist.
         UnknownIdError: the store does not have one of `rollout_ids`.
     """
     file = store_file(Path(path))

@@ -25,7 +25,7 @@ class StoredRollouts:
         path: run directory, or the file of its store.
 
     Raises:
-        ConfigError: there is no store.
+        ConfigError: the store does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -62,7 +62,7 @@ def store_file(path: Path) -> Path:
         path: run directory, or the file itself.
 
     Raises:
-        ConfigError: there is no store.
+        ConfigError: the store does not exist.
     """
     candidates = [path / name for name in STORE_FILES] if path.is_dir() else [path]
     for candidate in candidates:

@@ -64,7 +64,7 @@ def export_traces(run: str | Path, kind: str, selection: RolloutSelection, outpu
         output: receives UTF-8.
 
     Raises:
-        ConfigError: there is no store.
+        ConfigError: the store does not exist.
         DatasetError: the selection has no rollouts.
         ImageError: the file of an image is missing.
     """

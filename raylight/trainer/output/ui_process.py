@@ -1,4 +1,4 @@
-"""`raylight ui` beside a run, in a process of its own, so that it takes no time of the driver's."""
+"""`raylight ui` of a run, in a separate process, so that it takes no time of the driver's."""
 
 from __future__ import annotations
 

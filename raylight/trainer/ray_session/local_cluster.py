@@ -288,7 +288,7 @@ class _LocalNode(ray_node.Node):
 
     @contextlib.contextmanager
     def _grafana_boards(self) -> Iterator[None]:
-        """Put raylight's board beside Ray's. Their default folder is emptied while the dashboard starts."""
+        """Put raylight's board next to Ray's. Their default folder is emptied while the dashboard starts."""
         default = os.path.join(self.get_session_dir_path(), "metrics", "dashboards")
         folder = os.environ.setdefault(BOARDS_VARIABLE, default)
         try:

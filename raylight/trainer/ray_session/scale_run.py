@@ -32,7 +32,7 @@ def scale_run(run: str, sizes: dict[str, int], address: str | None, timeout_s: f
         timeout_s: longest wait; the run goes on trying after it.
 
     Raises:
-        ConfigError: there is no such run on the cluster.
+        ConfigError: the cluster has no such run.
         ScaleError: a size was not reached, or not in time.
     """
     given = address or os.environ.get("RAY_ADDRESS")

@@ -286,7 +286,7 @@ def find_adapter(folder: str) -> str:
     """Return the absolute path of a peft adapter's folder.
 
     Raises:
-        ModelNotFoundError: there is no such folder, or it contains no adapter.
+        ModelNotFoundError: the folder does not exist, or contains no adapter.
     """
     path = os.path.abspath(os.path.expanduser(folder))
     if not os.path.isdir(path):
@@ -305,7 +305,7 @@ def eval_line(item: FinishedRollout, task: int, sample: int) -> JsonObject:
 
     Args:
         task: index of the task.
-        sample: index of the rollout among those of its task.
+        sample: index of the rollout among its task's.
     """
     rollout, attempt = item.rollout, item.rollout.attempt
     ended = attempt.end_time if attempt else None

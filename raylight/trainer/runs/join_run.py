@@ -74,7 +74,7 @@ class RemoteRunnerProcess:
         """Execute rollouts until the run ends; return the numbers of lost and replaced runners.
 
         Raises:
-            ConfigError: there is no such run.
+            ConfigError: the run does not exist.
             RaylightError: the runners did not start, or died too often.
         """
         arguments, start_timeout_s = self._arguments, self._config.start_timeout_s

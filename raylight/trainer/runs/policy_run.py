@@ -66,7 +66,7 @@ class ServedTrainingRun(TrainingRun[TrainedSettings, PolicyComponents]):
             algorithm |= {"model": settings.serving.model_path}
         content = run_config(settings, given, algorithm, self.inputs)
         if is_verl:
-            # VERL derives the rest from its configuration again, and rejects other values beside it
+            # VERL derives the rest from its configuration again, and rejects other values next to it
             for name in ("engine", "learner", "checkpoint"):
                 content[name] = getattr(given.settings, name).model_dump(mode="json", exclude_unset=True)
             if given.settings.seed is None:

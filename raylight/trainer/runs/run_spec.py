@@ -228,7 +228,7 @@ def run_config(
 
 
 def check_has_run(resume: Resume, requested: RunSettings) -> None:
-    """Raise a ConfigError if there is no run directory to continue in."""
+    """Raise a ConfigError if the run directory to continue in does not exist."""
     if resume in (True, "auto") and requested.output_dir is None:
         raise ConfigError("resume has no run to continue: give its output_dir (--output-dir)")
 

@@ -177,7 +177,7 @@ def chosen_algorithm(algorithm: TrainerAlgorithm | None, dev: bool) -> TrainerAl
         dev: True for a run in which the agent is tried with a fast algorithm, `Baseline` if there is none.
 
     Raises:
-        ConfigError: there is no algorithm.
+        ConfigError: the algorithm is missing.
         TypeError: the algorithm is not fast.
     """
     if dev and algorithm is None:

@@ -80,7 +80,7 @@ def resolve_model(model: str) -> str:
     """Return the folder of a model: a path, or the cached folder of a hub name. Nothing is downloaded.
 
     Raises:
-        ModelNotFoundError: there is no such folder, or it contains no model.
+        ModelNotFoundError: the folder does not exist, or contains no model.
     """
     folder = os.path.abspath(os.path.expanduser(model))
     if gguf := _gguf_file(folder):
@@ -124,7 +124,7 @@ def fixed_model(model: str, engine: EngineConfig) -> ServingSettings:
         model: folder, name in the local cache, or the upstream's name.
 
     Raises:
-        ModelNotFoundError: there is no such model.
+        ModelNotFoundError: the model does not exist.
         ConfigError: the engine is not installed.
         BrokenPackageError: see `check_packages`.
     """
@@ -174,7 +174,7 @@ def as_train_set(dataset: Any) -> TaskSet:
 
 
 def as_tasks(dataset: Any, name: str, required: bool) -> list[Any]:
-    """Return a dataset as a list of tasks; those of several sources as `SourcedTasks`.
+    """Return a dataset as a list of tasks; several sources as `SourcedTasks`.
 
     Args:
         name: of the argument, for messages.

@@ -29,7 +29,7 @@ class SilentDisplay:
         pass
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Print nothing: each update would be a line of its own."""
+        """Print nothing: each update would be a separate line."""
 
     def step(self, step: int, metrics: Metrics) -> None:
         pass

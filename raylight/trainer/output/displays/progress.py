@@ -42,7 +42,7 @@ class TimeEstimate:
 
     def add(self, step: int, metrics: Metrics) -> None:
         """Add a step with its `time/total_s`, and with its `time/val_s` if it has an evaluation."""
-        if VAL_STEP in metrics or "time/total_s" not in metrics:  # beside training
+        if VAL_STEP in metrics or "time/total_s" not in metrics:  # during training
             return
         seconds = metrics.get("time/val_s")
         if self._last is not None and self._last["step"] == step - 1:
@@ -116,7 +116,7 @@ class RunProgress:
             self._phases = self._phases | {name: StepPhase(name, done, total, self._clock())}
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Add the metrics of a step, or of an evaluation beside training."""
+        """Add the metrics of a step, or of an evaluation during training."""
         self._estimate.add(step, metrics)
         self.rows.append((step, metrics))
         if "train/reward" in metrics:
@@ -135,5 +135,5 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated seconds left; None as long as there is no estimate."""
+        """Estimated seconds left; None until there are enough steps."""
         return self._estimate.left(self._clock() - self._last_step)

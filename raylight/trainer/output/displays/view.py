@@ -48,11 +48,11 @@ DRIFT_COLUMNS: list[Column] = [
 ]
 """Columns that are shown once calls start new rows although they continue a conversation."""
 FAILED_COLUMN: Column = ("failed there", "val/failed", "{:.0f}")
-"""Column beside the validation reward, once a rollout of it has failed."""
+"""Column next to the validation reward, once a rollout of it has failed."""
 BARS = "▁▂▃▄▅▆▇█"
 MAX_WIDTH = 120
 LINES_BELOW = 10
-"""Lines that a view needs beside the table of steps."""
+"""Lines that a view needs in addition to the table of steps."""
 ADVISORY_LINES = 3
 LEVEL_STYLE = {"alarm": "bold red", "warning": "yellow", "hint": "cyan"}
 

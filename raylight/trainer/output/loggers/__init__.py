@@ -5,7 +5,7 @@ A logger is one class with the three methods of `MetricLogger`. `Trainer(loggers
 such a name as `type` with arguments. A constructor that has a parameter `folder`, `display` or `history`
 receives the run directory, the Display of the run, and the rows of the steps that a resumed run keeps.
 
-A subclass of `Tracker` is called in a thread of its own, so that a slow one delays no step. A logger that
+A subclass of `Tracker` is called in a separate thread, so that a slow one delays no step. A logger that
 raises is reported once and does not end the run.
 """
 

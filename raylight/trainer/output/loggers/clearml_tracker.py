@@ -14,7 +14,7 @@ class ClearmlTracker(Tracker):
     """Writes a run to ClearML as a task.
 
     `CLEARML_OFFLINE_MODE=1` keeps it in ClearML's cache, from where `Task.import_offline_session` sends it; a
-    resumed run is then a task of its own. Further settings are those of `clearml.Task.init`. Output and
+    resumed run is then a separate task. Further settings are passed to `clearml.Task.init`. Output and
     frameworks are not captured.
     """
 

@@ -20,10 +20,10 @@ MAX_VALUE = 500
 class MlflowTracker(Tracker):
     """Writes a run to MLflow.
 
-    It goes to the server or database of `MLFLOW_TRACKING_URI`, or else to `mlflow.db` beside the run
+    It goes to the server or database of `MLFLOW_TRACKING_URI`, or else to `mlflow.db` next to the run
     directory.
 
-    Further settings are `tracking_uri` and those of `MlflowClient.create_run`, such as `tags`.
+    Further settings are `tracking_uri` and arguments of `MlflowClient.create_run`, such as `tags`.
     """
 
     def start(self, config: JsonObject) -> None:

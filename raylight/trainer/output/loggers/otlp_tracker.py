@@ -16,7 +16,7 @@ class OtlpTracker(Tracker):
     The gauge `raylight/step` is their step. A gauge that a step has no value for repeats its last one. They
     go to `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`, or to `OTEL_EXPORTER_OTLP_ENDPOINT`. The resource has
     `service.name` ("raylight"), `raylight.project` and `raylight.run`. Further settings, such as `endpoint`,
-    `headers` and `timeout`, are those of `OTLPMetricExporter`.
+    `headers` and `timeout`, are passed to `OTLPMetricExporter`.
     """
 
     def start(self, config: dict[str, Any]) -> None:

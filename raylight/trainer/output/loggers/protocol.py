@@ -10,7 +10,7 @@ from raylight.types import JsonObject
 Metrics = dict[str, float]
 
 VAL_STEP = "val/step"
-"""Metric of an evaluation beside training: the step whose weights were evaluated."""
+"""Metric of an evaluation during training: the step whose weights were evaluated."""
 
 
 class SampledRollout(NamedTuple):
@@ -50,7 +50,7 @@ class MetricLogger(Protocol):
         """Receive the metrics of a step by name; step 0 is the evaluation before training. Values may be
         NaN.
 
-        Metrics with `val/step` are those of an evaluation beside training alone: of the step `val/step`, when
+        Metrics with `val/step` belong to an evaluation during training alone: of the step `val/step`, when
         `step` was the last one.
         """
         ...

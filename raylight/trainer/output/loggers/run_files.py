@@ -108,7 +108,7 @@ class PlotLogger:
 
 
 def read_history(folder: Path, last_step: int | None) -> list[Metrics]:
-    """Return the rows of `metrics.jsonl` up to a step; none if `last_step` is None or there is no file.
+    """Return the rows of `metrics.jsonl` up to a step; none without `last_step` or without the file.
 
     The last line may be incomplete, if the run was killed while it was written.
     """

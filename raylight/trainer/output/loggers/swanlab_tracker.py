@@ -13,7 +13,7 @@ class SwanlabTracker(Tracker):
     """Writes a run to SwanLab.
 
     `SWANLAB_MODE=offline` keeps it in `swanlog/` of the run directory, from where `swanlab sync` sends it.
-    Further settings are those of `swanlab.init`. SwanLab continues a resumed run only online; otherwise each
+    Further settings are passed to `swanlab.init`. SwanLab continues a resumed run only online; otherwise each
     process of the run is a run in SwanLab.
     """
 

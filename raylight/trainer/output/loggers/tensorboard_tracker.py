@@ -15,7 +15,7 @@ from raylight.types import JsonObject
 class TensorboardTracker(Tracker):
     """Writes a run to `tensorboard/` of the run directory: `tensorboard --logdir outputs` shows all runs.
 
-    Further settings, such as `flush_secs`, are those of `torch.utils.tensorboard.SummaryWriter`.
+    Further settings, such as `flush_secs`, are passed to `torch.utils.tensorboard.SummaryWriter`.
     """
 
     def start(self, config: JsonObject) -> None:

@@ -25,7 +25,7 @@ TOTAL_SECONDS = "time/total_s"
 class Tracker:
     """Base of the loggers of experiment trackers.
 
-    A tracker has the methods of a `MetricLogger`. All of them are called in one thread of its own.
+    A tracker has the methods of a `MetricLogger`. All of them are called in one separate thread.
 
     Args:
         folder: the run directory.
@@ -80,7 +80,7 @@ class Tracker:
 def points(step: int, metrics: Metrics) -> tuple[int, Metrics]:
     """Return the step that metrics are drawn at, and those that have a value there.
 
-    An evaluation beside training is drawn at the step that it evaluated. NaN and infinity are left out,
+    An evaluation during training is drawn at the step that it evaluated. NaN and infinity are left out,
     because they are no points, and some trackers reject the whole row.
     """
     hidden = (VAL_STEP, TOTAL_SECONDS) if VAL_STEP in metrics else ()
@@ -102,7 +102,7 @@ class TrackerError(Exception):
 
 
 class TrackerThread:
-    """Calls a tracker in a thread of its own. A call returns at once; its failure is raised by a later call.
+    """Calls a tracker in a separate thread. A call returns at once; its failure is raised by a later call.
 
     After a failed `start` the tracker receives nothing.
     """

@@ -11,7 +11,7 @@ class TrackioTracker(Tracker):
     """Writes a run to Trackio, which `trackio show` displays.
 
     It is in Trackio's own folder (`TRACKIO_DIR`), or in the Hugging Face Space of the setting `space_id`.
-    Further settings are those of `trackio.init`. Trackio marks no run as failed.
+    Further settings are passed to `trackio.init`. Trackio marks no run as failed.
     """
 
     def start(self, config: JsonObject) -> None:

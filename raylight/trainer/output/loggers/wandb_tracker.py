@@ -13,7 +13,7 @@ class WandbTracker(Tracker):
     """Writes a run to Weights & Biases.
 
     `WANDB_MODE=offline` keeps it in `wandb/` of the run directory, from where `wandb sync` sends it. Further
-    settings, such as `entity`, `group`, `tags` and `mode`, are those of `wandb.init`.
+    settings, such as `entity`, `group`, `tags` and `mode`, are passed to `wandb.init`.
     """
 
     def start(self, config: JsonObject) -> None:
