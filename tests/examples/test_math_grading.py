@@ -8,8 +8,10 @@ import time
 import psutil
 import pytest
 
+from examples.math_agent import grading, symbolic
 from examples.math_agent.answers import EXTRACTORS, MAX_ANSWER, extract
-from examples.math_agent.grading import GradingError, equal_by_sympy, is_right
+from examples.math_agent.expressions import parse
+from examples.math_agent.grading import GradingError, equal_by_sympy, is_right, same
 from examples.math_agent.prompts import instructions
 
 
@@ -135,8 +137,23 @@ def test_the_instructions_match_the_extractor(extractor: str) -> None:
         ("sin(x)^2 + cos(x)^2", "1", True),
     ],
 )
-async def test_grading(answer: str | None, expected: str, right: bool) -> None:
+async def test_grading(
+    answer: str | None, expected: str, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With sympy in this process, because the start of its own takes a second."""
+
+    async def equal(given: str, expected: str) -> bool:
+        return same(parse(given, containers=True), parse(expected, containers=True), symbolic.equal)
+
+    monkeypatch.setattr(grading, "equal_by_sympy", equal)
     assert await is_right(answer, expected) is right
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"), [("{2x + 6, 2}", "{2, 6 + x*2}", True), ("x^2", "x^3", False)]
+)
+async def test_sympys_process_compares(answer: str, expected: str, right: bool) -> None:
+    assert await equal_by_sympy(answer, expected, deadline_s=60.0) is right
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from raylight.serving.capture.retry_cache import RetryCache
 from raylight.serving.conversations.conversations import Conversations
 from raylight.serving.dialects.responses import ResponseHistory
 
-CAPACITY = 2**19
+CAPACITY = 2**18
 MORE = 4
 """What is kept would take this many times the capacity."""
 SLACK = 1.3
@@ -40,7 +40,7 @@ async def allocated(fill: Callable[[], Awaitable[None]]) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("attempts", [1, 300], ids=["one attempt", "many attempts"])
+@pytest.mark.parametrize("attempts", [1, 150], ids=["one attempt", "many attempts"])
 @pytest.mark.parametrize("text", ["", "a word and another one " * 40], ids=["short", "long"])
 async def test_conversations(attempts: int, text: str) -> None:
     conversations = Conversations(TOKENIZERS["chatml"], CAPACITY)
