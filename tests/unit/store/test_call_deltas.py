@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from store_helpers import Box, call_of, ids_of, open_box, span_of
 from unit_helpers import make_generation
@@ -187,7 +187,6 @@ def test_any_tree_of_calls_is_read_as_it_was_recorded() -> None:
         opened = open_box()
         box = runner.run(opened.__aenter__())
 
-        @settings(max_examples=60, deadline=None)
         @given(conversations(), st.randoms(use_true_random=False))
         def run(calls: list[tuple[list[Message], str, bool]], rng: random.Random) -> None:
             runner.run(roll_out(box, calls, rng))

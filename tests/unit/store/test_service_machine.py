@@ -464,5 +464,10 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=15, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@pytest.mark.slow
+class TestStoreMachineAtLength(StoreMachine.TestCase):
+    settings = settings(TestStoreMachine.settings, max_examples=300)

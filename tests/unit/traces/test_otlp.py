@@ -17,7 +17,7 @@ import httpx
 import pytest
 from google.protobuf import json_format
 from google.rpc.status_pb2 import Status
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.http import Compression
@@ -621,14 +621,12 @@ def send(body: bytes, kind: str, coding: str | None) -> None:
         assert response.headers["content-type"] == kind
 
 
-@settings(max_examples=100, deadline=None)
 @given(NEAR_REQUESTS, st.booleans())
 def test_any_json_is_answered(value: Any, packed: bool) -> None:
     body = json.dumps(value).encode()
     send(gzip.compress(body) if packed else body, JSON, "gzip" if packed else None)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([JSON, PROTOBUF]), CODINGS)
 def test_any_bytes_are_answered(body: bytes, kind: str, coding: str | None) -> None:
     send(body, kind, coding)
@@ -637,7 +635,6 @@ def test_any_bytes_are_answered(body: bytes, kind: str, coding: str | None) -> N
 GOOD = as_protobuf(FULL, span_json(spanId="1" * 16))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
     st.integers(0, len(GOOD)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from image_helpers import make_image
 from store_helpers import open_box
@@ -499,7 +499,6 @@ SPANS = st.lists(
 
 
 @given(SPANS)
-@settings(max_examples=300)
 def test_any_spans_make_a_tree_that_holds_each_id_once(drawn: list[tuple[str, str | None, int, int]]) -> None:
     """Missing parents, several roots, doubled ids and circles are allowed; repairing keeps each span once."""
     spans = [

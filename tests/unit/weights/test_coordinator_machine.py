@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from coordinator_helpers import PAYLOAD_REF, Life, Replica, Versions, changed, versions_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -267,5 +268,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
 TestCoordinatorMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.slow
+class TestCoordinatorMachineAtLength(CoordinatorMachine.TestCase):
+    settings = settings(TestCoordinatorMachine.settings, max_examples=600)

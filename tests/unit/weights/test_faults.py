@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator_helpers import ADAPTER, Life
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
@@ -395,7 +395,6 @@ async def run_orders(replicas: int, orders: list[str], faults: list[tuple[float,
         st.tuples(st.floats(0, 25, width=16), st.sampled_from(FAULTS), st.integers(0, 2)), max_size=3
     ),
 )
-@settings(max_examples=150, deadline=None)
 def test_orders_end_well_whatever_dies_or_freezes(
     replicas: int, orders: list[str], faults: list[tuple[float, str, int]]
 ) -> None:

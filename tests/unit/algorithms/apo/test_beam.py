@@ -92,7 +92,6 @@ CONFIGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(CONFIGS, st.integers(0, 1000))
 def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
     world, history = World(salt), fresh()
@@ -140,7 +139,6 @@ def test_the_laws_of_the_search(config: ApoSettings, salt: int) -> None:
         assert history.best == "v0"
 
 
-@settings(max_examples=100, deadline=None)
 @given(CONFIGS, st.integers(0, 1000), st.integers(0, 60))
 def test_a_resumed_search_ends_like_one_without_interruption(
     config: ApoSettings, salt: int, stop_after: int

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from capture_helpers import Sink, settle
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from unit_helpers import make_generation, make_key, until
 
@@ -254,7 +254,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=80)
 @given(STEPS, st.booleans())
 @example(["call", "pass", "pass", "time", "call", "kill", "call"], True).via(
     "an equal request, no repetition"

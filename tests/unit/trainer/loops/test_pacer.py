@@ -7,7 +7,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pacing_model import Simulation
 
@@ -39,7 +39,6 @@ def simulation(staleness: int, per_step: int, steps: int, rounds: int, order: st
     )
 
 
-@settings(max_examples=300)
 @given(
     staleness=st.integers(0, 4),
     per_step=st.integers(1, 6),
